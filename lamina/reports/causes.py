@@ -1,7 +1,7 @@
-"""The causes of failures. Each cause has signs in the records, changes that help, and a check.
+"""The causes of failures. A cause has signs (facts in a run's records), changes that help, and a check.
 
-The monitor's ``limits.json`` has the probability of each sign under each cause. These probabilities come from runs that
-we broke on purpose (tools/calibration/alarms.py).
+The monitor's ``limits.json`` counts how often each cause shows each sign. The counts come from runs that we broke on
+purpose (tools/calibration/alarms.py).
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ from lamina.training.monitor.rules import calibration, noise_of
 
 NOT_KNOWN = "not known"
 VIEWS = ("loss", "norm", "layers")
-"""The kinds of other tools' histories: with a loss only, also with the model's gradient norm, or also with gradient
-norms by layer.
+"""The kinds of histories from other tools. A history holds the loss only ("loss"), the loss and the model's gradient
+norm ("norm"), or also gradient norms by layer ("layers").
 """
 HISTORIES = Path(__file__).parent / "assets" / "history_signs.json"
-"""The number of histories with each sign, by view and cause. tools/calibration/history_odds.py writes this file."""
+"""The file with the number of histories that show a sign, by view and cause. tools/calibration/history_odds.py writes
+it.
+"""
 TELLING = ("not_finite", "skipped", "guess", "kept", "dead", "unmoved", "forgotten", "written", "repeated")
-"""Rules whose alarm is strong evidence by itself, at any step of an event."""
+"""Monitor rules. A single alarm of these rules is strong evidence, at any step of an event."""
 STEPS = 60  # an alarm belongs to the event of the first one if it comes within so many steps
 _THEN = "then "
 AFTER = "after"  # not a sign: whether the record ends too early for later signs
@@ -46,8 +48,8 @@ _AROUND = (16, 5)  # how many losses are compared: before the first alarm, and f
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A change that helps a run. A run already has the change if ``setting`` equals ``made``, or, for a number, is
-    above 0 and at most ``made``.
+    """A change that helps a run. A run already has the change if its ``setting`` equals ``made``. If ``made`` is a
+    number, any positive value up to ``made`` is enough.
     """
 
     text: str
@@ -63,20 +65,21 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Cause:
-    """A kind of failure. The texts may contain ``{step}``, ``{where}`` and ``{batch}`` of the first anomaly.
+    """A kind of failure. In the texts, ``{step}``, ``{where}`` and ``{batch}`` stand for the first anomaly's step,
+    location and batch.
 
     Attributes:
         name: the cause's name in the counts of signs.
         finding: the title of a page, with the cause and its step.
         meaning: a sentence on the mechanism.
-        check: a test of a few steps that shows whether this cause is right.
-        changes: the changes that help, the most useful first, each with a source.
+        check: a short test that shows whether this cause is right.
+        changes: the changes that help. The most useful change comes first.
         claims: Lamina's studies that tested one of these changes.
         unlike: signs that exclude this cause.
         proofs: signs that prove this cause, because they measure the cause itself.
-        in_half: the name of the cause that has the same signs if the model computes in float16.
+        in_half: the name of another cause, which has the same signs in float16 training.
         needs: the metric that a run must record before Lamina names this cause.
-        shown: the signs of what this cause does. In Lamina's own records, Lamina names the cause only with one of them.
+        shown: signs that show this cause at work. In a record of Lamina, at least one of these signs is necessary.
     """
 
     name: str
@@ -97,7 +100,7 @@ CAUSES = {
     for cause in (
         Cause(
             name="number range",
-            finding="values outside the number format from step {step}",
+            finding="values outside the number format's range from step {step}",
             proofs=("telling: skipped",),
             meaning="Values exceeded the range of the number format before the loss changed.",
             check=(
@@ -109,8 +112,8 @@ CAUSES = {
                     setting="precision",
                     made="bf16",
                 ),
-                "put a norm on each sub-layer's output (Peri-LN, arXiv 2502.02732, Fig 11: its activations stay within "
-                "float16's range, but Pre-LN's leave it)",
+                "put a norm on each sub-layer's output, as Peri-LN does. Peri-LN's activations stay within float16's "
+                "range, and Pre-LN's activations exceed it (arXiv 2502.02732, Fig 11)",
                 "lower the learning rate, because the largest magnitudes grow with it",
             ),
             claims=("peri-fp16", "peri-growth"),
@@ -155,8 +158,8 @@ CAUSES = {
                 "lower the peak learning rate by a factor of 2 to 3, or find the limit with lamina max-lr",
                 "lengthen the warm-up (Peri-LN, App G.1)",
                 Change(
-                    text="set beta2 to 0.95 instead of 0.999, so that the second moment adapts sooner and a burst "
-                    "of gradients after a calm phase makes smaller updates",
+                    text="set beta2 to 0.95 instead of 0.999. The second moment then adapts sooner, so a burst of "
+                    "gradients after a calm phase makes smaller updates",
                     setting="beta2",
                     made=0.95,
                 ),
@@ -183,13 +186,13 @@ CAUSES = {
             name="bad batch",
             finding="bad batch at step {step}",
             unlike=("telling: written", "then fall size: yes", "jump: stays"),
-            meaning="Single batches gave gradients of an unusual size.",
+            meaning="One or a few batches gave gradients of an unusual size.",
             check="compute the loss of {batch} with the last checkpoint, example by example",
             changes=(
                 "inspect {batch}: repeated text, wrong labels, another language or format",
                 "skip outliers with lamina.watch(..., skip_outliers=6) (OLMo-core's SkipStepOptimizer)",
                 Change(text="clip the gradient's norm (max_grad_norm=1.0)", setting="max_grad_norm", made=1.0),
-                "go back to a checkpoint before this step and skip the data, as PaLM did (arXiv 2204.02311, Sec "
+                "go back to a checkpoint before step {step} and skip the data, as PaLM did (arXiv 2204.02311, Sec "
                 "5.1; lamina pretrain --rollback)",
             ),
             claims=("peri-instability",),
@@ -200,10 +203,11 @@ CAUSES = {
             unlike=("telling: written", "then fall size: yes"),
             proofs=("then repeated batch_repeats: yes", "then fall label_match: yes"),
             meaning="From this step on, the model gets different texts, different labels, or the same batch again.",
-            check="print the inputs and labels of step {step} as text, and compute the loss of an earlier batch with "
-            "the current weights: this loss should be as low as before",
+            check="print the inputs and labels of step {step} as text. Then compute the loss of an earlier batch with "
+            "the current weights. This loss should be as low as before",
             changes=(
-                "check how inputs and labels are made from step {step} on: a shift, a mask, a file, a repeated batch",
+                "check how your code makes inputs and labels from step {step} on. Look for a shift, a wrong mask, "
+                "another file or a repeated batch",
                 "check whether the data loader repeats batches, or mixes in another source",
             ),
         ),
@@ -214,21 +218,21 @@ CAUSES = {
             meaning="The sub-layer is disconnected from the loss, or all its units are inactive.",
             check="run one forward pass with a hook on {where}, to see whether its input or its output is zero",
             changes=(
-                "check whether the output of {where} reaches the residual stream: if two factors in a row (gain, "
+                "check whether the output of {where} reaches the residual stream. If two factors in a row (gain, "
                 "gate or projection) are zero, both stay zero",
-                "initialize its weights again, like the weights of the other layers",
+                "initialize the weights of {where} again, like the weights of the other layers",
             ),
         ),
         Cause(
             name="not trained",
             shown=("then unmoved update_norm: yes",),
-            finding="weights that do not move from step {step}",
-            meaning="These weights get a gradient but do not move, so most likely no optimizer has them.",
+            finding="weights that do not change from step {step} on",
+            meaning="These weights get a gradient but do not change. Most likely, no optimizer has these weights.",
             check="check whether the ids of all model.parameters() are in optimizer.param_groups, and print "
             "requires_grad",
             changes=(
-                "give the optimizer the parameters of {where} after your last change of the model: the optimizer does "
-                "not see a layer that you replace, wrap or unfreeze later",
+                "give the optimizer the parameters of {where}. If you replace, wrap or unfreeze a layer after you "
+                "create the optimizer, the optimizer does not see this layer",
                 "if you froze {where} on purpose, change nothing",
             ),
         ),
@@ -245,13 +249,13 @@ CAUSES = {
         ),
         Cause(
             name="optimizer groups",
-            finding="an optimizer group with its own learning rate from step {step}",
+            finding="an optimizer group with a different learning rate from step {step}",
             proofs=("then apart rate_ratio: yes",),
-            meaning="Relative to its size, one part of the model changes much more than similar parts.",
+            meaning="One part of the model changes much more, relative to its size, than similar parts.",
             check="print lr, weight_decay and the parameters' names of each group in optimizer.param_groups",
             changes=(
-                "give this group the same learning rate as the others, or note in your settings that the "
-                "difference is intended",
+                "give this group the other groups' learning rate. If you want different learning rates, note this in "
+                "your settings",
             ),
         ),
         Cause(
@@ -274,8 +278,8 @@ CAUSES = {
             "stop falling",
             changes=(
                 "exclude norms' gains and biases from weight decay, and usually the embedding too",
-                "keep weight_decay times the learning rate below 1e-3, because a larger product shrinks weights "
-                "within a run",
+                "keep the product of weight_decay and learning rate below 1e-3, because a larger product shrinks "
+                "weights within a run",
             ),
         ),
         Cause(
@@ -285,7 +289,7 @@ CAUSES = {
             meaning="Only one token's vector grows.",
             check="print the longest rows of the embedding with their tokens, at two checkpoints",
             changes=(
-                "look for this token in the batches: it may be unmasked padding or a repeated token",
+                "look for the row's token in the batches: the token may be unmasked padding or a repeated token",
                 "lower the embedding's learning rate, or normalize it (Takase et al. 2023, arXiv 2312.16903)",
             ),
         ),
@@ -296,14 +300,14 @@ CAUSES = {
             meaning="The router sends more and more tokens to few experts, and the others no longer train.",
             check="plot the expert loads of {where} over the last records: run lamina report",
             changes=(
-                "raise the weight of the balancing loss, and check that the training loss contains it",
+                "raise the weight of the balancing loss, and check that the training loss contains this term",
                 "lower the router's learning rate",
             ),
         ),
         Cause(
             name="initialization",
             finding="faulty initialization, visible at step {step}",
-            meaning="A part differed from similar parts by an order of magnitude from the first steps on.",
+            meaning="From the first steps on, one part differed from similar parts by an order of magnitude.",
             check="print the standard deviation of each layer's weights at step 0, and compare {where} with the rest",
             changes=(
                 "give this part the initializer of the other layers (lamina.build(..., init=...) "
@@ -315,9 +319,9 @@ CAUSES = {
         ),
         Cause(
             name="equal rewards",
-            finding="all rewards of each group equal from step {step}",
+            finding="equal rewards within each group from step {step}",
             proofs=("first: equal equal_rewards",),
-            meaning="Equal rewards make every advantage 0, so the policy cannot learn from them; no layer is at fault.",
+            meaning="Equal rewards make every advantage 0, so the policy cannot learn. No layer is at fault.",
             check="print the completions of one group with their rewards",
             changes=(
                 "check the reward function: if it finds no answer in any completion, all completions get the "
@@ -328,7 +332,7 @@ CAUSES = {
         ),
         Cause(
             name="policy drift",
-            finding="a policy far from its reference from step {step}",
+            finding="a policy far from its reference model from step {step}",
             proofs=("then drift policy_kl: yes",),
             meaning="The policy generates tokens that its reference model hardly ever generates.",
             check="read completions of step {step}: do they earn rewards without solving the task?",
@@ -357,7 +361,7 @@ CAUSES = {
             meaning="Completions do not end before max_completion_length, so most contain no answer to reward.",
             check="read completions of step {step}: do they repeat themselves, or are they only long?",
             changes=(
-                "raise max_completion_length if the completions are sound",
+                "raise max_completion_length if the completions are long but do not repeat themselves",
                 "leave cut completions out of the loss (mask_truncated_completions=True in TRL)",
                 "lower the reward of completions near the length limit (DAPO, arXiv 2503.14476, Sec 3.4)",
             ),
@@ -367,7 +371,7 @@ CAUSES = {
 
 
 OF_POLICIES = ("equal rewards", "policy drift", "entropy collapse", "completions cut")
-"""Causes that a log of a policy's training can show without records by layer."""
+"""Causes in reinforcement learning. A trainer's log can show these causes without records by layer."""
 
 
 _FAMILIES = {
@@ -392,10 +396,10 @@ def _kind(alarm: Alarm) -> str:
 
 
 def signature(signs: Signs) -> dict[str, str]:
-    """Return the signs of a run's first alarm: its kind, location and time, the alarms near it, the loss and the
-    learning rate.
+    """Return a run's signs by name. They describe the first alarm, the alarms soon after, the loss and the learning
+    rate.
 
-    Raises ValueError if there is no alarm.
+    Raises ValueError if the run has no alarm.
     """
     if signs.first is None:
         raise ValueError("no alarm")
@@ -420,7 +424,9 @@ def signature(signs: Signs) -> dict[str, str]:
 
 
 def _rate_around(rates: Mapping[int, float], step: int) -> str:
-    """Describe the learning rate up to a step. It "jumped" if it was constant, then rose to a multiple at once."""
+    """Describe the learning rate up to a step. A nearly constant learning rate "jumped" if it then rose more than
+    threefold at once.
+    """
     before = sorted(at for at in rates if at < step + EVENT)
     values = [rates[at] for at in before]
     if len(values) < 2:
@@ -436,7 +442,7 @@ def _rate_around(rates: Mapping[int, float], step: int) -> str:
 def rate_jump(signs: Signs, step: int | None = None) -> tuple[int, float, float] | None:
     """Return the step at which the learning rate jumped before ``step``, and the learning rates before and after.
 
-    ``step`` is the first alarm's by default. Returns None if the learning rate did not jump.
+    By default, ``step`` is the first alarm's step. Returns None if the learning rate did not jump.
     """
     step = signs.first.step if step is None and signs.first is not None else step
     number = step if step is None or not signs.clock else bisect_right(sorted(signs.clock), step)
@@ -460,9 +466,9 @@ def _loss_around(losses: Mapping[int, float], step: int) -> str:
 
 
 def _jump(losses: Mapping[int, float], step: int) -> str:
-    """Describe how the loss went on after it jumped at a step. Returns "back" if the loss fell back, as after a bad
-    batch; "stays" if the loss stayed up, as on other data; or "again" if the loss rose again, as after a change of the
-    weights. Returns "no" without a jump, and "" with too few losses.
+    """Describe the losses after a jump of the loss at a step. "back": the loss fell back, as after a bad batch.
+    "stays": the loss stayed up, as on other data. "again": the loss rose again, as after a change of the weights. "no":
+    the loss did not jump. "": the record has too few losses.
     """
     before = [losses[at] for at in sorted(losses) if at < step][-_AROUND[0] :]
     after = [losses[at] for at in sorted(losses) if at >= step][: _AROUND[0]]
@@ -480,14 +486,15 @@ def _jump(losses: Mapping[int, float], step: int) -> str:
 
 @dataclass(kw_only=True)
 class Learned:
-    """Counts of each cause's signs, in runs that we broke on purpose.
+    """How often each cause showed each sign, in runs that we broke on purpose.
 
     Attributes:
         runs: the number of runs, by cause.
         seen: the number of runs with a sign, by cause and sign.
-        temper: the divisor of the evidence from signs that depend on each other.
-        sharp: the divisor of all evidence.
-        added: the number of imaginary runs that Lamina adds to each cause, spread equally over a sign's values.
+        temper: the divisor of a sign's log-likelihood, for signs that depend on each other.
+        sharp: the divisor of every cause's total log-likelihood.
+        added: the number of imaginary runs that Lamina adds to each cause (smoothing). Lamina spreads these runs
+            equally over a sign's values.
     """
 
     runs: Counter[str] = field(default_factory=Counter)
@@ -498,7 +505,7 @@ class Learned:
 
     @classmethod
     def read(cls, view: str = "") -> Learned:
-        """Read the counts from the monitor's limits.json. With ``view``, read the counts for histories of this kind."""
+        """Read the counts from the monitor's limits.json. With ``view``, read the counts of other tools' histories."""
         record: Json = read_json(HISTORIES)["views"][view] if view else {"signatures": calibration()["signatures"]}
         signatures = record["signatures"]
         return cls(
@@ -522,12 +529,12 @@ class Learned:
         )
 
     def odds(self, signs: Mapping[str, str]) -> dict[str, float]:
-        """Return each cause's probability, the most likely first. For the cause NOT_KNOWN, Lamina averages the share of
-        a sign over all causes, then averages the result with a uniform share.
+        """Return the probability of each cause, the most likely cause first. For the cause NOT_KNOWN, a sign's
+        probability is halfway between its mean over all causes and a uniform probability.
 
-        This is naive Bayes with equal priors, and with ``added`` runs spread equally over a sign's values. Most signs
-        depend on each other, so Lamina divides the logarithms of their shares by ``temper``. If the learning rate or
-        the number format is unknown, Lamina ignores this sign.
+        The method is naive Bayes with equal priors and additive smoothing (``added``). Most signs depend on each other,
+        so Lamina divides their log-likelihoods by ``temper``. Lamina ignores an unknown learning rate and an unknown
+        number format.
         """
         values: dict[str, set[str]] = {}
         for counts in self.seen.values():
@@ -558,8 +565,8 @@ class Learned:
 
 
 def causes_of(signs: Signs, learned: Learned | None = None) -> list[tuple[str, float]]:
-    """Return the likely causes of the first alarm, with their odds. The list holds at most two causes, or only "not
-    known". Without an alarm, the list is empty.
+    """Return one or two likely causes of the first alarm, with their odds. If no cause is likely enough, return only
+    "not known". Without an alarm, the list is empty.
     """
     if signs.first is None:
         return []
@@ -587,12 +594,12 @@ def causes_of(signs: Signs, learned: Learned | None = None) -> list[tuple[str, f
 
 
 def _may_be(cause: Cause, seen: Set[str], signs: Signs) -> bool:
-    """Return whether the record could show a cause, and does show it if it is Lamina's own."""
+    """Return whether the record can show a cause. A record of Lamina must also show one of ``cause.shown``."""
     recorded = not cause.needs or signs.holds(cause.needs)
     return recorded and (bool(signs.view) or not cause.shown or bool(seen & {*cause.shown}))
 
 
 def open_changes(cause: Cause, settings: Json) -> list[str]:
-    """Return the changes that a run with these settings does not have yet, the most useful first."""
+    """Return the cause's changes that ``settings`` do not contain yet. The most useful change comes first."""
     changes = [c if isinstance(c, Change) else Change(text=c) for c in cause.changes]
     return [change.text for change in changes if not change.is_made(settings)]

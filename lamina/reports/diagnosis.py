@@ -1,6 +1,6 @@
 """A diagnosis: the likely cause of the first alarm, the evidence, and the changes that help.
 
-The text needs neither pandas, plotly nor a reader of Parquet. ``pages.diagnosis`` draws the page.
+This module builds the text without pandas and plotly. ``pages.diagnosis`` draws the page.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _STEP = re.compile(r"\bstep(?=s? \d)")  # the word before a step's number
 
 
 Rows: TypeAlias = Callable[..., list[Row]]
-"""Returns a run's rows of these metrics. If you name a sub-layer, the rows are of this sub-layer only."""
+"""A function that returns a run's rows for some metrics. You can also name a sub-layer, to get only its rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,17 +54,17 @@ class Evidence(Signs):
 
     Attributes:
         rows: a function that returns the run's rows of some metrics, by step.
-        notable: batches with an unusually large gradient, after which nothing went wrong.
+        notable: batches with an unusually large gradient. Nothing went wrong after these batches.
         status: the run's status in result.json.
         steps: the last step in the record.
         names: the paths of the layers in the model.
-        settings: the run's settings from config.yaml; for a watched training, the settings that Lamina saw.
-        epochs: the epoch by step; empty if the run did not record it.
+        settings: the run's settings, from config.yaml or from the training that Lamina watched.
+        epochs: the epoch by step; empty if the run did not record epochs.
         falls: in another tool's record, the steps at which the loss fell by more than its noise.
-        opposed: in another tool's record, whether the loss is a generator's or a discriminator's.
+        opposed: in another tool's record, whether the loss belongs to a GAN's generator or discriminator.
         batches: the rows of the recorded batches, by step.
         watched: whether the user's own loop trained the model.
-        unit: what the numbers of the record count: "step", or "record" if another tool's record has no steps.
+        unit: "step", or "record" if another tool's record has no steps.
     """
 
     rows: Rows
@@ -86,22 +86,22 @@ class Evidence(Signs):
         return bool(self.view)
 
     def holds(self, metric: str) -> bool:
-        """Return whether the run recorded a metric; another tool's record may lack it."""
+        """Return whether the run recorded a metric. For another tool's record, the answer is always true."""
         return self.imported or bool(self.rows([metric]))
 
     def in_units(self, text: str) -> str:
-        """Call the record's numbers what they count: in a record without steps, step 3 is record 3."""
+        """Replace "step 3" by "record 3" in a text if the record has no steps."""
         return _STEP.sub(self.unit, text)
 
     @cached_property
     def spikes(self) -> Mapping[int, tuple[float, int | None]]:
-        """The short rises of the loss (``spikes_of``). The mapping is empty if the loss rose and stayed up."""
+        """Return the loss's spikes (``spikes_of``). The mapping is empty if the loss rose and stayed up."""
         return spikes_of(self.losses) if self.rose is None and not self.opposed else {}
 
     @property
     def lead(self) -> int | None:
-        """The number of steps from the first alarm to the rise of the loss; None if a spike that passed made the loss
-        rise.
+        """Return the number of steps from the first alarm to the rise of the loss; None if an earlier spike explains
+        the rise.
         """
         if self.rose is None or self.first is None or (self.passed_spike and self.rose < self.first.step):
             return None
@@ -115,11 +115,15 @@ def _no_records(folder: Path) -> UserError:
 
 
 def gather(folder: Path) -> Evidence:
-    """Read a run's folder. Raises UserError if the folder has no records by layer, or records of another version."""
+    """Read the evidence from a run's folder. Raises UserError if the folder has no records, or records of another
+    version.
+    """
     folder = Path(folder)
     if not folder.is_dir():
         if re.match(r"https?:/", str(folder)):
-            raise UserError(f"run: {str(folder)!r} is an address. Download the run's history, and give the file.")
+            raise UserError(
+                f"run: {str(folder)!r} is an address. Download the run's history, and give the downloaded file."
+            )
         raise UserError(f"run: {str(folder)!r} does not exist{nearby(folder)}. {_GIVE}")
     refuse_page(folder)
     about, rows = read_about(folder), partial(read_rows, folder)
@@ -175,7 +179,7 @@ def gather(folder: Path) -> Evidence:
 
 
 def failing_step(folder: Path) -> int | None:
-    """Return the step of a run's first anomaly; None if there is no anomaly, or no record by layer."""
+    """Return the step of a run's first anomaly. Return None without an anomaly, or without records."""
     try:
         first = gather(folder).first
     except UserError:
@@ -184,13 +188,13 @@ def failing_step(folder: Path) -> int | None:
 
 
 def _view(metrics: Collection[str]) -> str:
-    """Return the kind of record (one of ``VIEWS``) that a history with these metrics is."""
+    """Return the kind of a history with these metrics (one of ``VIEWS``)."""
     return "layers" if "gradient_norm" in metrics else "norm" if NORM in metrics else "loss"
 
 
 FINDINGS = Path(__file__).parent / "assets" / "findings.json"
-"""A sentence per claim in ``CAUSES`` with the claim's verdict. docs/results.py writes this file from the studies'
-records.
+"""The file with one sentence per claim in ``CAUSES``, which contains the claim's verdict. docs/results.py writes the
+file from the studies' records.
 """
 _SHOWN = 12  # alarms
 _CHANGES = 3  # at most
@@ -216,9 +220,9 @@ class Answer:
     """A diagnosis in sentences.
 
     Attributes:
-        cause: the likely cause with its step, or a sentence that there is none.
+        cause: the likely cause with its step, or a sentence that the cause is not known. Empty without an anomaly.
         evidence: how the loss changed, the first anomaly and the next anomalies.
-        changes: the changes that help, the most useful first, and how to check the cause.
+        changes: the changes that help (the most useful change first), and how to check the cause.
         notes: other facts from the record and from Lamina's studies, and how far to trust the answer.
     """
 
@@ -233,8 +237,8 @@ class Answer:
 
 
 def headline(evidence: Evidence) -> str:
-    """Return the finding in a line: the cause, or the first anomaly. The cause is called likely unless the record
-    proves it.
+    """Return the finding in one line: the cause, or the first anomaly. The line calls a cause "likely" if the record
+    does not prove it.
     """
     return evidence.in_units(_headline(evidence))
 
@@ -259,7 +263,7 @@ def _headline(evidence: Evidence) -> str:
 
 
 def answer(evidence: Evidence) -> Answer:
-    """Return the diagnosis of a run from the evidence in its records."""
+    """Return the diagnosis for the evidence in a run's records."""
     said = _answer(evidence)
     step = evidence.first.step if evidence.first else evidence.rose or next(iter(evidence.spikes), None)
     if step and evidence.watched and not evidence.imported:
@@ -294,7 +298,7 @@ def _answer(evidence: Evidence) -> Answer:
     texts += [*_early(evidence, first), *_next(evidence, first, location), *everywhere, *course[1:]]
     texts += _rows(evidence)
     if causes[0][0] == NOT_KNOWN:
-        none = f"{_RECORDED[evidence.view]} several failures, or none that Lamina knows" if evidence.imported else ""
+        none = f"{_RECORDED[evidence.view]} several known failures or no known failure" if evidence.imported else ""
         cause = f"The cause is not known: {none or 'the signs fit no failure that Lamina knows'}."
         record = f", and record {more}" if (more := _more(evidence)) else ""
         look = f"To check: inspect the learning rate, the weights and {_batch(evidence, first.step)}{record}."
@@ -303,7 +307,7 @@ def _answer(evidence: Evidence) -> Answer:
 
 
 def _explained(evidence: Evidence, causes: Sequence[tuple[str, float]], texts: list[str]) -> Answer:
-    """Return the answer with its causes and the advice that follows from the record, or the cause's usual advice."""
+    """Return the answer with its causes and advice. If the record proves a cause, the advice comes from the record."""
     told, changes, checks, studies = [], [], [], []
     findings: dict[str, str] = read_json(FINDINGS)
     most = _MOST_OF_HISTORIES if evidence.imported else 0.0
@@ -322,7 +326,9 @@ def _explained(evidence: Evidence, causes: Sequence[tuple[str, float]], texts: l
 
 
 def _recorded(evidence: Evidence, cause: Cause) -> tuple[str, list[str], str]:
-    """Return the recorded fact that proves a cause, the changes that undo it, and a check; all empty without a fact."""
+    """Return the recorded fact that proves a cause, the changes that undo the cause, and a check. Without such a fact,
+    all three are empty.
+    """
     first = evidence.first
     if "rate: jumped" in cause.proofs and (jump := _jump(evidence)) is not None:
         step, before, after = jump
@@ -330,10 +336,11 @@ def _recorded(evidence: Evidence, cause: Cause) -> tuple[str, list[str], str]:
             f"The record shows that the learning rate went from {before:.3g} to {after:.3g} at step {step}.",
             [
                 f"restore the learning rate {before:.3g} (the record shows {after:.3g} from step {step})",
-                f"continue from a checkpoint before step {step}, because the updates since then were too large and "
-                f"damaged the weights",
+                f"continue from a checkpoint before step {step}, because the later updates were too large and damaged "
+                f"the weights",
             ],
-            f"train 50 steps from that checkpoint at a learning rate of {before:.3g}: Lamina should raise no alarm",
+            f"train 50 steps from an earlier checkpoint at a learning rate of {before:.3g}: Lamina should raise no "
+            "alarm",
         )
     if first is None or not cause.proofs:
         return "", [], ""
@@ -361,7 +368,8 @@ def _recorded(evidence: Evidence, cause: Cause) -> tuple[str, list[str], str]:
             )
         if cause.name == "optimizer groups" and alarm.metric == "rate_ratio":
             return (
-                f"In the record, this learning rate is {alarm.excess:.3g} times the other parameters' learning rate.",
+                f"In the record, the learning rate of {place_in_words(alarm)} is {alarm.excess:.3g} times the other "
+                "parameters' learning rate.",
                 [f"give {place_in_words(alarm)} the same learning rate as the other parameters"],
                 "",
             )
@@ -370,7 +378,7 @@ def _recorded(evidence: Evidence, cause: Cause) -> tuple[str, list[str], str]:
 
 def _jump(evidence: Evidence) -> tuple[int, float, float] | None:
     """Return the learning rate's jump (``rate_jump``) before the first anomaly. Without an anomaly, return the jump
-    before the loss rose, or None if the schedule restarted there.
+    before the loss rose. Return None if this jump is a restart of the schedule.
     """
     if evidence.first is not None:
         return rate_jump(evidence)
@@ -380,7 +388,9 @@ def _jump(evidence: Evidence) -> tuple[int, float, float] | None:
 
 
 def _filled(text: str, evidence: Evidence, cause: Cause | None = None) -> str:
-    """Fill a cause's text with the step and the location of the first anomaly, or the step of a recorded cause."""
+    """Fill a cause's text with the first anomaly's step and location. For a learning rate that jumped, use the jump's
+    step.
+    """
     first, jump = evidence.first, _jump(evidence) if cause is not None and "rate: jumped" in cause.proofs else None
     step = jump[0] if jump is not None else "" if first is None else first.step
     where = "" if first is None else place_in_words(evidence.place or first)
@@ -389,18 +399,20 @@ def _filled(text: str, evidence: Evidence, cause: Cause | None = None) -> str:
 
 
 def _batch(evidence: Evidence, step: int) -> str:
-    """Name the batch of a step, or the batches since the record before: its loss may be a mean, as Trainer's is."""
+    """Name the batch of a step. If the record has gaps, name all batches since the previous record, because a recorded
+    loss may be their mean (as Trainer's loss).
+    """
     before = max((earlier for earlier in evidence.losses if earlier < step), default=step - 1)
     return f"the batch of step {step}" if step - before <= 1 else f"the batches of steps {before + 1} to {step}"
 
 
 def _early(evidence: Evidence, first: Alarm) -> list[str]:
-    """Say how early the first anomaly was. If the loss itself had this anomaly, say nothing."""
+    """Say how long before the loss the first anomaly came. Return nothing if the first anomaly is in the loss."""
     if (lead := evidence.lead) is None or first.metric == LOSS:
         return []
     did = "rose" if math.isfinite(evidence.losses.get(evidence.rose or 0, 0.0)) else "was not finite"
     if lead == 0:
-        return [f"The loss {did} in the same step."]
+        return [f"The loss {did} in the anomaly's step."]
     early = f"{lead} step{'s' * (lead > 1)} before"
     return [f"The anomaly came {early if lead > 0 else 'after'} the loss {did}."]
 
@@ -421,7 +433,7 @@ def _next(evidence: Evidence, first: Alarm, place: Alarm) -> list[str]:
 
 
 def _everywhere(evidence: Evidence, first: Alarm) -> list[str]:
-    """Report whether most layers have an anomaly at once."""
+    """Report if more than half of the layers have an anomaly within a few steps."""
     at_once = {alarm.layer for alarm in evidence.alarms if 0 <= alarm.step - first.step <= START and alarm.layer >= 0}
     layers = sum(index >= 0 for index in evidence.names)
     if len(at_once) <= max(2, layers // 2):
@@ -430,7 +442,7 @@ def _everywhere(evidence: Evidence, first: Alarm) -> list[str]:
 
 
 def _more(evidence: Evidence) -> str:
-    """Advise what else to record; empty for a run that recorded every step."""
+    """Advise which further steps to record; empty if the run recorded every step."""
     if evidence.settings.get("every") == 1:
         return ""
     return "every step by layer (lamina.watch with every=1)" if evidence.imported else "every step (every=1)"
@@ -460,7 +472,7 @@ def _course(evidence: Evidence) -> str:
 
 
 def _back(evidence: Evidence, spikes: Mapping[int, tuple[float, int | None]]) -> list[str]:
-    """Say where a risen loss came back down, or where the loss spiked."""
+    """Report the step at which a risen loss came back down, or the steps of spikes."""
     if evidence.rose is not None:
         back = back_at(evidence.losses, evidence.rose)
         return [] if back is None else [f"The loss came back down at step {back}."]
@@ -473,7 +485,7 @@ def _back(evidence: Evidence, spikes: Mapping[int, tuple[float, int | None]]) ->
 
 
 def _falls(evidence: Evidence) -> list[str]:
-    """If the loss did not rise, say where it suddenly fell."""
+    """Report the steps at which the loss suddenly fell, if the loss never rose."""
     if evidence.rose is not None or evidence.opposed:
         return []
     if stairs := epoch_stairs(evidence):
@@ -482,8 +494,8 @@ def _falls(evidence: Evidence) -> list[str]:
         return []
     steps = ", ".join(map(str, evidence.falls[:_SHOWN]))
     return [
-        f"The loss dropped suddenly at step {steps}: a new epoch, other text, or a lower learning rate. A drop "
-        "alone is not a failure."
+        f"The loss dropped suddenly at step {steps}. Possible causes are a new epoch, other text or a lower learning "
+        "rate. A drop alone is not a failure."
     ]
 
 
@@ -494,13 +506,13 @@ def _notable(evidence: Evidence, spikes: Collection[int]) -> list[str]:
     batches = f"The batch of step {steps[0]} had an unusually large gradient"
     if len(steps) > 1:
         batches = f"The batches of steps {', '.join(steps)} had unusually large gradients"
-    after = f", and nothing went wrong after {'it' if len(steps) == 1 else 'them'}"
+    after = ", and nothing went wrong afterward"
     harmless = not spikes and evidence.rose is None
     return [f"{batches}{after * harmless}."]
 
 
 def _rows(evidence: Evidence) -> list[str]:
-    """Say how the rows of the first anomaly's batch or of the notable batches begin."""
+    """Quote the beginning of each row in the first anomaly's batch, or in the notable batches."""
     shown = [evidence.first] if evidence.first is not None and evidence.first.step in evidence.batches else []
     steps = dict.fromkeys(alarm.step for alarm in shown or evidence.notable if alarm.step in evidence.batches)
     texts = []
@@ -513,7 +525,7 @@ def _rows(evidence: Evidence) -> list[str]:
 
 
 def epoch_stairs(evidence: Evidence) -> dict[int, int]:
-    """Return the first step of each epoch that begins with a fall of the loss, by epoch."""
+    """Return the first step of some epochs, by epoch: of the epochs that begin with a fall of the loss."""
     steps = sorted(step for step in evidence.losses if step in evidence.epochs)
     values = [evidence.losses[step] for step in steps]
     epochs = {}

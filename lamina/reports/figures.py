@@ -32,11 +32,11 @@ _ENDS = {
 def loss_curves(
     items: Sequence[Shown], unit: str = "nats per token", known: Mapping[str, float] | None = None
 ) -> Figure | None:
-    """Draw training loss (thin) and eval loss (points) against tokens. ``known`` has losses to compare with, by name.
+    """Draw training loss (thin) and eval loss (points) against tokens. ``known`` holds reference losses by name.
 
-    With several seeds, the eval loss is the mean of the finished seeds, in a band of one standard deviation. The page
-    can also draw the losses against FLOPs and seconds: ``layout.meta.against`` has the factors that convert each
-    trace's tokens.
+    With several seeds, the eval loss is the mean of the finished seeds, and a band shows one standard deviation. The
+    page can also draw the losses against FLOPs and seconds. For this, ``layout.meta.against`` holds factors that
+    convert tokens.
     """
     figure, evaluated, trained = Figure(), [], []
     factors: list[dict[str, float]] = []
@@ -88,7 +88,9 @@ def loss_curves(
 def _frame_losses(
     figure: Figure, evaluated: Sequence[np.ndarray], trained: Sequence[np.ndarray], known: Mapping[str, float]
 ) -> None:
-    """Draw the ``known`` losses as lines, and set a range that shows each curve's end, not its first steps."""
+    """Draw the ``known`` losses as lines. Set an axis range that shows each curve's end and hides its high first
+    losses.
+    """
     everything = np.concatenate([*evaluated, *trained]) if evaluated or trained else np.array([])
     everything = everything[np.isfinite(everything)]
     if len(everything):
@@ -115,7 +117,7 @@ def _frame_losses(
 
 
 def per_token(trials: Sequence[Trial]) -> dict[str, float]:
-    """Return FLOPs and seconds per token, averaged over runs. If a run lacks a unit, the result lacks this unit."""
+    """Return the runs' mean FLOPs and seconds per token. The result holds only units that all runs recorded."""
     units: dict[str, list[float]] = {"FLOPs": [], "seconds": []}
     for trial in trials:
         tokens, flops = trial.result.get("tokens"), trial.result.get("flops")
@@ -128,7 +130,7 @@ def per_token(trials: Sequence[Trial]) -> dict[str, float]:
 
 
 def _against(factors: Sequence[Mapping[str, float]]) -> list[dict[str, object]]:
-    """Return the units that lines can be drawn against: tokens, and each unit that all runs have."""
+    """Return the units for the x axis: tokens, and each other unit that all runs have."""
     shared = [unit for unit in ("FLOPs", "seconds") if factors and all(unit in each for each in factors)]
     if not shared:
         return []
@@ -254,9 +256,9 @@ def u_curves(results: Frame, color: Mapping[str, str], order: Sequence[str]) -> 
 
 
 def _mean_eval(item: Shown, column: str = "eval_loss") -> Frame:
-    """Return the mean over the seeds by tokens, with the standard deviation as ``spread`` (NaN for one seed).
+    """Return the mean loss over the seeds by number of tokens. ``spread`` is the standard deviation (NaN for one seed).
 
-    As in the ranking, only finished seeds count, if there are any: the figure and the table show the same number.
+    If any seed finished, only finished seeds count, so the figure and the ranking show the same loss.
     """
     finished = [trial for trial in item.trials if trial.status == "finished"]
     points = np.concatenate([trial.known("tokens", column) for trial in finished or item.trials], axis=1)

@@ -1,4 +1,4 @@
-"""The sections of a page about the layer monitor's records, from the table of metrics."""
+"""Build a page's sections about the layer monitor's records."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _MISSING = '<p class="none">This folder has no records by layer.</p>'
 
 
 def sections(items: Sequence[Shown]) -> list[Section]:
-    """Return the sections of the metrics that these trials recorded.
+    """Return the sections with charts of the metrics that any trial recorded.
 
-    The charts start folded, except the first chart of two sections.
+    Most charts start folded. Only the first gradient chart and the first variance chart start open.
     """
     html, opened = dict.fromkeys(SECTIONS, ""), dict.fromkeys(SECTIONS, "")
     for metric in METRICS.values():
@@ -55,13 +55,13 @@ def _folded(html: str, *, more: bool) -> str:
 
 
 def blocks(metric: Metric) -> Quantity:
-    """Return a metric of whole blocks as a quantity by layer (-1: the embedding) and step."""
+    """Return the quantity for charts of a metric by whole block. Layer -1 is the embedding."""
     table = partial(_busiest, metric) if metric.by_index else partial(Trial.blocks, metric=metric.name)
     return Quantity(label=metric.quantity, table=table, log=metric.log)
 
 
 def _busiest(metric: Metric, trial: Trial) -> Frame:
-    """Return each layer's largest value, divided by the mean of the layer's values (one value per index)."""
+    """Return each layer's largest value (over the experts) divided by the layer's mean."""
     rows = trial.layers.of(metric.name)
     values: Frame = rows.groupby(["step", "layer"], as_index=False)["value"].agg(["max", "mean"])
     ratio = (values["max"] / values["mean"]).to_numpy()
@@ -69,7 +69,7 @@ def _busiest(metric: Metric, trial: Trial) -> Frame:
 
 
 def _charts(items: Sequence[Shown], metric: Metric, heading: str) -> tuple[str, str]:
-    """Draw a metric's charts: first of whole blocks, then of the blocks' parts, then outside the blocks."""
+    """Draw a metric's charts: of whole blocks, of the blocks' parts, and of the parameters outside the blocks."""
     if not any(trial.layers.has(metric.name) for item in items for trial in item.trials):
         return "", ""
     first = whole = ""
@@ -89,7 +89,7 @@ def _charts(items: Sequence[Shown], metric: Metric, heading: str) -> tuple[str, 
 
 
 def _parts(items: Sequence[Shown], metric: Metric, caption: str) -> str:
-    """Draw a metric of each sub-layer or norm by layer, at a few steps. The caption is below the last chart."""
+    """Draw a metric by layer at a few steps, with one chart per sub-layer or norm. The last chart has the caption."""
     whole = {"block"} if metric.folded else whole_of(metric.name)
     places = {place for item in items for trial in item.trials for place in trial.layers.places(metric.name)}
     pictures = []
@@ -112,8 +112,8 @@ def _part(metric: str, role: str, sublayer: str, index: int, trial: Trial) -> Fr
 def _outside(items: Sequence[Shown], metric: Metric) -> Figure | None:
     """Draw a metric outside the blocks against the step.
 
-    The line is the largest value of a step. If a step has several values (of seeds, or of the 100 largest elements), a
-    band reaches down to the lowest value.
+    The line shows the largest value at each step. If a step has several values (from several seeds, or the 100 largest
+    elements), a band reaches down to the lowest value.
     """
     lines, steps = [], []
     for item in items:
@@ -150,7 +150,7 @@ def _outside(items: Sequence[Shown], metric: Metric) -> Figure | None:
 
 
 def _by_index(items: Sequence[Shown], metric: Metric) -> Figure | None:
-    """Draw a map per placement: each expert's load at the last step, divided by the mean load in the expert's layer."""
+    """Draw a map per placement, with each expert's load at the last step divided by the mean load in its layer."""
     maps = []
     for item in items:
         rows = item.trials[0].layers.of(metric.name)

@@ -1,4 +1,4 @@
-"""How the loss went: where it rose and stayed up, where it spiked, and where it came back down."""
+"""Find where the loss rose and stayed up, where the loss spiked, and where the loss came back down."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _LEVEL, _TIMES = 1e-4, 3.0  # a loss near 0 that is a level, and how many times 
 
 
 def risen(before: Sequence[float], after: Sequence[float], *, wanders: float = 0.0) -> bool:
-    """Return whether all losses ``after`` are above the usual level ``before``: the lower of the medians of the last 16
-    and of the last 5 losses, plus a margin.
+    """Return whether all losses ``after`` are above the usual level ``before`` plus a margin. The usual level is the
+    median of the last 16 losses, or of the last 5 losses if this median is lower.
 
-    ``wanders`` is how far the loss moves without a failure (``wander_of``); it can widen the margin.
+    ``wanders`` is the loss's usual drift without a failure (``wander_of``). A large drift widens the margin.
     """
     if len(after) < AFTER or min(after) <= min(filter(math.isfinite, before[-BEFORE:]), default=math.inf) + _NATS:
         return False  # at once, as of most losses
@@ -36,7 +36,7 @@ def risen(before: Sequence[float], after: Sequence[float], *, wanders: float = 0
 
 
 def _ceiling(before: Sequence[float], least: float, wanders: float) -> float:
-    """Return the highest loss that does not count as a rise over the losses ``before``; infinite if they are few."""
+    """Return the highest loss that does not count as a rise over the losses ``before``; infinite for too few losses."""
     finite = [loss for loss in before[-BEFORE:] if math.isfinite(loss)]
     if len(finite) < BEFORE // 2:
         return math.inf
@@ -45,10 +45,10 @@ def _ceiling(before: Sequence[float], least: float, wanders: float) -> float:
 
 
 def spikes_of(losses: Mapping[int, float]) -> dict[int, tuple[float, int | None]]:
-    """Return the short rises of the loss by half a nat or more. The key is a rise's first step. The value holds the
-    rise's highest loss and the step at which the loss was back down.
+    """Return the spikes: rises of the loss by half a nat or more. The key is a spike's first step. The value holds the
+    spike's highest loss and the step at which the loss was back down.
 
-    This second step is None if the record ends before the loss is back down.
+    The step in the value is None if the record ends before the loss is back down.
     """
     spikes, usual, begin = dict[int, tuple[float, int | None]](), list[float](), None
     steps = sorted(losses)
@@ -78,7 +78,7 @@ def spikes_of(losses: Mapping[int, float]) -> dict[int, tuple[float, int | None]
 
 
 def back_at(losses: Mapping[int, float], rose: int) -> int | None:
-    """Return the first step at which the loss is as low as before its rise, or None.
+    """Return the step at which the loss is back down after its rise, or None.
 
     The 3 losses from this step on and the last 3 losses of the record must all be low enough.
     """
@@ -108,7 +108,7 @@ def calm_steps(values: Mapping[int, float], begin: int, between: range, *, times
 
 
 def wander_of(losses: Sequence[float]) -> float:
-    """Return how far slowly moving or averaged losses usually drift from their trend within 16 records.
+    """Return the loss's usual drift from its trend within 16 records, for losses that are averages or move slowly.
 
     Returns 0 if neighboring losses differ as much as losses that are 16 records apart.
     """
@@ -136,12 +136,12 @@ def restarts(rates: Mapping[int, float]) -> list[int]:
 def loss_rise(
     losses: Mapping[int, float], alarms: Iterable[Alarm] = (), rates: Mapping[int, float] | None = None
 ) -> int | None:
-    """Return the first step at which the loss rose and stayed up, or was not finite; None if there is no such step.
+    """Return the first step at which the loss rose and stayed up, or was not finite. Return None without such a step.
 
-    A sudden rise means that the next 3 losses are above the losses before (``risen``). A slow rise means that 20 losses
-    stay above the lowest by 0.5 nats plus the noise, as in ``DivergenceGuard``. Lamina counts losses, not steps.
-    ``rates`` are the learning rates in another tool's record. With ``rates``, a drift (``wander_of``) does not count as
-    a rise, and the loss may rise by up to a nat where the learning rate restarts.
+    A sudden rise means that the next 3 losses are above the earlier losses (``risen``). A slow rise means that 20
+    losses stay 0.5 nats plus the noise above the lowest loss, as in ``DivergenceGuard``. Lamina counts losses, not
+    steps. ``rates`` are the learning rates in another tool's record. With ``rates``, a usual drift (``wander_of``) does
+    not count as a rise. Where the learning rate restarts, the loss may then also rise by up to 1 nat.
     """
     steps = sorted(losses)
     if rates is None:
@@ -182,9 +182,9 @@ def _rise_in(losses: Mapping[int, float], steps: Sequence[int], *, may_wander: b
 
 
 def _rise_near_zero(losses: Sequence[float]) -> int | None:
-    """Return the index from which a loss below ``_NATS`` stays above its usual level, or None if the loss does not
-    rise. The level is the lowest maximum of 16 losses in a row. From the index on, all losses are above three times the
-    level. A policy's loss starts at exactly 0, which does not count as a level.
+    """Return the index from which a loss near 0 stays above three times its usual level. Return None without such a
+    rise. The usual level is the lowest maximum of 16 successive losses. A policy's loss starts at exactly 0, and 0 does
+    not count as a level.
     """
     values = np.asarray(losses)
     if len(values) < BEFORE + _PATIENCE or not (values > 0).all() or not np.isfinite(values).all():

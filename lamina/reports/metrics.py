@@ -16,7 +16,7 @@ SECTIONS = {
     "Every step": "Loss and gradient norm of every step",
 }
 """The titles of the sections that draw the metrics."""
-OVER_STEPS = "The same quantity at every record, with the layers upward and the steps to the right."
+OVER_STEPS = "The same quantity at every record. The layers go upward, and the steps go to the right."
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ class Metric:
         quantity: the label of the charts' axes.
         caption: how to read the charts.
         over_steps: how to read the maps over the steps.
-        folded: whether the charts start folded. If so, the page leaves out the charts of whole blocks.
-        by_index: whether there is a value for every expert. If so, the charts show each layer's largest value divided
-            by the mean.
-        limit: a level that the chart marks, with the level's name.
+        folded: whether the charts start folded. A folded metric has no charts of whole blocks.
+        by_index: whether each expert has a value. The charts then show each layer's largest value divided by the
+            layer's mean.
+        limit: a level to mark in the chart, and the level's name.
     """
 
     name: str
@@ -53,28 +53,28 @@ METRICS = {
     for metric in (
         Metric("gradient_norm", "Gradients", "Gradient norm by layer", "gradient norm", caption=(
             "Norm of the gradient of each block's parameters, before clipping. In a healthy run the lines are level, "
-            "because every layer learns at a similar pace. If a line falls toward either end, the layers there "
-            "hardly train."
+            "because every layer learns at a similar pace. If a line falls toward the first or the last "
+            "layer, the layers at this end hardly train."
         ), over_steps=(
-            "The layers go upward and the steps to the right, with one color scale for all layers. In a healthy run "
-            "the color is even from bottom to top. Dark areas show in which layers, and when, the gradient vanishes."
+            "The layers go upward, and the steps go to the right. In a healthy run, the color is even from bottom to "
+            "top. Dark areas show the layers and the steps at which the gradient vanishes."
         )),
         Metric("hidden_variance", "Variances", "Hidden variance by layer", "hidden variance", caption=(
-            "Variance of the residual stream after each block. If it grows with depth, each further block "
-            "changes the stream by a smaller share, and deep layers matter less. With a norm on the stream, the "
-            "variance stays level."
+            "Variance of the residual stream after each block. If the variance grows with depth, each further block "
+            "changes the stream by a smaller share, and deep layers matter less. If a norm rescales the residual "
+            "stream, the variance stays level."
         ), over_steps=(
-            "The map shows the variance at every record. If it becomes brighter upward, the variance grows with "
-            "depth. If it becomes brighter to the right, the variance grows during training."
+            "The map shows the variance at every record. If the map becomes brighter upward, the variance grows with "
+            "depth. If the map becomes brighter to the right, the variance grows during training."
         )),
         Metric("update_ratio", "Updates", "Update-to-weight ratio by layer", "|update| / |weights|", caption=(
             "Norm of the optimizer's change to each block's weights, divided by the norm of these weights. The ratio "
-            "shows how fast a layer moves, with clipping, learning rate and weight decay included. Around 10⁻³ is "
-            "usual. "
-            "In some large runs, this ratio rose earlier than the gradient and the loss, and first in the lower layers."
+            "shows how fast a layer's weights change. Clipping, the learning rate and weight decay all affect it. A "
+            "ratio around 10⁻³ is usual. In some large runs, this ratio rose before the gradient and the loss, and it "
+            "rose first in the lower layers."
         ), over_steps=(
-            "The layers go upward and the steps to the right. The ratio follows the learning rate. If only some "
-            "layers brighten, the run becomes unstable there."
+            "The layers go upward, and the steps go to the right. The ratio follows the learning rate. If only some "
+            "layers become brighter, the run becomes unstable in these layers."
         )),
         Metric("update_norm", "Updates", "Update norms", "|update|", folded=True, caption=(
             "Norm of the optimizer's change to each sub-layer's weights, from the first record (light) to the last "
@@ -84,47 +84,47 @@ METRICS = {
             "Norm of each sub-layer's weights, from the first record (light) to the last (dark)."
         )),
         Metric("first_moment", "Updates", "First moments", "|m|", folded=True, caption=(
-            "Norm of Adam's first moment, the running mean of the gradient. If it rises and the second moment "
-            "does not, gradients of successive steps point in the same direction. In a 32B run, this norm rose before "
-            "the loss spiked."
+            "Norm of Adam's first moment, the running mean of the gradient. If this norm rises and the second "
+            "moment does not, the gradients of successive steps point in the same direction. In a 32B run, this norm "
+            "rose before the loss spiked."
         )),
         Metric("second_moment", "Updates", "Second moments", "|sqrt(v)|", folded=True, caption=(
-            "Norm of the root of Adam's second moment, which is the usual size of a gradient. The second moment adapts "
-            "slowly, so after a calm phase a burst of gradients makes large updates."
+            "Norm of the square root of Adam's second moment. The root is the usual size of a gradient. The second "
+            "moment adapts slowly, so a burst of gradients after a calm phase makes large updates."
         )),
         Metric("hidden_top_abs", "Magnitudes", "The 100 largest magnitudes against FP16's limit", "the 100 largest |x|",
                limit=(65504, "FP16's limit, 65,504"), caption=(
-            "The 100 largest |x| among the embedded tokens and the residual stream after each sub-layer, on the "
-            "monitor's held-out blocks (Peri-LN, Figure 11). The line is the largest value, and the band "
-            "reaches "
-            "down to the 100th largest. Lamina measures in float32. A value above the dashed line would be "
-            "infinite in FP16, but not in BF16."
+            "The 100 largest |x| among the embedded tokens and the residual stream after each sub-layer (Peri-LN, "
+            "Figure 11). Lamina measures them in float32 on held-out text. The line is the largest value, and the "
+            "band reaches down to the 100th largest value. A value above the dashed line would be infinite in FP16, "
+            "but not in BF16."
         )),
         Metric("hidden_abs_max", "Magnitudes", "Largest |x| by layer", "largest |x|", caption=(
-            "Largest magnitude of the residual stream after each block. A jump at one layer that all later "
-            "layers keep is a massive activation from this layer."
+            "Largest magnitude of the residual stream after each block. If the magnitude jumps at one layer and "
+            "stays high in all later layers, this layer creates a massive activation."
         )),
         Metric("hidden_abs_mean", "Magnitudes", "Mean |x| by layer", "mean |x|", caption=(
 
-            "Mean magnitude of the residual stream after each block. If it is far below the largest magnitude, "
-            "few channels dominate the stream."
+            "Mean magnitude of the residual stream after each block. If this mean is far below the largest "
+            "magnitude, few channels dominate the residual stream."
 
         )),
         Metric("hidden_mean", "Magnitudes", "Mean of all elements", "mean", folded=True, log=False, caption=(
             "Mean of all elements of the residual stream after the sub-layer, from the first record (light) to "
-            "the last (dark). LayerNorm subtracts each token's mean and RMSNorm does not, so the two norms differ if "
-            "this mean is large relative to the mean |x|."
+            "the last (dark). LayerNorm subtracts each token's mean, but RMSNorm does not. So the two norms differ "
+            "if this mean is large relative to the mean |x|."
         )),
         Metric("stream_rms", "Magnitudes", "Root mean square of each stream", "root mean square", folded=True, caption=(
             "Size of each residual stream after the sub-layer, from the first record (light) to the last (dark). "
             "If one stream is far above the others, the model uses only this stream."
         )),
         Metric("stream_cosine", "Magnitudes", "Similarity of the streams", "cosine", folded=True, log=False, caption=(
-            "Mean cosine between two streams of a token after the sub-layer. At 1, the streams have collapsed into one."
+            "Mean cosine between two streams of a token after the sub-layer. If the cosine is 1, the streams have "
+            "collapsed into one stream."
         )),
         Metric("attention_logit", "Attention", "Largest attention logit", "largest logit", caption=(
-            "Largest input of attention's softmax, by layer, over the keys that a query may see. Above about 50, "
-            "attention attends to single tokens and its gradient vanishes (Dehghani et al. 2023)."
+            "Largest input of attention's softmax in each layer. Masked keys do not count. Above about 50, attention "
+            "attends to single tokens, and its gradient vanishes (Dehghani et al. 2023)."
         )),
         Metric("rate_ratio", "Updates", "Learning rates of the groups", "rate / usual rate", folded=True, caption=(
             "Largest learning rate of a sub-layer's parameters, divided by the learning rate of most parameters."
@@ -135,26 +135,26 @@ METRICS = {
         )),
         Metric("forgotten_share", "Updates", "Lost moments", "change / moments", folded=True, log=False, caption=(
 
-            "Largest change of a sample of the optimizer's moments between two steps, divided by the sample's norm. 1 "
-            "means that the moments were lost."
+            "Largest change of a sample of the optimizer's moments between two steps, divided by the sample's norm. A "
+            "value of 1 means that the moments were lost."
 
         )),
         Metric("gain_mean", "Norm gains", "Norms' gains by layer", "mean gain", log=False, caption=(
-            "Mean gain of each norm and mean of each learned scale (skip scale, pre scale) against the depth, from "
-            "the first record (light) to the last (dark), as in Peri-LN's Figure 9. A norm without a gain has no "
-            "line."
+            "Mean gain of each norm, and mean of each learned scale (skip scale, pre scale), by layer (Peri-LN, Figure "
+            "9). The first record is light, and the last record is dark. A norm without a gain has no line."
         )),
         Metric("gain_abs_max", "Norm gains", "Largest gains", "largest |gain|", folded=True, log=False, caption=(
-            "Largest magnitude of each norm's gain. If it is far above the mean, the norm amplifies few channels."
+            "Largest magnitude of each norm's gain. If this gain is far above the mean gain, the norm amplifies few "
+            "channels."
         )),
         Metric("row_norm_abs_max", "Norm gains", "Longest rows", "largest row norm", folded=True, log=False, caption=(
-            "Largest row norm of the embedding, and of the output head if it is not tied. This norm rises if a single "
-            "token's vector grows."
+            "Largest row norm of the embedding, and of the output head if it is not tied. The largest norm rises if "
+            "a single token's vector grows."
         )),
         Metric("expert_load", "Experts", "Load of the experts", "busiest expert's load / balanced load", caption=(
-            "Load of each layer's busiest expert, divided by a balanced load. 1 means perfect balance. If the router "
-            "always chooses the same experts, the value is the number of experts divided by the number chosen per "
-            "token."
+            "Load of each layer's busiest expert, divided by a balanced load. A value of 1 means perfect balance. If "
+            "the router always chooses the same experts, the value is the number of experts divided by the number of "
+            "experts per token."
         ), log=False, by_index=True),
         Metric("mean_reward", "Policy", "Mean reward", "reward", log=False, caption=(
             "Mean reward of the completions, as the trainer logs it."
@@ -167,7 +167,7 @@ METRICS = {
             "groups."
         )),
         Metric("policy_entropy", "Policy", "Entropy of the policy", "nats per token", log=False, caption=(
-            "Entropy of the policy's next token. Near 0, all completions of a prompt are nearly equal."
+            "Entropy of the policy's next token. If it is near 0, all completions of a prompt are nearly equal."
         )),
         Metric("policy_kl", "Policy", "KL from the reference", "nats per token", log=False, caption=(
             "KL divergence of the policy from its reference model."
@@ -179,15 +179,16 @@ METRICS = {
             "Share of completions that the length limit cuts off."
         )),
         Metric("step_loss", "Every step", "Loss of every step", "loss (nats per token)", caption=(
-            "Training loss of every step, also between records. With several seeds, a band reaches from the lowest to "
-            "the highest loss. If there are too many steps to draw, the line shows the maximum of a few steps."
+            "Training loss of every step, including the steps between records. With several seeds, a band reaches from "
+            "the lowest to the highest loss. If a run has too many steps to draw, each point is the highest loss of a "
+            "few steps."
         ), folded=True, log=False),
         Metric("step_gradient_norm", "Every step", "Gradient norm of every step", "gradient norm", caption=(
             "Norm of all parameters' gradient at every step, before clipping. The tables count the spikes of this norm."
         ), folded=True),
         Metric("learning_rate", "Every step", "Learning rate", "learning rate", folded=True, caption=(
-            "Learning rate at each record. If the optimizer's groups have several, the chart shows the largest "
-            "learning rate."
+            "Learning rate at each record. If the optimizer's groups have several learning rates, the chart shows "
+            "the largest one."
         )),
     )
 }  # fmt: skip

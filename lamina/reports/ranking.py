@@ -1,7 +1,7 @@
-"""The ranking: one row per placement at its best learning rate, sorted by eval loss, with warnings about its limits.
+"""Rank placements by eval loss at each placement's best learning rate, and warn about the limits of the ranking.
 
 Lamina ranks only placements that beat a bigram table of their text. A model that does not beat this table makes no use
-of its depth, so its result shows nothing about the norms.
+of its depth, so its loss shows nothing about its norms.
 """
 
 from __future__ import annotations
@@ -26,16 +26,15 @@ ONE_SEED = "One seed cannot show which differences are noise. Add --seeds 0,1,2.
 def summarize(results: Frame) -> Frame:
     """Return one row per placement at its best learning rate, sorted by the mean eval loss of the finished seeds.
 
-    To find the best learning rate, Lamina keeps the learning rates at which the largest share of seeds finished. Among
-    these, the learning rate with the lowest mean loss wins. So a learning rate cannot win because its bad seeds failed.
-    After the ranked placements come placements that finished above the loss of a bigram table. Then come placements
-    without a finished seed, sorted by status (short, stuck, interrupted, diverged, failed), then by eval loss.
-    ``eval_loss_std`` is over the finished seeds (ddof 1), and NaN for fewer than two.
+    Lamina first keeps the learning rates at which the largest share of seeds finished. Of these learning rates, the one
+    with the lowest mean loss is the best. So a learning rate cannot win because its bad seeds failed. Placements that
+    finished above a bigram table's loss come after the ranked placements. Placements without a finished seed come last,
+    sorted by status (short, stuck, interrupted, diverged, failed), then by eval loss.
 
-    The columns are rank (NaN for a placement that did not finish, or finished above a bigram table), placement,
-    learning_rate, learning_rates (the number of learning rates), seeds, finished, status (the worst), status_text
-    ("finished", "2/3 finished, 1 diverged"), eval_loss, eval_loss_std, reason, and every other aggregated column of
-    ``lamina.jobs.columns``.
+    The columns are rank (NaN for an unranked placement), placement, learning_rate, learning_rates (the number of
+    learning rates), seeds, finished, status (the worst status), status_text (such as "2/3 finished, 1 diverged"),
+    eval_loss, eval_loss_std (over the finished seeds; ddof 1, NaN for fewer than two seeds), reason, and the other
+    aggregated columns of ``lamina.jobs.columns``.
     """
     rows = []
     for _, group in complete(results).groupby("placement", sort=False):
@@ -60,8 +59,8 @@ def is_ranked(row: Json) -> bool:
 
 
 def is_above_bigram(row: Json) -> bool:
-    """Return whether a row's eval loss is at least a bigram table's loss; False for older rows, which lack this
-    loss.
+    """Return whether a row's eval loss is no better than a bigram table's loss. Older rows lack the table's loss, so
+    they return False.
     """
     return row["eval_loss"] >= row["bigram_entropy"]
 
@@ -110,9 +109,8 @@ def notices(
 ) -> list[str]:
     """List the warnings, for example about different initializers, too few seeds, or interrupted trials.
 
-    ``summary`` comes from ``summarize``. ``recommended`` has the initializer that each placement's plan names, if
-    known. ``settings`` are the study's settings, with the width. The warnings are plain text, so a page must escape
-    them.
+    ``summary`` comes from ``summarize``. ``recommended`` maps placements to the initializers in their plans.
+    ``settings`` are the study's settings. The warnings are plain text, so a page must escape them.
     """
     rows = rows_of(summary)
     compared = [
@@ -134,7 +132,7 @@ def listed(parts: Sequence[str]) -> str:
 
 
 def _inits(rows: list[Json], recommended: Mapping[str, str]) -> str:
-    """Warn if the initializers differ, or if a source uses another initializer than the common one."""
+    """Warn if the placements have different initializers, or if a placement's source uses another initializer."""
     users: dict[str, list[str]] = {}
     for row in rows:
         if row["init"]:
@@ -156,7 +154,9 @@ def _inits(rows: list[Json], recommended: Mapping[str, str]) -> str:
 
 
 def _widths(rows: list[Json], settings: Mapping[str, object]) -> list[str]:
-    """Warn of initializers whose standard deviation does not suit the width, unless width scaling changes it."""
+    """Warn of initializers whose standard deviation does not suit the width. Width scaling adapts the standard
+    deviation.
+    """
     width, preset = settings.get("hidden_size"), PRESETS.get(str(settings.get("backbone")))
     width = preset.fields["hidden_size"] if width is None and preset is not None else width
     if not isinstance(width, int) or settings.get("width_scaling", "none") != "none":
@@ -164,8 +164,7 @@ def _widths(rows: list[Json], settings: Mapping[str, object]) -> list[str]:
     misfits = {str(row["init"]): misfit for row in rows if (misfit := unsuited(str(row["init"]), width)) is not None}
     return [
         f"The initializer {init} has a standard deviation of {std:.3g} in the blocks, but width {width} needs about "
-        f"{suited:.3g}. With such a difference, the initializer matters more than the placement. To suit any width, "
-        f"add --init {SAME}{SUITS}"
+        f"{suited:.3g}. This difference matters more than the placement. To suit any width, add --init {SAME}{SUITS}"
         for init, (std, suited) in misfits.items()
     ]
 
@@ -210,6 +209,6 @@ def _budget(rows: list[Json]) -> str:
     if not ratio < USUAL_TOKENS:
         return ""
     return (
-        f"{max(row['steps'] for row in finished):,.0f} steps are {ratio:.2g} tokens per parameter, and about "
-        f"{USUAL_TOKENS} are usual. This shows which placement starts fastest, not which ends best."
+        f"{max(row['steps'] for row in finished):,.0f} steps give {ratio:.2g} tokens per parameter, but about "
+        f"{USUAL_TOKENS} are usual. So the ranking shows which placement starts fastest, not which placement ends best."
     )

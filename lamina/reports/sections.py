@@ -24,8 +24,8 @@ from lamina.reports.style import Shown, colors
 
 
 def prepare(study: Study) -> tuple[pd.DataFrame, list[Shown], dict[str, str]]:
-    """Return the ranking, the placements for the figures (with their trials at the best learning rate), and the
-    colors.
+    """Return the ranking, the placements for the figures, and the colors. A placement holds its trials at its best
+    learning rate.
     """
     summary = summarize(study.results)
     color = colors(study.results["placement"])
@@ -69,7 +69,7 @@ def loss(study: Study, items: list[Shown], several: bool) -> Section:
     chart = figures.loss_curves(items, guess.unit, {name: float(of.mean()) for name, of in levels.items() if len(of)})
     caption = _LOSS.format(guess.target) + (_SEEDS if study.results["seed"].nunique() > 1 else "")
     caption += _BIGRAM if len(bigram) else ""
-    caption += " Each placement is shown at its best learning rate." if several else ""
+    caption += " The chart shows each placement at its best learning rate." if several else ""
     html = figure(chart, caption)
     return Section("Loss", "Loss against tokens", html + forgetting(items, guess))
 
@@ -116,7 +116,7 @@ def course(item: Shown, caption: str) -> Section:
 
 
 def _folded(equation: Sequence[str], columns: float) -> str:
-    """Return the equation's lines. A line that is too long for the card is broken before each further formula."""
+    """Return the equation's lines. A line that is too long for the card breaks before each formula after the first."""
     lines = []
     for line in equation:
         head, *formulas = re.split(r"(?<=:)\s+|(?<=,)\s+(?=[\w']+ = )", line) if len(line) > columns else [line]
@@ -173,8 +173,8 @@ def facts(study: Study) -> list[str]:
 _SMALL = 20e6  # parameters
 _LOSS = (
     "Points show the eval loss, and thin lines show the training loss. A run on the dashed line has learned only how "
-    "often "
-    "each {} occurs. Double-click to also see the first steps, whose losses are higher. Click a name to hide it."
+    "often each {} occurs. Double-click to also see the high losses of the first steps. Click a name in the legend to "
+    "hide its lines."
 )
 _BIGRAM = " The dotted line is the loss of a bigram table. A curve above it shows nothing about the model's depth."
 _SEEDS = " With several seeds, the line is the mean of the seeds that finished, and the band is one standard deviation."
@@ -182,5 +182,6 @@ _SECOND = "Loss on the text of --eval-corpus, with the same tokenizer. The run d
 _TASKS = "Scores on the tasks of --eval-tasks. Accuracies go from 0 to 1."
 _DIAGRAMS = (
     "The trained placements, drawn from bottom to top. The vertical line is the residual stream, and each branch to "
-    "its right holds a module. Only a norm on the line rescales the stream; a norm on a branch does not."
+    "its right holds a module. A norm on the line rescales the residual stream. A norm on a branch does "
+    "not."
 )

@@ -18,10 +18,10 @@ _MARGIN = 0.1  # nats that still count as at the unigram entropy
 
 @dataclass(frozen=True)
 class Guess:
-    """The page's words for a model that has learned only how often each target occurs.
+    """The words for a baseline model that knows only how often each target occurs.
 
     Attributes:
-        name: the name of this model's loss.
+        name: the name of the baseline's loss.
         target: the predicted item, such as a token.
         source: the input of the prediction.
         unit: the loss's unit.
@@ -34,7 +34,7 @@ class Guess:
 
     @classmethod
     def of(cls, row: Mapping[str, object]) -> Guess:
-        """Return a run's words. ``row`` has the run's numbers: only runs on images have a top-5 accuracy."""
+        """Return the words for a run with the numbers in ``row``. Only runs on images have a top-5 accuracy."""
         return _OF_IMAGES if is_number(row.get("top5_accuracy")) else _OF_TEXT
 
     @classmethod
@@ -93,8 +93,7 @@ def _lead(summary: Frame) -> str:
         return ""  # the next sentence says that all are above a bigram table
     lead += f"has the lowest eval loss, {_loss(first)}"
     if len(finished) == 1:
-        alone = "has beaten a bigram table" if len(ended) > 1 else "finished"
-        return f"{lead}; it is the only one of {len(summary)} placements that {alone}."
+        return f"{lead}. No other placement {'has beaten a bigram table' if len(ended) > 1 else 'finished'}."
     baseline = [row for row in finished[2:] if row["placement"] == "pre_ln"]
     rivals = [finished[1], *(baseline or finished[2:][-1:])]
     return f"{lead}, {listed([_gap(first, other) for other in rivals])}{_noise(first, rivals[0])}."
@@ -141,7 +140,7 @@ def _trouble(summary: Frame) -> str:
     texts = [*(_together(end, rows) for end, rows in groups.items()), *_above_bigram(summary)]
     partly = summary[(summary["finished"] > 0) & (summary["finished"] < summary["seeds"])]
     texts += [f"{row['placement']}: {row['status_text']}" for row in rows_of(partly)]
-    return "; ".join(texts) + "." if texts else ""
+    return ". ".join(texts) + "." if texts else ""
 
 
 def _above_bigram(summary: Frame) -> list[str]:
@@ -151,15 +150,15 @@ def _above_bigram(summary: Frame) -> list[str]:
         return []
     names, losses = listed([row["placement"] for row in rows]), listed([_loss(row) for row in rows])
     tables = listed(list(dict.fromkeys(f"{row['bigram_entropy']:.3f}" for row in rows)))
-    has, it = ("has", "its loss says") if len(rows) == 1 else ("have", "their losses say")
+    has, it = ("has", "Its loss says") if len(rows) == 1 else ("have", "Their losses say")
     return [
-        f"{names} {has} not beaten a bigram table of the training text: {losses} against {tables} nats per token, "
-        f"so {it} nothing about depth" + (", and Lamina gives no rank" if len(summary) > 1 else "")
+        f"{names} {has} not beaten a bigram table of the training text ({losses} against {tables} nats per token). "
+        f"{it} nothing about depth" + (", so Lamina gives no rank" if len(summary) > 1 else "")
     ]
 
 
 def _end(row: Json) -> str:
-    """Say how a placement that did not finish ended. Placements with the same end share a sentence."""
+    """Describe the end of a placement that did not finish. Placements with the same end share a sentence."""
     entropy, loss, guess = row["unigram_entropy"], row["eval_loss"], Guess.of(row)
     nats = f" of {entropy:.2f} nats" if math.isfinite(entropy) else ""
     if row["status"] == "short":
@@ -180,17 +179,17 @@ def _end(row: Json) -> str:
 def _together(end: str, rows: list[Json]) -> str:
     """Complete the sentence ``end`` for one placement or for several placements."""
     names, losses = listed([row["placement"] for row in rows]), listed([f"{row['eval_loss']:.2f}" for row in rows])
-    words = {"is": "are", "was": "were", "it": "they have", "fall": "fall", "at": f"at {losses} their eval losses are"}
+    words = {"is": "are", "was": "were", "it": "they have", "fall": "fall", "at": f"their eval losses of {losses} are"}
     if len(rows) == 1:
-        words = {"is": "is", "was": "was", "it": "it has", "fall": "falls", "at": f"at {losses} its eval loss is"}
+        words = {"is": "is", "was": "was", "it": "it has", "fall": "falls", "at": f"its eval loss of {losses} is"}
     return f"{names} {end.format(**words)}"
 
 
 def differences(summary: Frame, gradients: Tables, variances: Tables) -> str:
     """Describe how the placements differ by layer. These differences need not be the reason for the ranking.
 
-    ``gradients`` and ``variances`` have a table per placement, with one row per layer (-1: the embedding) and one
-    column per step.
+    ``gradients`` and ``variances`` hold one table per placement. A table has one row per layer (-1: the embedding) and
+    one column per step.
     """
     rows = [row for row in rows_of(summary) if row["finished"] or row["status"] in ("stuck", "diverged")]
     known = [row for row in rows if any(_ratio(gradients.get(row["placement"]), at) for at in (0, -1))]
@@ -209,7 +208,7 @@ def differences(summary: Frame, gradients: Tables, variances: Tables) -> str:
                 + (f"differ {_times(_size(best_ratio))}" if _size(best_ratio) > _LEVEL else "are about equal")
             )
         else:
-            even = f"nearly even in {worst}, too" if less else f"no less even in {worst} than in {best}"
+            even = f"nearly even in {worst}, too" if less else f"at least as even in {worst} as in {best}"
             texts.append(f"Gradients by layer do not explain the ranking: the gradients are {even}")
     growth = {p: g for p in summary["placement"] if (g := _ratio(variances.get(p), -1))}
     if growth:
@@ -232,7 +231,9 @@ def differences(summary: Frame, gradients: Tables, variances: Tables) -> str:
 
 
 def _worst(known: list[Json]) -> str:
-    """Return the last stuck placement. If none is stuck, return the last: diverged runs' gradients explain nothing."""
+    """Return the last stuck placement, because a diverged run's gradients explain nothing. If no placement is stuck,
+    return the last placement.
+    """
     stuck = [row for row in known if row["status"] == "stuck" and not row["finished"]]
     return (stuck or known)[-1]["placement"]
 
@@ -276,7 +277,9 @@ def _short(value: float) -> str:
 
 
 def _loss(row: Json) -> str:
-    """Say the mean loss of the finished seeds and its spread. If some seeds did not finish, also say how many did."""
+    """Return a placement's mean loss and spread as text. If only some seeds finished, the text also counts the finished
+    seeds.
+    """
     std, part = row["eval_loss_std"], 0 < row["finished"] < row["seeds"]
     spread = f" ± {std:.3f}" if math.isfinite(std) else ""
     return f"{row['eval_loss']:.3f}{spread}" + (f" over {row['finished']} of {row['seeds']} seeds" if part else "")

@@ -31,7 +31,7 @@ _SAME = 1e-6  # a share up to which two values are the same
 
 @dataclass(frozen=True, kw_only=True)
 class Parting:
-    """The step at which a series of two runs begins to differ, and the two values at this step."""
+    """The first step at which a series differs between two runs, and the series' two values at this step."""
 
     step: int
     place: Place
@@ -54,13 +54,12 @@ class SideBySide:
 
     Attributes:
         names: the runs' names.
-        series: for each series that both runs have, the values of the first and of the second run by step.
-        alone: the layers that only the first run has, and the layers that only the second run has.
-        same_until: the last step up to which all series are equal; None if they differ from the start.
+        series: the first run's values and the second run's values by step, for each series in both runs.
+        alone: the layers of only the first run, and the layers of only the second run.
+        same_until: the last step up to which all series are equal; None if the runs differ from the start.
         whole: the first difference in a series of the whole model; None if there is no difference.
         layer: the first difference in a layer; None if there is no difference.
-        rate: the step at which the learning rates first differ; None if they do not differ, or if the runs did not
-            record them.
+        rate: the first difference in the learning rate; None without a difference, or without recorded learning rates.
     """
 
     names: tuple[str, str]
@@ -73,7 +72,7 @@ class SideBySide:
 
     @property
     def first(self) -> Parting | None:
-        """The earlier one of ``whole`` and ``layer``; None if the runs do not differ."""
+        """Return ``whole`` or ``layer``, whichever has the earlier step; None if the runs do not differ."""
         return min(
             (part for part in (self.whole, self.layer) if part is not None), key=lambda one: one.step, default=None
         )
@@ -85,9 +84,7 @@ class SideBySide:
         return f"The two runs differ from step {self.first.step} on"
 
     def sentences(self) -> list[str]:
-        """Return sentences: up to which step the runs are equal, where the runs begin to differ, and whether the
-        learning rates differ.
-        """
+        """Return sentences on the last equal step, the first differences, and the learning rates."""
         steps = sorted({step for first, _ in self.series.values() for step in first})
         at = f"{len(steps):,} steps, {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
         texts = [f"Lamina compared {len(self.series)} series of {self.names[0]} and {self.names[1]} at {at}."]
@@ -99,7 +96,7 @@ class SideBySide:
         if self.same_until is not None:
             texts.append(f"The runs are equal up to step {self.same_until}.")
         if self.first is None:
-            return [*texts, "The runs differ, but never by more than the series' noise."]
+            return [*texts, "The runs differ by no more than the noise in each series."]
         if self.whole is not None:
             texts.append(f"The whole model differs first at {self.whole}.")
         if self.layer is not None:
@@ -163,8 +160,8 @@ def _courses(path: Path) -> dict[Place, dict[int, float]]:
 
 
 def parting(place: Place, first: Course, second: Course) -> Parting | None:
-    """Return where two series begin to differ, or None. From this step on, five differences in a row have the same sign
-    and exceed the noise, or only one of the two values is finite.
+    """Return the first difference of two series, or None. A difference counts if five successive differences have the
+    same sign and exceed the noise, or if only one of the two values is finite.
 
     Lamina compares losses by their difference, and other values by the logarithm of their ratio.
     """
@@ -185,7 +182,9 @@ def parting(place: Place, first: Course, second: Course) -> Parting | None:
 
 
 def _distance(first: float, second: float, *, ratio: bool) -> float:
-    """Return the distance of two values; infinite if only one value is finite (or, for a ratio, positive)."""
+    """Return the distance of two values. The distance is infinite if only one value is finite. With ``ratio``, it is
+    also infinite if only one value is positive.
+    """
     if math.isfinite(first) != math.isfinite(second) or (ratio and (first > 0) != (second > 0)):
         return math.inf
     if not math.isfinite(first) or (ratio and not first > 0):
@@ -194,7 +193,7 @@ def _distance(first: float, second: float, *, ratio: bool) -> float:
 
 
 def _order(one: Parting) -> tuple[float, ...]:
-    """The sort key of layers: the earliest step, then hidden states by layer, then the largest distance."""
+    """Return the sort key of layers: the earliest step, then hidden states by layer, then the largest distance."""
     layer, _, _, metric = one.place
     forward = metric in _FORWARD
     return one.step, not forward, layer if forward else -abs(_distance(one.first, one.second, ratio=True)), layer

@@ -1,7 +1,7 @@
 """The lines that a job prints when it ends. For each kind of job, a function makes the lines from the folder and the
 result.
 
-The numbers, warnings and sentences equal those on the job's page.
+The job's page shows the same numbers, warnings and sentences.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def compare(folder: Path, results: Frame) -> str:
 
 
 def ranking(results: Frame, settings: Mapping[str, object] | None = None) -> str:
-    """Return the ranking of a study's results, with the warnings; ``settings`` are the study's settings."""
+    """Return the ranking of a study's results, and the warnings. ``settings`` are the study's settings."""
     summary = summarize(results)
     lines, above = [f"{'':>3} {'placement':<24} {'status':<20} {'eval loss':>17} {'learning rate':>13}"], []
     for row in rows_of(summary):
@@ -134,7 +134,7 @@ def coord_check(folder: Path, slopes: Frame) -> str:
 
 @ending_of(Kind.PREFLIGHT)
 def preflight(folder: Path | None, rows: Frame) -> str:
-    """Return a table with a line per planned run, each run's reason and advice, and where the page is."""
+    """Return a table with one line per planned run, then each run's reason and advice, and the page's path."""
     records = rows_of(rows)
     width = max(9, *(len(row["placement"]) for row in records))
     lines = [
@@ -167,8 +167,9 @@ def _layers(row: Json) -> str:
     return (
         f"Var(x^N) is {10 ** row['growth']:.2g} × Var(x^0). The weights' gradient is smallest in layer "
         f"{row['weight_gradient_layer']}: the layers' gradients differ by at most a factor of "
-        f"{10 ** -row['weight_gradient']:.2g}. Before the first step, each feed-forward adds a share of its skip's "
-        f"variance, and the sum of all shares is {share:.2g} (FuseNorm's Theorem 1 assumes about 1)"
+        f"{10 ** -row['weight_gradient']:.2g}. Before the first step, each feed-forward adds variance to its "
+        f"skip. Relative to the skip's variance, these additions sum to {share:.2g} over all layers (FuseNorm's "
+        "Theorem 1 assumes about 1)"
     )
 
 

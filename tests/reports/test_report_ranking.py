@@ -195,7 +195,7 @@ SAID = {
         never="gradient norm|variance",
     ),
     "stuck and diverged ones are named with the reason": case(
-        THREE, "post_ln is stuck: at 3.25", "3.24 nats", "mix_ln diverged (NaN at step 60 in layer 9)",
+        THREE, "post_ln is stuck: its eval loss of 3.25", "3.24 nats", "mix_ln diverged (NaN at step 60 in layer 9)",
     ),
     "the reason comes from gradients and variances": case(
         THREE, "gradient norm in post_ln is 10,000 times as large as the first block's (1 against 0.0001)",
@@ -214,11 +214,11 @@ SAID = {
     "a gap beyond the spread": case(seeds([2.5, 2.51], [2.6, 2.61]), "times the seeds' spread (2 seeds)"),
     "nothing finished": case(
         NONE, "None of 2 placements finished, so Lamina cannot name the best placement.", "a diverged",
-        "b is stuck: at 3.30 its eval loss is no better than the unigram entropy of 3.24 nats",
+        "b is stuck: its eval loss of 3.30 is no better than the unigram entropy of 3.24 nats",
     ),
     "short runs are told from stuck ones": case(
         SHORT, "After 20 steps the losses of all 3 placements still fall, so the runs are too short to tell",
-        "a, c and b ran too short to tell: at 3.90, 4.00 and 4.10",
+        "a, c and b ran too short to tell: their eval losses of 3.90, 4.00 and 4.10",
         "The hidden states' variance stays about the same from the first block to the last.",
         never="stuck:|lowest|even than|nothing to rank", gradients=EVEN, variances=EVEN,
     ),
@@ -228,7 +228,7 @@ SAID = {
     ),
     "a leader that lost a seed": case(
         HALVES, "post_ln has the lowest eval loss, 2.170 over 1 of 2 seeds, 0.090 below peri_ln (2.260 ±",
-        "no less even in peri_ln than in post_ln",
+        "at least as even in peri_ln as in post_ln",
         gradients={"post_ln": by_layer(0.5, 0.6), "peri_ln": by_layer(0.5, 0.5)},
     ),
 }  # fmt: skip
@@ -248,9 +248,9 @@ def test_what_the_sentences_say(case):
     ("row", "expected"),
     [
         (("a", 1, 0, "finished", 2.5), "a ended at an eval loss of 2.500."),
-        (("a", 1, 0, "short", 4.0), "a ran too short to tell: at 4.00 its eval loss is not clearly below the unigram"),
-        (("a", 1, 0, "stuck", 3.24), "a is stuck: at 3.24 its eval loss is no better than the unigram entropy of 3.24"),
-        (("a", 1, 0, "stuck", 5.4), "a is stuck: at 5.40 its eval loss is above the unigram entropy of 3.24 nats and"),
+        (("a", 1, 0, "short", 4.0), "a ran too short to tell: its eval loss of 4.00 is not clearly below the unigram"),
+        (("a", 1, 0, "stuck", 3.24), "a is stuck: its eval loss of 3.24 is no better than the unigram entropy of 3.24"),
+        (("a", 1, 0, "stuck", 5.4), "a is stuck: its eval loss of 5.40 is above the unigram entropy of 3.24 nats and"),
         (("a", 1, 0, "failed", math.nan, "KeyError: '{x}'"), "a failed (KeyError: '{x}')."),
     ],
 )
@@ -273,7 +273,7 @@ NOTICED = [  # results, the papers' initializers, a pattern, whether a notice ha
     (THREE.assign(init="scaled"), {"keel": "normal", "pre_ln": "scaled"},
      r"^All placements have the same initializer, scaled\. The sources of keel \(normal\) use another", True),
     (THREE.assign(init="scaled"), {}, "nitializer", False),
-    (THREE.assign(tokens=102_400, parameters=900_000, steps=100), {}, "100 steps are 0.11 tokens per parameter", True),
+    (THREE.assign(tokens=102_400, parameters=900_000, steps=100), {}, "100 steps give 0.11 tokens per parameter", True),
     (UNEVEN, {}, "a 2 and b 1.*favors", True),
     (trials(("a", 1, 0, "finished", 2.5), ("b", 2, 0, "finished", 2.6)), {}, "^A single learning rate suits", True),
     (THREE, {}, "A single learning rate.*--learning-rates 1e-3,3e-3,1e-2", True),

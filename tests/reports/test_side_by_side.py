@@ -52,7 +52,7 @@ def test_what_has_the_same_noise_does_not_part(tmp_path):
     found = side_by_side(first, second)
     assert found.first is None
     assert found.title == "The two runs do not differ"
-    assert found.sentences()[-1] == "The runs differ, but never by more than the series' noise."
+    assert found.sentences()[-1] == "The runs differ by no more than the noise in each series."
     assert side_by_side(first, first).sentences()[-1] == "The runs are equal at all steps."
 
 

@@ -78,16 +78,20 @@ def test_a_wider_run_is_compared_with_the_proxy_at_the_same_rate():
     assert summary["learning_rate"] == 2e-3  # the wide ones do not choose
 
 
-STABLE = "At a learning rate of 0.001, training is stable at width 64. The highest learning rate tried is stable, too."
+STABLE = (
+    "At a learning rate of 0.001, training is stable at width 64. The highest learning rate in the list is stable, too."
+)
 FAILS = "From a learning rate of 0.001 to 0.004, training is stable at width 64. The run at 0.008 fails."
 SAID = (
-    ("no learning rate can be converted", {1e-3: ("stuck", 5.0)}, [],
-     ["No learning rate finished at width 64, so Lamina can convert none. Try smaller learning rates, or more steps."]),
+    ("no learning rate finished on the proxy", {1e-3: ("stuck", 5.0)}, [],
+     ["No learning rate finished at width 64, so Lamina cannot convert a learning rate. Try smaller learning rates, or "
+      "more steps."]),
     ("train at a learning rate of 0.002", FOUND, [],
-     [FAILS, "0.002 has the lowest loss at width 64, but the losses from 0.001 to 0.002 are too close to tell.",
+     [FAILS, "A learning rate of 0.002 has the lowest loss at width 64, but the losses from 0.001 to 0.002 are too "
+      "close to tell apart.",
       "Is 0.002 safe at width 256? It is RISK."]),
     ("train at a learning rate of 0.001", {1e-3: ("finished", 3)}, of({1e-3: ("diverged", 9), 2e-3: ("stuck", 5)}, 256),
-     [STABLE, "0.001 has the lowest loss at width 64.", "Is 0.001 safe at width 256? It is RISK.",
+     [STABLE, "A learning rate of 0.001 has the lowest loss at width 64.", "Is 0.001 safe at width 256? It is RISK.",
       "The best learning rate is at the edge of the list, so a learning rate beyond the list may be better. Try more "
       "with --learning-rates.", "At width 256, 0 of 1 learning rates have the same outcome as at width 64."]),
 )  # fmt: skip

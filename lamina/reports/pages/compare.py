@@ -15,7 +15,9 @@ from lamina.reports.sentences import headline
 
 @report_of(Kind.COMPARE)
 def compare_report(folder: Path) -> Path:
-    """Write ``folder/report.html`` from a study's results.csv and trials. Raises UserError if there is no result."""
+    """Write ``folder/report.html`` from a study's results.csv and trials. Raises UserError if the study has no results
+    yet.
+    """
     study = read_study(folder)
     summary, items, color = sections.prepare(study)
     several = bool((summary["learning_rates"] > 1).any())
@@ -67,12 +69,12 @@ def _ranking_note(several: bool, summary: Frame) -> str:
 
 
 _MARKS = (
-    "Marks along the top edge show learning rates that did not finish: triangle stuck, x diverged, cross failed, "
-    "square interrupted, circle too short to tell."
+    "Marks along the top edge show learning rates at which no run finished: triangle (stuck), x (diverged), cross "
+    "(failed), square (interrupted), circle (too short to tell)."
 )
 RATES = (
-    "Lower is better. Each placement is ranked at the bottom of its curve (larger point). A wide, flat curve "
-    f"tolerates a poorly chosen learning rate. {_MARKS}"
+    "Lower is better. Lamina ranks each placement at the lowest point of its curve (the larger marker). If a curve is "
+    f"wide and flat, the placement tolerates a poorly chosen learning rate. {_MARKS}"
 )
 RATES_BY_WIDTH = (
     "Eval loss against the learning rate before width scaling. With the right scaling, the curves of all widths "

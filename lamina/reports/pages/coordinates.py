@@ -24,8 +24,8 @@ from lamina.reports.tables import number, status, table, text
 LEVEL = "#b9bcc2"
 _FIGURE = (
     "Mean |x| of each module's output, averaged over layers and seeds. Both axes are logarithmic. Gray lines are "
-    "flat within the tolerance. If a colored line rises, a {large} model blows up. If a line falls, the module matters "
-    "less in a {large} model."
+    "flat within the tolerance. If a colored line rises, a {large} model blows up. If a colored line falls, the module "
+    "matters less in a {large} model."
 )
 _WORDS = {
     "width": {"axis": "width", "small": "narrow", "large": "wide"},
@@ -130,7 +130,7 @@ def _figure(sizes: Frame, verdicts: Mapping[str, str], axis: str) -> Figure:
 
 
 def _table(slopes: Frame, axis: str) -> str:
-    """Return a table of each module's exponent at the start and after the last step, with its range over the layers."""
+    """Return a table of each module's exponents at the start and after the last step, and the range over its layers."""
     verdicts = _verdicts(slopes)
     last = int(slopes["step"].max())
     rows = []
@@ -160,8 +160,8 @@ def _table(slopes: Frame, axis: str) -> str:
     ]
     note = (
         f"<p>The table shows the exponent e in mean |x| ~ {axis}<sup>e</sup>. If e is 0, the output does not change "
-        f"with the {axis}. The column "
-        "&quot;of the change&quot; is the exponent of mean |x &minus; x before the first step|.</p>"
+        f"with the {axis}. The column &quot;of the change&quot; is the exponent of mean |x &minus; x<sub>0</sub>|, "
+        "where x<sub>0</sub> is the output before the first step.</p>"
     )
     bad = [row for row in rows if row["verdict"] != "flat"]
     shown = table(fields, bad, "ranking") if bad else ""

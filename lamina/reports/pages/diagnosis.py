@@ -25,7 +25,7 @@ from lamina.training.monitor.writers import LOSS, NORM
 
 PAGE = "diagnosis.html"
 Drawn: TypeAlias = tuple[str, str, Sequence[int] | np.ndarray, Sequence[float] | np.ndarray]
-"""a line's name, color, steps and values"""
+"""A line's name, color, steps and values."""
 _SHOWN = 12  # alarms, and batches
 _ROWS = 200  # of a batch
 _POINTS, _NEAR = 1000, 100  # of a line, and those on each side of the first alarm
@@ -34,7 +34,7 @@ _COLORS = ("#b3261e", "#c98f1e", "#3d6fb4")
 
 
 def write_diagnosis(path: Path, evidence: Evidence, source: Path) -> Path:
-    """Write the page to ``path``; ``source`` is the run."""
+    """Write the page of the run in ``source`` to ``path``."""
     said, html = answer(evidence), loss_chart(evidence)
     rates = _course(evidence, "learning rate", evidence.rates)
     if rate_jump(evidence) is not None:
@@ -81,7 +81,7 @@ def write_diagnosis(path: Path, evidence: Evidence, source: Path) -> Path:
 
 
 def findings(said: Answer) -> str:
-    """Return the cause and a list of changes, or the course of the loss if no cause is known."""
+    """Return the cause and a list of changes as HTML. Without an anomaly, return the evidence and the changes."""
     todo = [sentence(text.removeprefix("To change: ")) for text in said.changes]
     advice = "".join(f"<li>{escape(text)}</li>" for text in todo)
     return prose(said.cause or said.evidence, {}, "finding") + (f"<ol>{advice}</ol>" if advice else "")
@@ -104,14 +104,14 @@ def batches(evidence: Evidence) -> Section:
 def loss_chart(evidence: Evidence) -> str:
     """Draw the loss of every recorded step, with marks at the rise and at the first anomaly."""
     losses = evidence.losses
-    marks = " Red: where the loss rose." * (evidence.rose is not None)
-    marks += " Orange: the first anomaly." * (evidence.first is not None)
+    marks = " The red line marks the rise of the loss." * (evidence.rose is not None)
+    marks += " The orange line marks the first anomaly." * (evidence.first is not None)
     course = _drawn(evidence, [("loss", _COLORS[2], *charts.series(losses))], "loss")
     return figure(course if losses else None, f"Training loss at every recorded step.{marks}")
 
 
 def _course(evidence: Evidence, name: str, values: Mapping[int, float]) -> str:
-    """Draw a recorded series of the model; return "" for a series of fewer than two values."""
+    """Draw a recorded series of the whole model. Return "" for fewer than two values."""
     if len(values) < 2:
         return ""
     steps = sorted(values)
@@ -128,7 +128,7 @@ def write_comparison(path: Path, compared: SideBySide) -> Path:
     texts = _paragraphs(compared.sentences())
     parted = [part for part in (compared.whole, compared.layer) if part is not None]
     places = [(-1, "model", "all", LOSS), *(part.place for part in parted)]
-    mark = " Red: where the runs begin to differ." * bool(parted)
+    mark = " The red line marks the first difference." * bool(parted)
     html = ""
     for place in dict.fromkeys(place for place in places if place in compared.series):
         layer, sublayer, _, metric = place

@@ -66,7 +66,7 @@ def evaluation_report(folder: Path) -> Path:
 
 
 def headline(printed: Json, paired: list[Json]) -> str:
-    """Return the finding in a line: the best score in the last column, the score of guessing, and whether any
+    """Return the finding in one line: the best score in the last column, the score of random guessing, and whether any
     difference is significant.
     """
     known = [line for line in printed["lines"] if is_number(line["mean"][-1])]
@@ -121,23 +121,25 @@ _PAIRED = (
 )
 _SCORES = (
     "Shares (acc, acc_norm, exact_match, ...) are in percent. ± is the sample standard deviation over a model's runs. "
-    "The best number of each column is bold. Lamina leaves out diverged, stuck and failed runs, and counts them."
+    "The best number of each column is bold. Lamina leaves out diverged, stuck and failed runs, and counts them in the "
+    "column runs."
 )
 GUESSING = "guessing"
 _BARS = (
-    "The table's shares as bars. A bar shows the mean over the runs, and a gray dash shows the score of random "
-    "guessing. A thin line shows the sample standard deviation of several runs."
+    "Each bar shows a share from the table, averaged over the runs. A gray dash shows the score of random guessing. A "
+    "thin line shows the sample standard deviation of several runs."
 )
 
 
 def _paired(rows: list[Json]) -> str:
-    """Return the table of differences from the first model; nothing for a single model."""
+    """Return the table of differences from the first model; "" for a single model."""
     if not rows:
         return ""
     about = (
-        f"Each model minus {rows[0]['against']}, item by item, with a 95 % interval. p is from McNemar's exact test "
-        "(for other scores, from a paired t test), adjusted over the tasks by Holm's method. The last column is "
-        "the smallest difference that a test on this number of items detects in four of five cases."
+        f"Each row subtracts the score of {rows[0]['against']} from a model's score on the same items, with a 95 % "
+        "interval. If items are right or wrong, the p value comes from McNemar's exact test. For other scores, it "
+        "comes from a paired t test. Holm's method adjusts the p values over the tasks. The column “smallest to show” "
+        "is the smallest difference that a test on this number of items detects in four of five cases."
     )
     return table(_PAIRED, rows, "trials") + f'<p class="source">{escape(about)}</p>'
 
@@ -171,7 +173,7 @@ def _scores(printed: Json, color: dict[str, str]) -> str:
 
 
 def _bars(printed: Json, color: dict[str, str]) -> Figure | None:
-    """Draw the shares as groups of bars; None if the table has none."""
+    """Draw the shares as groups of bars; None if the table has no shares."""
     scored = [at for at, share in enumerate(printed["shares"]) if share]
     if not scored:
         return None

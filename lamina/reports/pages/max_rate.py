@@ -1,6 +1,4 @@
-"""The page of `lamina max-lr`: each placement's largest learning rate, its loss against the learning rate, and its
-point of failure.
-"""
+"""The page of `lamina max-lr`, with each placement's largest learning rate and loss curve up to the failure."""
 
 from __future__ import annotations
 
@@ -84,12 +82,12 @@ def max_rate_report(folder: Path) -> Path:
 
 
 def summarize(results: Frame) -> list[Json]:
-    """Return one row per placement, the highest mean learning rate first; ``results`` are the rows of results.csv.
+    """Return one row per placement from the rows of results.csv. The highest mean learning rate comes first.
 
-    The columns are ``placement``; ``mean`` and ``std`` over the seeds that have a largest learning rate (ddof 1, NaN
-    for fewer than two seeds); the extremes ``low`` and ``high``; ``seeds``, the number of seeds with a rate; ``open``,
-    the number of these seeds that reached the end of the warm-up (if any did, the mean is a lower bound); ``loss``, the
-    mean smoothed loss at these learning rates; and ``ends``, a text with the number of runs that each rule stopped.
+    ``mean``, ``std``, ``low`` and ``high`` summarize the seeds' largest learning rates (``std``: ddof 1, NaN for fewer
+    than two seeds). ``seeds`` counts the seeds with a largest learning rate. ``open`` counts the seeds that reached the
+    end of the warm-up. If ``open`` is above 0, ``mean`` is a lower bound. ``loss`` is the mean smoothed loss at the
+    largest learning rates. ``ends`` is a text with the number of runs that each rule stopped.
     """
     rows = []
     for placement, group in complete(results).groupby("placement", sort=False):
@@ -128,8 +126,8 @@ def notices(rows: Sequence[Json]) -> list[str]:
     texts = []
     if beyond := [row["placement"] for row in rows if row["open"]]:
         texts.append(
-            f"With some seeds, {listed(beyond)} did not fail, so the largest learning rate lies beyond the warm-up's "
-            f"end. To find it, raise --max-learning-rate."
+            f"With some seeds, {listed(beyond)} did not fail, so the largest learning rate is higher than the table "
+            "shows. To find the largest learning rate, raise --max-learning-rate."
         )
     if rows and max(row["seeds"] for row in rows) < 2:
         texts.append(ONE_SEED)
@@ -139,7 +137,7 @@ def notices(rows: Sequence[Json]) -> list[str]:
 
 
 def headline(rows: Sequence[Json]) -> str:
-    """Return the finding in a line. The line names all placements that reached the end of the warm-up."""
+    """Return the finding in one line, which names all placements that reached the end of the warm-up."""
     beyond = [row["placement"] for row in rows if row["open"]]
     if len(beyond) > 1:
         top = min(row["mean"] for row in rows if row["open"])
@@ -175,24 +173,23 @@ def rules(settings: Mapping[str, object]) -> list[str]:
     share = float(value["spike_patience"])  # steps from 1 on, a share of all steps below
     patience = f"{share:g} steps" if share >= 1 else f"{100 * share:g} % of all steps"
     return [
-        f"One linear warm-up from 0 to {value['max_learning_rate']} over {value['steps']} steps. All other settings "
-        f"are as in lamina pretrain. The smoothed loss is the mean of the last {value['window']} steps. A run stops "
-        "at the first of these rules:",
+        f"The learning rate rises linearly from 0 to {value['max_learning_rate']} over {value['steps']} steps. All "
+        f"other settings are as in lamina pretrain. The smoothed loss is the mean loss of the last {value['window']} "
+        "steps. A run stops when the first of these rules holds:",
         "non-finite: the loss of a step, or the gradient's norm, was not finite.",
         f"spike: the loss stayed more than {value['spike_margin']} nats above the lowest smoothed loss for "
-        f"{patience}. If the loss came back sooner, it is not a spike.",
+        f"{patience}. A shorter rise does not count.",
         f"plateau: the smoothed loss fell by less than {value['plateau_margin']} nats while the learning rate "
         f"grew by a factor of {value['plateau_factor']}. A plateau is called stuck if the loss was less than "
         f"{value['stuck_margin']} nats below the corpus's unigram entropy.",
-        "The largest learning rate is the learning rate just before the failure, at the last step at which the "
-        "smoothed loss was at its minimum. For a plateau, it is the learning rate at the last step at which the loss "
-        "fell.",
+        "Lamina reports the learning rate at the last step at which the smoothed loss was at its minimum. For a "
+        "plateau, Lamina reports the learning rate at the last step at which the loss fell.",
     ]
 
 
 def loss_by_rate(study: Study, color: Mapping[str, str]) -> Figure | None:
-    """Draw smoothed loss against learning rate (log), with one line per placement and seed, and a mark where each run
-    stopped.
+    """Draw smoothed loss against learning rate (log scale), with one line per placement and seed. A mark shows where a
+    run stopped.
     """
     picture, curves = Figure(), []
     named_in_legend: set[str] = set()
@@ -242,8 +239,8 @@ def loss_by_rate(study: Study, color: Mapping[str, str]) -> Figure | None:
 
 
 def curve_of(trial: Trial, settings: Mapping[str, object]) -> Frame:
-    """Return a trial's smoothed loss by learning rate (columns rate and loss), without the first step, where the
-    learning rate is 0.
+    """Return a trial's smoothed loss by learning rate, in the columns rate and loss. The first step is missing, because
+    its learning rate is 0.
     """
     rows = trial.layers.of("step_loss").drop_duplicates("step", keep="last").sort_values("step")
     top, steps, window = (float(str(settings.get(name, 1))) for name in ("max_learning_rate", "steps", "window"))
@@ -258,8 +255,8 @@ _THRESHOLDS = (
     *("plateau_margin", "plateau_factor", "stuck_margin"),
 )
 _FIGURE = (
-    "Smoothed training loss against the learning rate, which rises during the run. Each line is one placement "
-    "and seed. A mark shows the end of a run: cross for not finite, triangle for a lasting spike, square for a "
-    "plateau, circle for stuck at the unigram entropy, and right-pointing triangle for the end of the warm-up. "
-    "Click a name to hide it."
+    "Smoothed training loss against the learning rate, which rises during the run. Each line shows one "
+    "placement and seed. The mark at a line's end shows why the run stopped: a cross (not finite), a triangle (lasting "
+    "spike), a square (plateau), a circle (stuck at the unigram entropy) or a right-pointing triangle (end of the "
+    "warm-up). Click a name in the legend to hide its lines."
 )

@@ -28,10 +28,10 @@ from lamina.reports.tables import Field, Row, chip, number, status, swatch, tabl
 
 _FIGURES = (
     ("Cumulative Jacobian", (
-        "How strongly a small change of each state changes the last state (the Jacobian's root mean square gain), "
-        "before the first step and after the burn-in. If the gain falls by many orders of magnitude toward the "
-        "embedding (-1), the early layers get no gradient. If the gain rises by many orders of magnitude, a small "
-        "change in an early layer becomes a large change in the last layer."
+        "The gain shows how strongly a small change in a layer's hidden state changes the last hidden state (root mean "
+        "square gain of the Jacobian). If the gain falls by many orders of magnitude toward the embedding (-1), the "
+        "early layers get no gradient. If the gain rises by many orders of magnitude, a small change in an early layer "
+        "becomes a large change in the last layer."
     ), "jacobian_gain", "gain to the last layer"),
     ("Backward: gradient of the weights", (
         "Gradient norm of each block's weights on the held-out sequences, before clipping. Adam evens out "
@@ -41,8 +41,8 @@ _FIGURES = (
         "Variance of the residual stream after each layer (-1: the embedding's output)."
     ), "hidden_variance", "variance"),
     ("Forward: similarity of tokens", (
-        "Mean cosine between the states of all pairs of tokens. At 1, all tokens have the same hidden state: "
-        "later layers no longer see the input, and the model can only learn the tokens' frequencies."
+        "Mean cosine between the hidden states of all pairs of tokens. If the cosine is 1, all tokens have the same "
+        "hidden state. Later layers then no longer see the input, so the model can only learn the tokens' frequencies."
     ), "token_similarity", "mean cosine"),
 )  # fmt: skip
 
@@ -51,8 +51,8 @@ _FIGURES = (
 def preflight_report(folder: Path) -> Path:
     """Write ``folder/report.html`` from the folder's preflight.json and layers.parquet.
 
-    preflight.json has the ``command`` line; the ``rows`` of the table of verdicts, one per planned run; and for each
-    run the ``losses`` of the burn-in's steps.
+    preflight.json holds the ``command`` line, the ``rows`` of the table (one per planned run), and the ``losses`` of
+    each run's burn-in.
     """
     result, layers = read_json(folder / PREFLIGHT), read_parquet(folder / LAYERS)
     rows: Frame = pd.DataFrame(result["rows"])
@@ -110,17 +110,17 @@ def headline(records: list[Json], labels: list[str]) -> str:
 
 _BURN_IN = (
     "Training loss in the burn-in. The dashed line is the held-out loss of a model that always predicts the "
-    "tokens' frequencies. A model below this line uses its input."
+    "tokens' frequencies. If a curve falls below this line, the model uses its input."
 )
 
 
 def label_of(placement: str, rate: float, rows: Frame) -> str:
-    """Return the placement, with its learning rate if there are several."""
+    """Return the placement, and its learning rate if the runs have several learning rates."""
     return placement if rows["learning_rate"].nunique() == 1 else f"{placement} at {rate:g}"
 
 
 def _verdicts(records: list[Json], labels: list[str], color: Mapping[str, str]) -> str:
-    """Return a table of verdicts, with reasons and advice below it, since a phone hides a wide column of text."""
+    """Return a table of verdicts, then reasons and advice as paragraphs, because a phone hides a wide text column."""
     reasons, cited = [], set()
     order = sorted(zip(records, labels, strict=True), key=lambda pair: pair[0]["chance"])
     for row, label in order:

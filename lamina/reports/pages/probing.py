@@ -103,8 +103,8 @@ def main_numbers(frame: Frame) -> Frame:
     """Summarize a probe's values: one row per metric, with the layers of the extremes.
 
     Each combination of sub-layer, role, number format and ``meaning`` (the way to drop a layer) has a separate row. The
-    other columns hold the number of rows, the number of values that are not finite, the lowest, median and highest
-    value, and the layers of the lowest and the highest value.
+    other columns hold the number of rows, the number of values that are not finite, the lowest, the median and the
+    highest value, and the layers of both extremes.
     """
     apart = ("metric", "sublayer", "role", "format", "meaning")
     by = [name for name in apart if name in frame and frame[name].notna().any()]
@@ -130,9 +130,7 @@ def _place(row: Any, columns: list[str]) -> str:
 
 
 def _headline(model: str, probes: Json) -> str:
-    """Return the finding in a line: the layer that matters least, or the first probe's finding if no probe measured
-    this.
-    """
+    """Return the finding in one line: layer_drop's first sentence, or otherwise the first probe's first sentence."""
     for name in ("layer_drop", *probes):
         if said := probes.get(name, {}).get("sentences"):
             found = re.split(r"[,;:] ", re.sub(r" \([^)]*\)", "", str(said[0])))[0].rstrip(".")
@@ -168,7 +166,7 @@ def _in_short(result: Json, probes: Json) -> Section:
 
 
 def _prune(result: Json, probes: Json) -> Section:
-    """Say which measure shows the layers to remove, and which command removes them."""
+    """Return the section about removing layers, with the `lamina prune` command."""
     done = [name for name in ("layer_drop", "angular_distance") if probes.get(name, {}).get("status") == "finished"]
     model, settings = result.get("model") or {}, result.get("settings") or {}
     if not done or not model.get("num_layers"):
@@ -179,15 +177,14 @@ def _prune(result: Json, probes: Json) -> Section:
     )
     texts = _removal(probes) if done[0] == "layer_drop" else [predicted]
     if len(done) == 2 and not any("angular distance" in text for text in texts):
-        texts.append("If the angular distance disagrees, believe layer_drop, which measures the harm.")
+        texts.append("If the angular distance disagrees, trust layer_drop, because it measures the harm of a removal.")
     command = f"lamina prune {shlex.quote(str(model.get('name') or 'MODEL'))} --by {done[0]} --drop 1"
     for name in ("corpus", "tokenizer", "sequences", "sequence_length"):  # the text that the probe measured
         if settings.get(name) not in (None, ProbeSettings.default(name)):
             command += f" --{name.replace('_', '-')} {shlex.quote(str(settings[name]))}"
     command += " --output pruned"
     run = (
-        '<p>To remove the layer whose removal harms least, run:</p><pre class="command" '
-        f'tabindex="0">{escape(command)}</pre>'
+        f'<p>To remove the layer that matters least, run:</p><pre class="command" tabindex="0">{escape(command)}</pre>'
     )
     return Section("Prune", "Remove layers", prose(texts, {}) + run)
 
@@ -259,7 +256,7 @@ def _cell(name: str, row: Row) -> str:
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """Return a file of the folder. Raises ValueError for a name that leads out of it."""
+    """Return the path of a file in the folder. Raises ValueError for a name that leads out of the folder."""
     path = folder / name
     if not real_path(path).is_relative_to(real_path(folder)):
         raise ValueError(f"{name!r} is outside of the folder")

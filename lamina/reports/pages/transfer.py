@@ -20,10 +20,10 @@ from lamina.studies.record import has_study
 
 @report_of(Kind.TRANSFER, needs="transfer")
 def transfer_report(folder: Path) -> Path:
-    """Write ``folder/report.html`` of a transfer. If the transfer ended before it had numbers, write the page of its
+    """Write ``folder/report.html`` of a transfer. If the transfer ended without transfer.json, write the page of its
     trials.
 
-    Raises UserError if the transfer's numbers are damaged.
+    Raises UserError if results.csv lacks a column.
     """
     if not (folder / TRANSFER).exists() and has_study(folder):
         return compare_report(folder)
@@ -57,7 +57,7 @@ def transfer_report(folder: Path) -> Path:
 def headline(summary: Row) -> str:
     """Return the finding in a line: the learning rate for the target width."""
     rate = summary["learning_rate"]
-    found = "no learning rate can be converted" if rate is None else f"train at a learning rate of {rate:g}"
+    found = "no learning rate finished on the proxy" if rate is None else f"train at a learning rate of {rate:g}"
     return f"{summary['placement']}, width {summary['target_width']}: {found}"
 
 
@@ -66,16 +66,16 @@ def sentences(summary: Row) -> list[str]:
     proxy, rate, above = summary["proxy_width"], summary["learning_rate"], summary["first_failing_above"]
     if rate is None:
         return [
-            f"No learning rate finished at width {proxy}, so Lamina can convert none. Try smaller learning rates, "
-            "or more steps."
+            f"No learning rate finished at width {proxy}, so Lamina cannot convert a learning rate. Try smaller "
+            "learning rates, or more steps."
         ]
     low, high = summary["stable"]
-    failing = f"The run at {above:g} fails" if above else "The highest learning rate tried is stable, too"
+    failing = f"The run at {above:g} fails" if above else "The highest learning rate in the list is stable, too"
     stable = f"At a learning rate of {low:g}" if low == high else f"From a learning rate of {low:g} to {high:g}"
     texts = [f"{stable}, training is stable at width {proxy}. {failing}."]
     low, high = summary["best"]
-    alike = "" if low == high else f", but the losses from {low:g} to {high:g} are too close to tell"
-    texts.append(f"{rate:g} has the lowest loss at width {proxy}{alike}.")
+    alike = "" if low == high else f", but the losses from {low:g} to {high:g} are too close to tell apart"
+    texts.append(f"A learning rate of {rate:g} has the lowest loss at width {proxy}{alike}.")
     texts.append(f"Is {rate:g} safe at width {summary['target_width']}? It is {summary['risk']}.")
     if summary["at_the_grids_edge"]:
         texts.append(

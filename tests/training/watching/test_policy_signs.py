@@ -52,7 +52,7 @@ def test_a_constant_reward_is_said_and_no_layer_is_blamed(kind, beta, every, tmp
     (alarm,) = map(json.loads, (tmp_path / "run" / "alarms.jsonl").read_text().splitlines())
     assert (alarm["rule"], alarm["metric"], alarm["layer"], alarm["step"]) == ("equal", EQUAL, -1, BEGINS)
     told = lamina.diagnose(tmp_path / "run").sentences
-    assert told[0].startswith(f"Cause: all rewards of each group equal from step {BEGINS}.")
+    assert told[0].startswith(f"Cause: equal rewards within each group from step {BEGINS}.")
     assert (
         f"step {BEGINS}, the model: for {alarm['value']:g} steps, all rewards of each group have been equal" in told[2]
     )
