@@ -28,13 +28,13 @@ class Line:
 
     Attributes:
         name: the name in the legend, escaped.
-        data_name: the name in the data that the page saves, escaped (default: ``name``).
+        data_name: the line's name in the page's saved data, escaped (default: ``name``).
         notes: a text for each point in the saved data.
-        group: the lines of a group hide together, and the legend shows one of them.
-        legend: whether the line is in the legend; None leaves the choice to plotly.
+        group: the line's group in the legend. Lines of a group hide together.
+        legend: whether the line is in the legend; None: plotly's default.
         width: the line's width in pixels; None: plotly's default.
         dash: plotly's name of a dash pattern.
-        markers: whether each point has a marker; ``marker`` is its size in pixels, and ``symbol`` is its form.
+        markers: whether each point has a marker. ``marker`` is the marker's size in pixels, and ``symbol`` is its form.
         hover: plotly's template for a point's text; None: no text.
         band: the x values of a band around the line, and the band's lower and upper edge at each x value.
     """
@@ -88,7 +88,7 @@ def band(
     col: int | None = None,
     **more: object,
 ) -> None:
-    """Fill the area between two edges. ``more`` may set the band's group in the legend."""
+    """Fill the area between two edges. ``more`` holds other properties of plotly's trace."""
     figure.add_scatter(
         x=[*x, *x[::-1]],
         y=[*high, *low[::-1]],
@@ -105,14 +105,14 @@ def band(
 
 
 def line_of(item: Shown, x: Values, y: Values, **more: Any) -> Line:
-    """Return a line in a placement's style and legend group. ``more`` sets other fields of ``Line``."""
+    """Return a line with a placement's color, dash pattern and name. ``more`` sets other fields of ``Line``."""
     look = {"color": item.color, "dash": item.dash, "name": item.label, "group": item.label}
     return Line(x=x, y=y, **(look | more))
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The arrangement of ``count`` panels: rows of at most three."""
+    """An arrangement of ``count`` panels in rows of at most three panels."""
 
     count: int
 
@@ -136,7 +136,7 @@ class Grid:
 def side_by_side(
     titles: Sequence[str], lines: Iterable[tuple[int, Line]], x: str, y: str, height: int = 430, *, log: bool = False
 ) -> Figure:
-    """Draw lines in a row of panels that share their y axis. Each line comes with the number of its panel, from 1."""
+    """Draw lines in a row of panels with one y axis. ``lines`` holds pairs of a panel's number, from 1, and a line."""
     figure = panels(1, len(titles), across=0.035, titles=titles, share_y="row")
     for panel, line in lines:
         line.draw(figure, 1, panel)
@@ -148,7 +148,7 @@ def side_by_side(
 
 
 def over_steps(lines_by_title: Mapping[str, Iterable[Line]], height: int) -> Figure | None:
-    """Draw one panel per y title side by side, against the steps. Return None if there are no panels."""
+    """Draw lines against the step, with one panel for each title. Return None without panels."""
     if not lines_by_title:
         return None
     figure = panels(1, len(lines_by_title), across=0.08)
@@ -175,7 +175,7 @@ def reference(figure: Figure, x: Sequence[float], y: float, name: str) -> None:
 
 
 def against(x: str, y: str, lines: Iterable[Line], height: int = 340, *, unified: bool = False) -> Figure | None:
-    """Draw lines against ``x``; None if there are no lines. With ``unified``, a hover text shows all lines' values."""
+    """Draw lines against ``x``. Return None without lines. With ``unified``, the hover text shows all lines' values."""
     figure = Figure()
     for line in lines:
         line.draw(figure)
@@ -194,11 +194,10 @@ def log_axis(figure: Figure) -> Figure:
 def heat_maps(
     maps: Sequence[tuple[str, Frame]], quantity: str, *, log: bool, upwards: str, rightwards: str = "step"
 ) -> Figure | None:
-    """Draw tables as maps on one color scale, with rows upward and columns to the right.
+    """Draw tables as heat maps with one color scale. Rows go upward, and columns go to the right.
 
     Args:
-        maps: the title and the table of each map, with at least two columns. Lamina thins a table to the size that a
-            map can show.
+        maps: the title and the table of each map. A table needs at least two columns. Lamina thins large tables.
         quantity: the title of the color scale.
         log: whether the color scale is logarithmic.
         upwards: the name of the rows.
@@ -248,8 +247,8 @@ def heat_maps(
 
 
 def series(values: Mapping[int, float]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the steps and the values of a line. If there are very many steps, keep the lowest and highest value of
-    every few steps.
+    """Return a line's steps and values. A very long line keeps only the lowest and the highest value of every few
+    steps.
     """
     steps = np.array(sorted(values), int)
     heights = np.array([values[step] for step in steps.tolist()], float)
@@ -276,7 +275,7 @@ def titles_above(figure: Figure) -> Figure:
 
 
 def _cells(table: Frame, log: bool) -> Frame:
-    """Thin a table to the cells that a map can show, without values that are not finite."""
+    """Thin a table to the size of a heat map. Values that are not finite become NaN."""
     if table.empty:
         return table
     cells = table.iloc[evenly(len(table), _MAX_ROWS), evenly(table.shape[1], _MAX_COLUMNS)]

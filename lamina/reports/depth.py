@@ -1,6 +1,4 @@
-"""Figures of a quantity by layer and step: at the start and end of training, as lines for a few steps, and as heat
-maps.
-"""
+"""Draw a quantity by layer and step: at the start and end of training, at a few steps, or as heat maps."""
 
 from __future__ import annotations
 
@@ -27,8 +25,7 @@ class Quantity:
 
     Attributes:
         label: the quantity's name on the axes.
-        table: a function that returns a trial's values: one row per layer, one column per step; empty if the trial has
-            no values.
+        table: a function that returns a trial's values, with one row per layer and one column per step.
         by: the unit of depth, such as layers.
     """
 
@@ -39,8 +36,8 @@ class Quantity:
 
 
 def over_seeds(item: Shown, quantity: Quantity) -> Frame:
-    """Return the mean over a placement's seeds (geometric on a logarithmic scale), at the steps that all seeds
-    logged.
+    """Return the mean over a placement's seeds at the steps that all seeds logged. On a logarithmic scale, the mean is
+    geometric.
     """
     tables = _tables(item, quantity)
     if len(tables) < 2 or any(not table.columns.equals(tables[0].columns) for table in tables):
@@ -54,7 +51,7 @@ def over_seeds(item: Shown, quantity: Quantity) -> Frame:
 
 
 def _tables(item: Shown, quantity: Quantity) -> list[Frame]:
-    """Return the seeds' tables at their common steps. Without a common step, return the tables unchanged."""
+    """Return the seeds' tables at the steps that all tables share. Without such a step, return the tables unchanged."""
     tables = [table for trial in item.trials if not (table := quantity.table(trial)).empty]
     if all(table.columns.equals(tables[0].columns) for table in tables):
         return tables
@@ -63,7 +60,7 @@ def _tables(item: Shown, quantity: Quantity) -> list[Frame]:
 
 
 def _by_all_layers(tables: Sequence[Frame]) -> tuple[pd.Index, list[np.ndarray]]:
-    """Return all layers of the tables, and each table's values by these layers."""
+    """Return the layers of all tables, and each table's values with one row for each of these layers."""
     layers = tables[0].index
     if any(not table.index.equals(layers) for table in tables):
         layers = layers.append([table.index for table in tables[1:]]).unique().sort_values()
@@ -74,9 +71,10 @@ def _by_all_layers(tables: Sequence[Frame]) -> tuple[pd.Index, list[np.ndarray]]
 def ends(items: Sequence[Shown], quantity: Quantity) -> Figure | None:
     """Draw a quantity against the depth at the first and the last logged step, side by side on one scale.
 
-    If the first run went wrong, a third panel between the two shows the first record after the failure.
+    If the first run went wrong, a third panel in the middle shows the first record after the failure.
 
-    With several seeds, a line is the mean over the seeds (geometric on a logarithmic scale), and a band is their range.
+    With several seeds, a line shows the mean over the seeds (geometric on a logarithmic scale), and a band shows the
+    range.
     """
     tables = [(item, pair) for item in items if (pair := _tables(item, quantity))]
     if not tables:
@@ -108,7 +106,7 @@ def _axis(quantity: Quantity, tables: Sequence[Frame]) -> str:
 
 
 def _mean_with_range(item: Shown, values: Frame, *, log: bool, legend: bool) -> Line:
-    """Draw the mean over the seeds, the columns of ``values``, with their range as a band if there are several."""
+    """Draw the mean over the seeds, which are the columns of ``values``. For several seeds, a band shows the range."""
     values = values.where(np.isfinite(values) & (values > 0)) if log else values.where(np.isfinite(values))
     mean = np.exp(np.log(values).mean(axis=1)) if log else values.mean(axis=1)
     band = values.dropna() if values.shape[1] > 1 else None
@@ -126,17 +124,15 @@ def _mean_with_range(item: Shown, values: Frame, *, log: bool, legend: bool) -> 
 
 
 def heat_maps(items: Sequence[Shown], quantity: Quantity) -> Figure | None:
-    """Draw a quantity by depth (upwards) and step (to the right), with a map per placement and one color scale
-    for all.
-    """
+    """Draw one heat map per placement, with one color scale. The depth goes upward, and the steps go to the right."""
     maps = [(item.label, over_seeds(item, quantity)) for item in items]
     upwards = _axis(quantity, [table for _, table in maps])
     return charts.heat_maps(maps, quantity.label, log=quantity.log, upwards=upwards)
 
 
 def by_steps(items: Sequence[Shown], quantity: Quantity) -> Figure | None:
-    """Draw a quantity against the depth, with a line for each of a few steps (Peri-LN Fig 1, 6) and a panel per
-    placement.
+    """Draw a quantity against the depth, with one panel per placement and one line for each of a few steps (Peri-LN,
+    Figures 1 and 6).
     """
     tables = [(item, table) for item in items if not (table := over_seeds(item, quantity)).empty]
     if not tables:

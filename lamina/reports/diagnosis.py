@@ -121,9 +121,7 @@ def gather(folder: Path) -> Evidence:
     folder = Path(folder)
     if not folder.is_dir():
         if re.match(r"https?:/", str(folder)):
-            raise UserError(
-                f"run: {str(folder)!r} is an address. Download the run's history, and give the downloaded file."
-            )
+            raise UserError(f"run: {str(folder)!r} is an address. Download the history, and give the new file.")
         raise UserError(f"run: {str(folder)!r} does not exist{nearby(folder)}. {_GIVE}")
     refuse_page(folder)
     about, rows = read_about(folder), partial(read_rows, folder)

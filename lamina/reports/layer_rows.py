@@ -1,6 +1,6 @@
-"""The rows by layer that a run's page draws. For a long run, Lamina reads only evenly spaced steps of each metric.
+"""Read the layer monitor's rows for a run's page. For a long run, Lamina reads only evenly spaced steps of each metric.
 
-Lamina reads the files one after another, so its memory depends on the size of the charts, not of the record.
+Lamina reads one file at a time, so a long record needs no more memory than a short record.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lamina.training.monitor.writers import LAYER_COLUMNS, layer_parts, read_par
 logger = logging.getLogger(__name__)
 
 MOST_STEPS = 240
-"""The number of steps of a metric that Lamina reads. No chart shows more than a third of these steps."""
+"""The largest number of steps that Lamina reads per metric. Each chart shows at most a third of these steps."""
 _TEXTS = ("sublayer", "role", "metric")
 _AT_ONCE = 2**22  # bytes of parts that are read once, and not first for their steps
 _METRICS = 2**20  # more than there are names
@@ -30,11 +30,11 @@ Columns = dict[str, np.ndarray]
 
 
 class Layout:
-    """The layers, metrics and steps of a run's rows, without the values. Runs with the same rows share a layout.
+    """The layers, metrics and steps of a run's rows, but no values. Runs with the same layers, metrics and steps share
+    a layout.
 
     Args:
-        columns: step, layer, sublayer, role, index and metric of each row; a text is stored as its position in
-            ``names``.
+        columns: step, layer, sublayer, role, index and metric of each row. A text is its position in ``names``.
         names: all texts in the rows.
     """
 
@@ -45,7 +45,7 @@ class Layout:
 
     @cached_property
     def series(self) -> dict[tuple[str, str, str, int], np.ndarray]:
-        """The positions of the rows, by metric, role, sub-layer and index."""
+        """Return the positions of the rows of each series. A series has a metric, a role, a sub-layer and an index."""
         columns = [self.columns[name] for name in ("metric", "role", "sublayer", "index")]
         keys = np.ravel_multi_index(columns, [1 + int(column.max(initial=0)) for column in columns])
         _, first, of = np.unique(keys, return_index=True, return_inverse=True)
@@ -62,7 +62,7 @@ class Layout:
 
     @cached_property
     def places(self) -> list[tuple[str, tuple[str, str, int]]]:
-        """The metric, role, sub-layer and index of each series within the layers, sorted."""
+        """Return the sorted metric, role, sub-layer and index of each series inside the layers."""
         inside = self.columns["layer"] >= 0
         found = (
             (metric, (role, sub, index)) for (metric, role, sub, index), at in self.series.items() if inside[at].any()
@@ -107,9 +107,7 @@ class Layout:
     def by_depth(
         self, metric: str, role: str, sublayers: tuple[str, ...], index: int | None, embedding: bool
     ) -> tuple[np.ndarray, ByDepth]:
-        """Return the positions of a quantity's rows, and the layout of the table that they fill (see
-        ``LayerRows.table``).
-        """
+        """Return the positions of a quantity's rows, and the shape of its table (see ``LayerRows.table``)."""
         key = (metric, role, sublayers, index, embedding)
         if key not in self._by_depth:
             at = self.where(metric, role, sublayers, index)
@@ -120,15 +118,15 @@ class Layout:
 
 
 class ByDepth:
-    """Turns the values of rows into a table with one row per layer (-1: the embedding) and one column per step."""
+    """A table with one row per layer (-1: the embedding) and one column per step, for any values."""
 
     def __init__(self, layers: np.ndarray, steps: np.ndarray):
         (rows, self._row), (columns, self._column) = (np.unique(of, return_inverse=True) for of in (layers, steps))
         self._layers, self._steps = pd.Index(rows, name="layer"), pd.Index(columns, name="step")
 
     def table(self, values: np.ndarray) -> Frame:
-        """Return the table of ``values``, without layers that have none. If a layer has several values at a step, the
-        last counts.
+        """Return the table of ``values``, without empty layers. If a layer has several values at a step, the last value
+        counts.
         """
         table = np.full((len(self._layers), len(self._steps)), np.nan)
         known = ~np.isnan(values)
@@ -143,7 +141,7 @@ _layouts: WeakValueDictionary[bytes, Layout] = WeakValueDictionary()
 
 
 def _layout(columns: Columns, names: Sequence[str]) -> Layout:
-    """Return the layout of these rows. Runs in memory with the same rows share a layout."""
+    """Return the layout of rows. All runs in memory with the same layers, metrics and steps share a layout."""
     key = hashlib.sha256("\0".join(names).encode(errors="replace"))
     for column in columns.values():
         key.update(np.ascontiguousarray(column).tobytes())
@@ -154,11 +152,11 @@ def _layout(columns: Columns, names: Sequence[str]) -> Layout:
 
 
 class LayerRows:
-    """The rows of layers/ that a page may draw: all rows outside the layers, and the layers' rows at some steps.
+    """The rows of layers/ for a page. They are all rows outside the layers, and the layers' rows at some steps.
 
     Args:
-        folder: the run's folder; Lamina leaves out unreadable parts with a warning.
-        failed: the step at which the run went wrong; Lamina always reads each metric's first record from this step on.
+        folder: the run's folder. Lamina warns of unreadable files and skips them.
+        failed: the step at which the run went wrong. Lamina always reads each metric's first record from this step on.
     """
 
     def __init__(self, folder: Path, failed: int | None = None):
@@ -181,7 +179,7 @@ class LayerRows:
 
     @cached_property
     def frame(self) -> Frame:
-        """All rows: step, layer (from 0; -1 outside the layers), sublayer, role, index, metric, value."""
+        """Return all rows: step, layer (from 0; -1 outside the layers), sublayer, role, index, metric, value."""
         return self._frame(slice(None))
 
     def of(self, metric: str) -> Frame:
@@ -200,7 +198,7 @@ class LayerRows:
         return {"step": self._layout.columns["step"][at][kept], "role": roles[kept], "value": values[kept]}
 
     def places(self, metric: str) -> list[tuple[str, str, int]]:
-        """Return the role, sub-layer and index of each series of a metric within the layers, sorted."""
+        """Return the sorted role, sub-layer and index of each series of a metric inside the layers."""
         return [place for name, place in self._layout.places if name == metric]
 
     def table(
@@ -208,7 +206,7 @@ class LayerRows:
     ) -> Frame:
         """Return a quantity by layer and step (see ``ByDepth``).
 
-        The table has the row of layer -1 only if ``embedding`` is true.
+        With ``embedding``, the table also has the embedding's row (layer -1).
         """
         key = (metric, role, tuple(sublayers), index, embedding)
         if key not in self._tables:
@@ -228,7 +226,7 @@ class LayerRows:
         )
 
     def _read(self, parts: Sequence[Path], columns: Sequence[str]) -> Iterator[Columns]:
-        """Yield the columns of each readable part. Each text becomes its position in ``_names``."""
+        """Yield the columns of each readable file. Each text becomes its position in ``_names``."""
         for part in parts:
             try:
                 yield self._arrays(part, columns)
@@ -252,7 +250,7 @@ class LayerRows:
 
 
 def _table(part: Path, columns: Sequence[str]) -> dict[str, np.ndarray | tuple[np.ndarray, list[str]]]:
-    """Read some columns of a file. A text becomes its position in a list of all texts (-1: missing)."""
+    """Read columns of a file. Each text becomes its position in a list of all texts; -1 means a missing text."""
     if part.suffix == ".npz":
         read = read_part(part)
         coded = {name: np.unique(read[name], return_inverse=True) for name in _TEXTS}
@@ -284,12 +282,14 @@ def _kind(name: str) -> type:
 
 
 def _keys(part: Columns) -> np.ndarray:
-    """Return a number for the step and the metric of each row."""
+    """Return for each row one number, which encodes the step and the metric."""
     return part["step"] * _METRICS + part["metric"]
 
 
 def _shown(keys: np.ndarray, failed: int | None) -> np.ndarray:
-    """Return the sorted ``keys`` of each metric's evenly spaced steps and of its first step from ``failed`` on."""
+    """Return the sorted ``keys`` of the steps to read: evenly spaced steps of each metric, and its first step from
+    ``failed`` on.
+    """
     shown = []
     for metric in np.unique(keys % _METRICS):
         steps = keys[keys % _METRICS == metric]

@@ -37,14 +37,14 @@ class Section:
 
     @property
     def anchor(self) -> str:
-        """The section's anchor for the page's navigation."""
+        """Return the section's anchor for the page's navigation."""
         return re.sub(r"[^a-z]+", "-", self.name.lower())
 
 
 def write_page(
     folder: Path, *, title: str, facts: Sequence[str], command: object, sections: Iterable[Section], name: str = PAGE
 ) -> Path:
-    """Write a folder's page completely or not at all. The page omits empty facts and sections without content."""
+    """Write a folder's page, completely or not at all. The page omits empty facts and empty sections."""
     parts = [section for section in sections if section.html]
     damage = faults(folder)
     for line in damage:
@@ -64,7 +64,7 @@ def write_page(
 
 
 def _said_once(parts: Sequence[Section]) -> list[str]:
-    """Return the sections' HTML. Only the first chart with dashed lines has a note about them."""
+    """Return the sections' HTML. Only the first chart with alternating dashes has a note about the dashes."""
     first = next((part for part in parts if TURNS in part.html), None)
     kept = {id(part): part.html.partition(TURNS) for part in parts}
     return [
@@ -74,13 +74,13 @@ def _said_once(parts: Sequence[Section]) -> list[str]:
 
 
 def prose(texts: Iterable[str], colors: Mapping[str, str], kind: str = "") -> str:
-    """Return plain sentences as paragraphs with a CSS class, and with placements' names in their colors."""
+    """Return plain sentences as HTML paragraphs of the CSS class ``kind``, with placements' names in their colors."""
     start = f'<p class="{kind}">' if kind else "<p>"
     return "".join(f"{start}{_names(escape(text), colors)}</p>" for text in texts)
 
 
 def callouts(texts: Iterable[str]) -> str:
-    """Return warnings as HTML. A command at the end, or a command-line flag and its value, appear as code."""
+    """Return warnings as HTML. Commands at the end, and command-line flags with their values, appear as code."""
     code = r"((?<=[Rr]un: )(?:lamina|pip) .+$|--[a-z-]+(?: (?:[\d.,e-]+\d|same:\w+|recommended\b))?)"
     marked = (re.sub(code, r"<code>\1</code>", escape(text)) for text in texts)
     return "".join(f'<p class="notice">{text}</p>' for text in marked)
@@ -122,8 +122,8 @@ def words(name: str) -> str:
 
 @lru_cache(maxsize=1)
 def packed_plotly() -> str:
-    """Return plotly.js with only the kinds of traces in the figures, gzipped, as base64. The result has a third of the
-    full size.
+    """Return plotly.js for the figures' kinds of traces, gzipped, as base64. It has a third of the full plotly.js's
+    size.
     """
     return base64.b64encode(_ASSETS.joinpath("plotly-cartesian.min.js.gz").read_bytes()).decode()
 

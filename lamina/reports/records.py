@@ -43,8 +43,7 @@ class Trial:
     """One run's folder. A table is empty if its file is missing.
 
     Attributes:
-        failed: the step at which the run went wrong, which the charts show; None if it did not go wrong, or the caller
-            does not need it.
+        failed: the step to mark in the charts as the failure; None without a failure.
     """
 
     name: str
@@ -56,28 +55,28 @@ class Trial:
 
     @cached_property
     def lines(self) -> list[Json]:
-        """The records of metrics.jsonl, without damaged lines."""
+        """Return the records of metrics.jsonl, without damaged lines."""
         return RunFolder(self.folder).metrics
 
     @cached_property
     def metrics(self) -> dict[str, np.ndarray]:
-        """The numbers of ``lines`` by name, NaN where a line has none."""
+        """Return the numbers of ``lines`` by name. A missing number becomes NaN."""
         return {name: _numbers([line.get(name, math.nan) for line in self.lines]) for name in _METRICS}
 
     def known(self, *columns: str) -> list[np.ndarray]:
-        """Return columns of ``metrics``, without lines that have NaN in any of these columns."""
+        """Return columns of ``metrics``. A line with NaN in any of these columns is missing."""
         found = [self.metrics[name] for name in columns]
         kept = ~np.any([np.isnan(values) for values in found], axis=0)
         return [values[kept] for values in found]
 
     @cached_property
     def task_scores(self) -> list[tuple[float, dict[str, float]]]:
-        """The number of tokens seen and the scores by task, for each evaluation with --eval-tasks."""
+        """Return the tokens seen and the scores by task, for each evaluation with --eval-tasks."""
         return [(line["tokens"], line["tasks"]) for line in self.lines if isinstance(line.get("tasks"), dict)]
 
     @cached_property
     def plan(self) -> Plan | None:
-        """The plan that the run resolved; None if plan.json is missing or not readable."""
+        """Return the run's plan of norms; None if plan.json is missing or not readable."""
         try:
             return Plan.from_dict(json.loads((self.folder / PLAN).read_text(encoding="utf-8", errors="replace")))
         except (OSError, ValueError, TypeError):
@@ -85,22 +84,22 @@ class Trial:
 
     @cached_property
     def result(self) -> Json:
-        """The content of result.json; empty if the file does not exist yet."""
+        """Return the content of result.json; empty if the file does not exist yet."""
         return lenient_mapping(self.folder / RESULT)
 
     @cached_property
     def environment(self) -> Json:
-        """environment.json: versions, machine, git revision."""
+        """Return the content of environment.json: versions, machine, git revision."""
         return lenient_mapping(self.folder / ENVIRONMENT)
 
     @cached_property
     def layers(self) -> LayerRows:
-        """The layer monitor's rows that a page may draw."""
+        """Return the layer monitor's rows for a page."""
         return LayerRows(self.folder, self.failed)
 
     @cached_property
     def probes(self) -> dict[str, Frame]:
-        """The results of each scheduled probe (probes/NAME/part-*.parquet): the probe's columns and ``step``."""
+        """Return the table of each scheduled probe (probes/NAME/part-*.parquet): the probe's columns and ``step``."""
         folders = sorted(self.folder.glob("probes/*/"))
         return {folder.name: _parts(sorted(folder.glob("part-*.parquet"))) for folder in folders}
 
@@ -121,7 +120,7 @@ class Study:
 
     @property
     def environment(self) -> Json:
-        """The machine and the versions, from the first trial that has them."""
+        """Return environment.json's content from the first trial that has this file."""
         return next((t.environment for t in self.trials if t.environment), {})
 
 
@@ -197,9 +196,7 @@ def read_run(folder: Path, failed: int | None = None) -> Study:
 
 
 def complete(results: Frame) -> Frame:
-    """Return the results with every column that the page reads, with texts as strings and numbers as floats (NaN if
-    empty).
-    """
+    """Return the results with every column that a page reads. Texts are strings. Numbers are floats (NaN if empty)."""
     results = results.reset_index(drop=True).copy()
     for name in TEXTS:
         texts = results[name] if name in results else pd.Series("", index=results.index)
@@ -211,7 +208,7 @@ def complete(results: Frame) -> Frame:
 
 
 def _numbers(values: list[object]) -> np.ndarray:
-    """Return values as numbers. A value that is no number becomes NaN."""
+    """Return values as numbers. Any other value becomes NaN."""
     array = np.array(values) if {type(value) for value in values} <= {int, float} else None
     if array is None or array.dtype == object:
         numbers = pd.Series(pd.to_numeric(pd.Series(values, dtype=object), errors="coerce"))
@@ -224,7 +221,7 @@ def rows_of(frame: Frame) -> list[Json]:
 
 
 def flatten(mapping: Json, prefix: str = "") -> Json:
-    """Flatten nested mappings to one with dotted keys."""
+    """Flatten nested mappings to one mapping with dotted keys."""
     flat: Json = {}
     for key, value in mapping.items():
         flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
@@ -244,7 +241,7 @@ def whole_of(metric: str) -> tuple[str, ...]:
 
 
 def select(rows: Frame, columns: Mapping[str, object]) -> Frame:
-    """Return the rows that have these values in these columns; None and NaN match missing values."""
+    """Return the rows with the values in ``columns``. None and NaN match missing values."""
     for column, value in columns.items():
         if column not in rows:
             return rows.iloc[:0]
@@ -253,15 +250,13 @@ def select(rows: Frame, columns: Mapping[str, object]) -> Frame:
 
 
 def groups(rows: Frame, columns: Sequence[str], *, dropna: bool = False) -> Iterator[tuple[Json, Frame]]:
-    """Split rows by their values in these columns, and yield the values with the rows. Without columns, all rows are
-    one group.
-    """
+    """Group rows by the values in ``columns``, and yield the values and the rows of each group."""
     for key, group in rows.groupby(list(columns), sort=False, dropna=dropna) if columns else [((), rows)]:
         yield dict(zip(columns, key if isinstance(key, tuple) else (key,), strict=True)), group
 
 
 def _inside(parent: Path, name: str) -> Path:
-    """Return the trial's folder. For a name that leads out of the study, return a missing folder."""
+    """Return the trial's folder. If the name leads out of the study, return a folder that does not exist."""
     path = parent / name
     return path if name and real_path(path).is_relative_to(real_path(parent)) else parent / "no-such-trial"
 
@@ -281,9 +276,9 @@ def lenient_mapping(path: Path) -> Json:
 
 @contextmanager
 def whole(folder: Path, what: str) -> Iterator[None]:
-    """Raise UserError if the code in this context finds a folder's records incomplete. ``what`` names the job.
+    """Turn errors inside this context into a UserError about incomplete records. ``what`` names the job.
 
-    A UserError propagates unchanged, and so does an OSError if Lamina cannot write the page.
+    A UserError stays unchanged. An OSError stays unchanged if Lamina cannot write the page.
     """
     try:
         yield
@@ -295,12 +290,14 @@ def whole(folder: Path, what: str) -> Iterator[None]:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Return whether a recorded value, which may have any type, is a finite number."""
+    """Return whether a recorded value of any type is a finite number."""
     return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _parts(paths: Iterable[Path]) -> Frame:
-    """Join the readable files of a probe's results to one table. A readable file has the columns step and value."""
+    """Join the files of a probe's results to one table. Skip unreadable files, and files without the columns step and
+    value.
+    """
     parts = []
     for path in paths:
         try:

@@ -1,4 +1,4 @@
-"""Write the page of each kind of folder, and rewrite it while the records of a running job grow."""
+"""Find the function that writes a folder's page, and rewrite the page while the job runs."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from lamina.reports.records import whole
 from lamina.reports.stages import joined, stages_in
 
 Page = Callable[[Path], Path]
-"""Writes the page of a folder and returns its path."""
+"""A function that writes a folder's page and returns the page's path."""
 Ending = Callable[..., str]
-"""Returns the text that a job prints at its end, from its folder and its result."""
+"""A function that returns the text that a job prints at its end, from the job's folder and result."""
 Drawing = Callable[[Path], Sequence[Path]]
-"""Saves the figures of a folder's page as pictures and returns their paths."""
+"""A function that saves a page's figures as pictures and returns the pictures' paths."""
 
 _RECORDS = (METRICS, RESULTS, RESULT, ALARMS, CLAIMS)
 _pages: dict[str, Page] = {}
@@ -33,9 +33,10 @@ _drawings: dict[str, Drawing] = {}
 
 
 def report_of(kind: str, *, needs: str = "") -> Callable[[Page], Page]:
-    """Register a function that writes the page of a ``kind`` of folder.
+    """Register a function that writes the page for one kind of folder.
 
-    ``needs`` names the job, such as "coordinate check". With ``needs``, incomplete records raise UserError.
+    ``needs`` is the job's name in error messages, such as "coordinate check". With ``needs``, incomplete records raise
+    UserError.
     """
 
     def register(page: Page) -> Page:
@@ -50,8 +51,8 @@ def report_of(kind: str, *, needs: str = "") -> Callable[[Page], Page]:
 
 
 def ending_of(*kinds: str, switch: str = "") -> Callable[[Ending], Ending]:
-    """Register a function that returns the text that jobs of these kinds print at their end. With ``switch``, only jobs
-    with this switch print the text.
+    """Register a function that makes the text at the end of jobs of these kinds. With ``switch``, it is the text for
+    this command-line switch.
     """
 
     def register(ending: Ending) -> Ending:
@@ -62,7 +63,7 @@ def ending_of(*kinds: str, switch: str = "") -> Callable[[Ending], Ending]:
 
 
 def drawing_of(kind: str) -> Callable[[Drawing], Drawing]:
-    """Register a function that saves the figures of a ``kind`` of folder as pictures."""
+    """Register a function that saves figures as pictures, for one kind of folder."""
 
     def register(drawing: Drawing) -> Drawing:
         _drawings[kind] = drawing
@@ -72,14 +73,14 @@ def drawing_of(kind: str) -> Callable[[Drawing], Drawing]:
 
 
 def ending(kind: str, switch: str = "") -> Ending:
-    """Return the function that makes the last lines that a job prints."""
+    """Return the function that makes the text at the end of a job."""
     kinds()
     return _endings[kind, switch]
 
 
 def draw(folder: Path) -> Sequence[Path]:
-    """Save the figures of a folder's page as pictures, and return the paths. Raises UserError for a folder without
-    figures.
+    """Save the figures of a folder's page as pictures. Returns the pictures' paths. Raises UserError for a folder
+    without figures.
     """
     kinds()
     kind = kind_of(folder)
@@ -106,7 +107,7 @@ def kinds() -> list[str]:
 def report(folder: Path) -> Path:
     """Write ``folder/report.html`` for any kind of job, and return the page's path.
 
-    Raises UserError if no job wrote the folder, or if its records are damaged.
+    Raises UserError if no job wrote the folder, or if the folder's records are damaged.
     """
     folder = Path(folder)
     refuse_special("folder", folder)
@@ -131,15 +132,15 @@ def report(folder: Path) -> Path:
 def follow(
     folder: Path, *, every: float = 10.0, wait: Callable[[float], None] = time.sleep
 ) -> Iterator[tuple[Path | None, str]]:
-    """Write the page of a run or a study each time its records have grown, until the job has ended.
+    """Rewrite the page of a run or a study each time the records grow, until the job ends.
 
     Args:
-        folder: the job's folder; for a study, Lamina also follows the trials.
+        folder: the job's folder. In a study's folder, Lamina also follows the trials.
         every: seconds between two checks.
         wait: the function that sleeps.
 
     Yields:
-        the page and an empty text; or None and the reason why there is no page yet.
+        the page and an empty text. Without a page, None and the reason.
 
     Raises:
         UserError: if the folder belongs to no job.
@@ -164,12 +165,12 @@ def follow(
 
 
 def has_ended(folder: Path) -> bool:
-    """Return whether the job has ended: there is a result, and no process works in the folder."""
+    """Return whether the job has ended. An ended job has a result, and no process works in its folder."""
     return not is_locked(folder) and any((folder / name).is_file() for name in (RESULT, RESULTS))
 
 
 def _state(folder: Path) -> list[tuple[str, int, int]]:
-    """Return the names, sizes and times of the record files, also of a study's trials."""
+    """Return the names, sizes and times of the record files in a folder and in its trials' folders."""
     files = []
     for run in (folder, *sorted(folder.glob("trials/*"))):
         for name in _RECORDS:

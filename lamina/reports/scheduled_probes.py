@@ -1,6 +1,4 @@
-"""The results of scheduled probes in training, with one section per probe, for a run or for all placements of a
-study.
-"""
+"""Draw the results of scheduled probes in training, with one section per probe."""
 
 from __future__ import annotations
 
@@ -29,13 +27,15 @@ _QUANTITIES = 6  # per probe
 
 
 def sections(items: Sequence[Shown]) -> list[Section]:
-    """Return one section per probe that ran on any of these trials."""
+    """Return one section for each probe that ran on any of the trials."""
     names = sorted({name for item in items for trial in item.trials for name in trial.probes})
     return [section for name in names if (section := _section(name, items)).html]
 
 
 def quantities(name: str, frame: Frame, metrics: Sequence[str] = ()) -> list[Quantity]:
-    """Return a frame's quantities by depth, for all metrics or only ``metrics``; whole layers come first."""
+    """Return a frame's quantities by depth, for all metrics or only for ``metrics``. Quantities of whole layers come
+    first.
+    """
     by = next((column for column in _BY_DEPTH if column in frame), None)
     if by is None or frame.empty:
         return []
@@ -80,7 +80,7 @@ def _label(probe: str, fixed: Mapping[str, Any]) -> str:
 
 
 def over_steps(items: Sequence[Shown], frames: dict[str, Frame], name: str) -> Figure | None:
-    """Draw a probe's numbers for the whole model (layer -1, or no layer) over the steps, with one panel per metric."""
+    """Draw a probe's numbers for the whole model (layer -1 or no layer) against the step, with one panel per metric."""
     numbers: dict[str, list[tuple[Shown, Frame]]] = {}
     for item in items:
         rows = frames.get(item.placement, pd.DataFrame())
@@ -137,7 +137,7 @@ def _section(name: str, items: Sequence[Shown]) -> Section:
 
 
 def _notes(name: str, items: Sequence[Shown]) -> list[str]:
-    """List what the scheduled probe could not measure: each remark once, with its first step."""
+    """List the remarks on failed measurements of a scheduled probe. Each remark appears once, with its first step."""
     remarks: dict[str, str] = {}
     for item in items:
         owner = f"{item.placement}: " if len(items) > 1 else ""
@@ -149,6 +149,6 @@ def _notes(name: str, items: Sequence[Shown]) -> list[str]:
 
 _LINES_CAPTION = "From the first step (light) to the last (dark), against the depth."
 _MAPS_CAPTION = (
-    "The same quantity at every probed step, with {by} upward and the steps to the right. A map that becomes "
-    "brighter upward shows growth with depth. A map that becomes brighter to the right shows growth during training."
+    "The same quantity at every probed step. The {by} goes upward, and the steps go to the right. If a map becomes "
+    "brighter upward, the quantity grows with depth. If a map becomes brighter to the right, it grows in training."
 )

@@ -33,8 +33,8 @@ from lamina.training.monitor.writers import (
 
 
 def stages_in(folder: Path) -> list[Path]:
-    """Return the folders of pipeline stages in a folder; empty if a job wrote the folder, or if there are not several
-    stages.
+    """Return the folders of pipeline stages in a folder. Return an empty list for a job's folder, and for fewer than
+    two stages.
     """
     if kind_of(folder) is not None:
         return []
@@ -44,11 +44,12 @@ def stages_in(folder: Path) -> list[Path]:
 
 
 def joined(folder: Path) -> Path:
-    """Join the records of a folder's stages into one run in the folder NAME-lamina beside it, and return this new
-    folder.
+    """Join the records of pipeline stages into one run. The new folder NAME-lamina is beside the folder NAME. Returns
+    the new folder.
 
-    The loss and all other values outside the layers come from the first stage that has them; the gradient norm covers
-    all stages. A folder without stages is returned unchanged. Raises UserError if the stages belong to different runs.
+    The gradient norm covers all stages. All other values outside the layers, such as the loss, come from the first
+    stage that has these values. For a folder without stages, return the folder itself. Raises UserError if the stages
+    belong to different runs.
     """
     if not (stages := stages_in(folder)):
         return folder
@@ -83,7 +84,7 @@ def joined(folder: Path) -> Path:
 
 
 def notes_of_stages(folder: Path) -> list[str]:
-    """Return a note on the stages that Lamina joined in a folder; return "" for any other folder."""
+    """Return the notes on the stages that Lamina joined in a folder; empty for any other folder."""
     told = read_about(folder).get("stages") if folder.is_dir() else None
     return [f"{note}." for note in told or ()]
 
@@ -115,7 +116,7 @@ def _layers(about: Json) -> list[int]:
 
 
 def _refuse_others(stages: Sequence[Path], abouts: Mapping[Path, Json]) -> None:
-    """Reject folders whose layers overlap or have other widths: such folders belong to several runs."""
+    """Reject folders of several runs. Such folders have a layer in common, or different widths."""
     for stage, other in combinations(stages, 2):
         both = sorted({*_layers(abouts[stage])} & {*_layers(abouts[other])})
         widths = [about.get("hidden_size") for about in (abouts[stage], abouts[other])]

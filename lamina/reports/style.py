@@ -1,4 +1,4 @@
-"""The style of each placement in all figures, the figures' common style, and the code that puts figures into a page.
+"""The style of placements and figures, and the code that puts figures into a page.
 
 Each placement has a color, a dash pattern and a marker, so that figures stay readable without color.
 """
@@ -30,7 +30,7 @@ TURNS = '<p class="source">Where several lines have the same values, their dashe
 
 @dataclass(frozen=True)
 class Look:
-    """The style of a line: the color as hexadecimal, and plotly's names of the dash pattern and the marker."""
+    """The style of a line: a hexadecimal color, and plotly's names for the dash pattern and the marker."""
 
     color: str
     dash: str = "solid"
@@ -82,8 +82,8 @@ def look(placement: str) -> Look | None:
 
 
 def looks(placements: Iterable[str]) -> dict[str, Look]:
-    """Return the line style of each placement on a page. An unknown placement gets a style that the page does not use
-    elsewhere.
+    """Return the line style of each placement on a page. An unknown placement gets a style that no other placement on
+    the page has.
     """
     names = list(dict.fromkeys(placements))
     needed = {name.partition("(")[0].strip() for name in names}
@@ -100,13 +100,13 @@ def looks(placements: Iterable[str]) -> dict[str, Look]:
 
 
 def colors(placements: Iterable[str]) -> dict[str, str]:
-    """Return one color for each placement, the same in every figure of a page."""
+    """Return a color for each placement. A placement has the same color in every figure of a page."""
     return {name: chosen.color for name, chosen in looks(placements).items()}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shown:
-    """A placement in the figures: the trials at its best learning rate, and its color."""
+    """A placement in the figures, with its color and the trials at its best learning rate."""
 
     placement: str
     color: str
@@ -115,7 +115,7 @@ class Shown:
 
     @property
     def label(self) -> str:
-        """The name for plotly, escaped because plotly reads a few HTML tags."""
+        """Return the placement's name for plotly. The name is escaped because plotly reads a few HTML tags."""
         name = self.placement if len(self.placement) <= 42 else f"{self.placement[:41]}…"
         return escape(name)
 
@@ -139,7 +139,7 @@ def rgba(color: str, alpha: float) -> str:
 
 
 def polish(figure: Figure, height: int) -> Figure:
-    """Give a figure the common style: white, with thin grid lines, the legend above, and ticks at whole layers."""
+    """Give a figure the common style: a white background, thin grid lines, a legend above and ticks at whole layers."""
     figure.update_layout(
         height=height,
         font={"family": FONT, "size": 13, "color": INK},
@@ -189,7 +189,7 @@ def polish_own(figure: Figure) -> Figure:
 
 
 def _honest_axis(figure: Figure, values: np.ndarray) -> None:
-    """Set readable ticks, and an axis range in which constant data look constant."""
+    """Set readable ticks and an axis range. Constant data must look constant in this range."""
     axis = figure.layout["yaxis"]
     if not len(values) or "range" in axis:
         return
@@ -200,8 +200,8 @@ def _honest_axis(figure: Figure, values: np.ndarray) -> None:
 
 
 def log_scale(values: np.ndarray) -> dict[str, Any]:
-    """Return the range (a decade or more) and the ticks of a logarithmic axis for these values; empty if no value is
-    positive.
+    """Return the range (at least a decade) and the ticks of a logarithmic axis. Without a positive value, return an
+    empty mapping.
     """
     exponents = np.log10(values[np.isfinite(values) & (values > 0)])
     if not len(exponents):
@@ -213,13 +213,13 @@ def log_scale(values: np.ndarray) -> dict[str, Any]:
 
 
 def at_least_a_decade(low: float, high: float) -> tuple[float, float]:
-    """Widen a range of exponents to at least a decade, so that noise does not look like a difference."""
+    """Widen a range of exponents to at least a decade, so that noise looks small."""
     missing = max(0.0, 1 - (high - low))
     return low - missing / 2, high + missing / 2
 
 
 def to_html(figure: Figure) -> str:
-    """Return the HTML of a figure, with the data that the page's script unpacks and draws."""
+    """Return a figure's HTML, with packed data. The page's script unpacks and draws the data."""
     note = TURNS if _uncover(figure) else ""
     data = base64.b64encode(gzip.compress(figure.to_json().encode(), mtime=0)).decode()  # a third of the text's size
     return (
@@ -229,9 +229,9 @@ def to_html(figure: Figure) -> str:
 
 
 def _uncover(figure: Figure) -> bool:
-    """Draw lines that hide each other with alternating dashes. Return whether there were such lines.
+    """Give lines that hide each other alternating dashes. Return whether any lines hide each other.
 
-    Two lines of a panel hide each other if half of their points or more are within 1.2 % of the axis.
+    Two lines of a panel hide each other if at least half of their points are closer than 1.2 % of the axis.
     """
     panels: dict[tuple[str, str], list[Json]] = {}
     for trace in figure.data:
@@ -277,13 +277,13 @@ def _heights(values: object, *, log: bool) -> np.ndarray:
 
 
 def thin(columns: Sequence[np.ndarray], count: int) -> list[np.ndarray]:
-    """Keep at most about ``count`` rows of columns, evenly spaced, always including the last."""
+    """Keep about ``count`` evenly spaced rows of columns, and always the last row."""
     kept = evenly(len(columns[0]), count)
     return [values[kept] for values in columns]
 
 
 def log_ticks(low: float, high: float) -> tuple[list[float], list[str]]:
-    """Return the ticks between two powers of ten, as exponents and as texts. A range of more than two decades has one
+    """Return the ticks between two powers of ten, as exponents and as texts. A range above two decades has at most one
     tick per decade.
     """
     steps = (1, 2, 3, 5, 7) if high - low < 1.2 else (1, 2, 5) if high - low < 2 else (1,)

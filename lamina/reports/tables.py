@@ -1,4 +1,4 @@
-"""The HTML table of all pages, its cells, and the tables of results and of settings. This module escapes every text."""
+"""Build HTML tables: their cells, and the tables of results and of settings. This module escapes every text."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Field:
     """A column of a table.
 
     Attributes:
-        cell: a function that returns a row's cell as HTML; it escapes users' texts.
-        kind: the cells' CSS classes; a column of the class "number" is aligned to the right.
+        cell: a function that returns a row's cell as HTML. The function escapes users' texts.
+        kind: the cells' CSS classes. Cells of the class "number" align to the right.
     """
 
     title: str
@@ -50,13 +50,13 @@ class Field:
 def table(
     fields: Sequence[Field], rows: Iterable[Row], kind: str, row_kind: Callable[[Row], str] = lambda row: ""
 ) -> str:
-    """Return rows under headings as HTML. A table that is too wide scrolls sideways.
+    """Return a table as HTML. A wide table scrolls sideways.
 
     Args:
         fields: the columns, from the left.
-        rows: one mapping per row, which each field's ``cell`` reads.
+        rows: the rows, as mappings for ``Field.cell``.
         kind: the table's CSS class.
-        row_kind: the CSS class of a row, "" for none.
+        row_kind: a function that returns a row's CSS class; "" means no class.
     """
 
     def tag(name: str, kind: str, html: str) -> str:
@@ -70,7 +70,7 @@ def table(
 
 
 def text(name: str, title: str | None = None, kind: str = "") -> Field:
-    """Return a column of texts: the escaped value of ``name`` in each row."""
+    """Return a column with the escaped text ``name`` of each row."""
     return Field(name if title is None else title, lambda row: escape(str(row[name])), kind)
 
 
@@ -80,12 +80,12 @@ def number(name: str, form: str, title: str | None = None, kind: str = "number",
 
 
 def status(name: str, title: str) -> Field:
-    """Return a column of statuses, or of verdicts, as small labels."""
+    """Return a column of statuses or verdicts, as small labels."""
     return Field(title, lambda row: chip(str(row[name])))
 
 
 def placements(colors: Mapping[str, str], name: str = "placement", title: str = "placement") -> Field:
-    """Return a column of placements' names, each after the dot in its color."""
+    """Return a column of placements' names. A colored dot precedes each name."""
     return Field(title, lambda row: swatch(colors[row[name]]) + escape(str(row[name])), "name")
 
 
@@ -117,16 +117,16 @@ _CHIPS = {word: status.value for status in Status for word in (status.value, *_W
 
 
 def chip(word: str, label: str | None = None) -> str:
-    """Return a status, or a verdict, as a small label; its class says how bad it is."""
+    """Return a status or a verdict as a small label. The label's CSS class shows how bad the status is."""
     kind = _CHIPS.get(word, "failed" if word else "unknown")
     label = word if label is None else label
     return f'<span class="chip {kind}">{escape(label or "–")}</span>'
 
 
 def ranking_table(summary: Frame, colors: Mapping[str, str]) -> str:
-    """Return the table of the placements, each at its best learning rate, best first.
+    """Return the table of the placements at their best learning rates, the best placement first.
 
-    If a column has the same value for all placements, the value is in a folded list below the table.
+    If all placements have the same value in a column, a folded list below the table shows this value.
     """
     several = bool((summary["learning_rates"] > 1).any())
     fields = [Field("", lambda row: in_form(row["rank"], ".0f"), "rank")]
@@ -150,14 +150,14 @@ def ranking_table(summary: Frame, colors: Mapping[str, str]) -> str:
 
 
 def trials_table(results: Frame, colors: Mapping[str, str]) -> str:
-    """Return the table of all trials, best first, with the reason of each trial's status."""
+    """Return the table of all trials, the best trial first, with the reason for each trial's status."""
     ordered = results.assign(order=[severity(word) for word in results["status"]])
     ordered = ordered.sort_values(["order", "eval_loss"], na_position="last", kind="stable")
     return table([_field(column, colors) for column in _present(TRIALS, results)], rows_of(ordered), "trials")
 
 
 def _present(columns: Iterable[Column], frame: Frame) -> list[Column]:
-    """Return all columns except the optional columns that are empty in ``frame`` (as in short or older runs)."""
+    """Return all columns except the optional columns without a value in ``frame``."""
     return [c for c in columns if not c.optional or (c.name in frame and frame[c.name].notna().any())]
 
 
@@ -184,14 +184,14 @@ def _loss(row: Row) -> str:
 
 
 def _with_share(column: Column, share: str, row: Row) -> str:
-    """Format a count, and its share in percent."""
+    """Return a count and its share in percent as HTML."""
     count = row[column.name]
     part = f' <span class="spread">{100 * row[share]:.2g} %</span>' if math.isfinite(count) and count else ""
     return in_form(count, column.format or "") + part
 
 
 def settings_table(settings: Mapping[str, object]) -> str:
-    """Return settings as names and values in columns; nested settings have dotted names."""
+    """Return settings as a list of names and values in HTML. Nested settings have dotted names."""
     items = [
         f"<div><dt>{escape(str(name).replace('_', ' '))}</dt><dd>{escape(_value(value))}</dd></div>"
         for name, value in flatten(dict(settings)).items()

@@ -43,15 +43,15 @@ OneRun: TypeAlias = PretrainSettings | MaxRateSettings
 def compare(
     settings: CompareSettings | Mapping[str, Any], *, resume: Resume = False, overwrite: bool = False, bar: bool = True
 ) -> pd.DataFrame:
-    """Train every placement at every learning rate and seed. Returns the rows of results.csv, in the trials' order.
+    """Train every placement at every learning rate and seed. Returns the rows of results.csv, one row per trial.
 
     ``settings`` is a complete settings object, or a mapping with the settings to change. If a trial fails, diverges or
-    gets stuck, the row of the trial has this status. With ``resume``, Lamina skips trials that have ended, and resumes
-    the other trials from their last checkpoints.
+    gets stuck, its row has this status. With ``resume``, Lamina skips ended trials, and resumes the other trials from
+    their last checkpoints.
 
     Raises:
-        UserError: a setting is invalid, Lamina cannot read the corpus, the output folder is in use, or the settings or
-            placements differ from the study to resume.
+        UserError: a setting is invalid, Lamina cannot read the corpus, the output folder is in use, or the study to
+            resume has other settings or placements.
         OSError: the disk is full.
         KeyboardInterrupt: Lamina first ends the running trials as `interrupted` and writes results.csv.
     """
@@ -82,11 +82,11 @@ def open_study(
     """Open a study's job, check its trials, and read their data into the cache.
 
     Returns:
-        the job, its settings with precision and compilation filled in, and the trials' settings by id.
+        the job, the job's settings with resolved precision and compilation, and the trials' settings by id.
 
     Raises:
-        UserError: a launcher (torchrun, accelerate) has started several processes, Lamina cannot build a trial or read
-            the data, or a trial ended with other settings.
+        UserError: a launcher (torchrun, accelerate) started several processes, Lamina cannot build a trial or read the
+            data, or an ended trial has other settings.
     """
     policy = ResumePolicy(what="study", free=record.free())
     job = open_job(kind, record, settings, resume=resume, overwrite=overwrite, policy=policy, stored=stored_study)
@@ -113,7 +113,7 @@ def open_study(
 
 
 def is_ended(run: PretrainSettings) -> bool:
-    """Return whether a trial has ended. Raises UserError if somebody has altered the trial's result."""
+    """Return whether a trial has ended. Raises UserError if somebody has altered the trial's result.json."""
     result = read_result(Path(run.output))
     return result is not None and result["status"] in ENDED
 
@@ -127,7 +127,7 @@ def run_missing(
     keys: Sequence[str] = ("placement", "learning_rate", "seed"),
     of_trial: Callable[..., Json] = pretrain,
 ) -> pd.DataFrame:
-    """Run the trials that have not ended yet in the job's folder. Returns the rows of results.csv.
+    """Run the trials of a study that have not ended yet. Returns the rows of results.csv.
 
     ``complete`` holds the values for study.yaml. ``keys`` names the settings of a trial that become columns of
     results.csv. ``of_trial`` runs a trial.
@@ -170,8 +170,7 @@ def run_missing(
 
 
 def run_max_rate(settings: MaxRateSettings, *, resume: Resume = False, bar: bool = True) -> Json:
-    """Raise a run's learning rate until the run fails. Writes the run's folder, and returns the content of its
-    result.json.
+    """Raise a run's learning rate until the run fails. Writes the run's folder, and returns the content of result.json.
 
     Besides a run's usual columns, the result has ``max_learning_rate``, ``stop_rule`` and ``loss_at_stop``.
 

@@ -1,4 +1,4 @@
-"""The catalog entries of `lamina compare`, `max-lr`, `coord-check` and `transfer`, which train many models each."""
+"""The catalog entries of `lamina compare`, `max-lr`, `coord-check` and `transfer`. Each command trains many models."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Check whether any module's output grows with the model's width or depth (the coordinate check).
 
 Models of several widths or depths take a few optimizer steps on the same batch. Lamina records the mean magnitude of
-every module's output before each step and after the last step. Under the right scaling, this magnitude is equal at all
-sizes: the slope of log|x| against log(size) is 0. The muP package also has this check (Yang et al. 2022, Appendix D.1).
+every module's output before each step and after the last step. With the right scaling, the magnitude is equal at all
+sizes, so the slope of log|x| against log(size) is 0. The muP package also has this check (Yang et al. 2022, Appendix
+D.1).
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def coord_check(
     ``settings`` is a complete settings object, or a mapping with the settings to change.
 
     Raises:
-        UserError: for invalid settings, a corpus that cannot be read, an output folder in use.
+        UserError: a setting is invalid, Lamina cannot read the corpus, or the output folder is in use.
         OSError: the disk is full.
     """
 
@@ -183,7 +184,7 @@ class OneBatch(ArrayBlocks):
 
 @contextmanager
 def outputs_of(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
-    """Inside the context, keep the latest output of each module, in float32, in the yielded mapping."""
+    """Yield a mapping that holds each module's latest output in float32 while the context is open."""
     outputs: dict[str, torch.Tensor] = {}
 
     def keep(name: str) -> Callable[[nn.Module, object, object], None]:
@@ -203,7 +204,7 @@ def outputs_of(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def slopes(table: Frame, tolerance: float) -> Frame:
-    """Fit and judge the exponent e in value ~ size^e for each module and step. The size is the width or the depth.
+    """Fit the exponent e in value ~ size^e for each module and step, and judge e. The size is the width or the depth.
 
     The exponent is the least-squares slope of log(value), averaged over the seeds, against log(size). For modules with
     the same name, Lamina averages the slopes over the layers. If the depth varies, Lamina averages over ``shares`` of
@@ -229,10 +230,12 @@ def slopes(table: Frame, tolerance: float) -> Frame:
 
 
 def shares(table: Frame) -> Frame:
-    """Keep the rows at equal fractions (shares) of each model's depth, and replace the layer by the share's number.
+    """Keep the rows at equal fractions (shares) of each model's depth. Replace the layer's number by the share's
+    number.
 
-    If the shallowest model has D blocks, share k - 1 of a model of L blocks ends with block ceil(k L / D), k = 1 .. D.
-    Lamina keeps the rows of the blocks that end a share, and all rows outside the blocks.
+    D is the number of blocks in the shallowest model. A model of L blocks has D shares, and the k-th share (k = 1 .. D)
+    ends with block ceil(k L / D). Lamina keeps the rows of the last block in each share, and all rows outside the
+    blocks.
     """
     depth, layer, count = table["depth"].astype(int), table["layer"].astype(int), int(table["depth"].min())
     share = (layer + 1) * count // depth
@@ -243,9 +246,9 @@ def shares(table: Frame) -> Frame:
 def verdict(rows: Frame, settings: CoordCheckSettings) -> Json:
     """Return the content of result.json: the worst verdict (flat, grows, shrinks or broken) and its modules.
 
-    At the first step, two outputs may shrink with the size n, down to n^-1/2, because training makes them grow: the
-    logits under muP, and the residual stream under CompleteP. Under CompleteP, the initial residual stream is a sum of
-    L random branches divided by L. Lamina accepts such slopes.
+    Two outputs may shrink with the size n, down to n^-1/2, because training makes them grow again. They are the logits
+    under muP and the residual stream under CompleteP, which is initially a sum of L random branches divided by L.
+    Lamina accepts such slopes.
     """
     sizes = rows[rows["metric"] == "size"]
     smaller: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""The catalog entry of `lamina eval`, which evaluates models, or all runs of a study."""
+"""The catalog entry of `lamina eval`, which evaluates models or all runs of a study."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ Evaluate trained models: their perplexity per token, word and byte on a text (--
 lm-evaluation-harness (--tasks). MODEL is a Lamina or transformers checkpoint, a run's folder, or a study's folder. For
 a study, Lamina reports the mean and the standard deviation over the seeds.
 
-OUTPUT/report.html shows the results. table.csv, table.md and table.tex hold one table with a row per model, as papers
-print it. results.csv holds all numbers, and items/ holds the scores of every question.
+OUTPUT/report.html shows the results. table.csv, table.md and table.tex hold the same table in three formats, with one
+row per model. results.csv holds all numbers, and items/ holds the scores of every question.
 
 --tasks takes any task, group or tag of the harness, and these sets:""",
     examples="""

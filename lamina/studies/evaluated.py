@@ -18,10 +18,11 @@ from lamina.jobs.seals import refuse_tables
 
 
 def runs_of(path: str) -> list[Candidate] | None:
-    """Return a model to evaluate (a candidate) per row of results.csv. The candidate's ``arm`` is its placement, with
-    width and learning rate if they vary.
+    """Return one model to evaluate (a candidate) for each row of results.csv. The candidate's ``arm`` names its
+    placement, and also its width and learning rate if these vary.
 
-    Returns None if the folder holds no study. Raises UserError if the study has no results or its runs have no models.
+    Returns None if the folder holds no study. Raises UserError if the study has no results, or if the study's runs have
+    no models.
     """
     folder = Path(path).expanduser()
     if kind_of(folder) not in (Kind.COMPARE, Kind.CLAIMS, Kind.TRANSFER, Kind.MAX_LR):

@@ -2,18 +2,17 @@
 
 In Keel's protocol (arXiv 2601.19895), the learning rate rises linearly from 0. The paper names three signs of failure,
 without thresholds: an early plateau, a spike from which the loss does not return, and an anomalously slow descent. We
-chose the rules below. L(s) is the loss of step s, S(s) is the mean of the last ``window`` losses up to s, and low(s) is
-the least S so far. The run stops at the first step s at which one of these rules holds:
+chose the rules below. L(s) is the loss of step s. S(s) is the mean of the last ``window`` losses up to step s. low(s)
+is the lowest S up to step s. The run stops at the first step s at which one of these rules holds:
 
-- non-finite: L(s), or the gradient's norm, is not finite.
-- spike: L has been above low + ``spike_margin`` at each of the last ``spike_patience`` steps. A rise that ends earlier
-does not count as a spike. - plateau: the loss has not fallen since step a, the first step at which S was less than
-``plateau_margin`` above
-  low(s). Since step a, the learning rate has grown by ``plateau_factor``, and at least 2 ``window`` steps have passed.
-  A fall of less than ``plateau_margin`` does not count. If low is not at least ``stuck_margin`` below the corpus's
-  unigram entropy, Lamina calls the plateau "stuck". At the lowest learning rates the loss hardly changes. So a plateau
-  counts only after the loss has begun to fall, which means that low is 2 ``plateau_margin`` below S(1). If a run ends
-  before its loss has begun to fall, it is stuck, and its largest learning rate is 0.
+- non-finite: L(s) or the gradient norm is not finite.
+- spike: L has been above low + ``spike_margin`` at each of the last ``spike_patience`` steps. A shorter rise does not
+  count.
+- plateau: the loss has not fallen since step a, although the learning rate has since grown by ``plateau_factor`` and at
+  least 2 ``window`` steps have passed. Step a is the first step with S less than ``plateau_margin`` above low(s). If
+  low is less than ``stuck_margin`` below the corpus's unigram entropy, Lamina calls the plateau "stuck". The loss
+  hardly changes at the lowest learning rates, so a plateau counts only after the loss has fallen by 2
+  ``plateau_margin`` below S(1). If a run ends before this fall, it is stuck, and its largest learning rate is 0.
 
 Lamina reports the learning rate just before the failure. For a plateau, Lamina reports the learning rate at step a. For
 the other rules, Lamina reports the learning rate at the last step with S less than ``plateau_margin`` above low.
@@ -71,7 +70,9 @@ class Stop:
 
 
 def smoothed(losses: Sequence[float] | np.ndarray, window: int) -> np.ndarray:
-    """Return at each step the mean of the last ``window`` losses, or of all losses so far: [steps] -> [steps]."""
+    """Return for each step the mean of the last ``window`` losses, or of all losses if there are fewer: [steps] ->
+    [steps].
+    """
     sums = np.concatenate([[0.0], np.cumsum(np.asarray(losses, dtype=np.float64))])
     ends = np.arange(1, len(sums))
     starts = np.maximum(0, ends - window)
@@ -81,7 +82,7 @@ def smoothed(losses: Sequence[float] | np.ndarray, window: int) -> np.ndarray:
 def find_stop(losses: Sequence[float], rules: MaxRateRules, *, broken: bool = False) -> Stop | None:
     """Find the first failure in the losses, which begin with step 1. Returns None if there is no failure yet.
 
-    ``broken`` is true if the run ended after these losses because another value, such as a gradient, was not finite.
+    ``broken`` means that the run ended because another value, such as a gradient, was not finite.
     """
     values = np.asarray(losses, dtype=np.float64)
     finite = np.isfinite(values)
@@ -109,7 +110,7 @@ def find_stop(losses: Sequence[float], rules: MaxRateRules, *, broken: bool = Fa
 
 
 def no_stop(losses: Sequence[float], rules: MaxRateRules) -> Stop:
-    """Return the result of a run in which no rule held. If its loss fell, the learning rate is a lower bound."""
+    """Return the result of a run in which no rule held. If the loss fell, the learning rate is a lower bound."""
     smooth = smoothed(losses, rules.given.window)
     if len(smooth) and not _begun(rules, smooth, smooth.min()):
         reason = f"the loss has not fallen by {2 * rules.given.plateau_margin:g} nats from its start of {smooth[0]:.3f}"
@@ -146,12 +147,12 @@ def _plateau(rules: MaxRateRules, smooth: np.ndarray, low: np.ndarray, step: int
 
 
 def _begun(rules: MaxRateRules, smooth: np.ndarray, low: float) -> bool:
-    """Return whether the smoothed loss has begun to fall, that is, by 2 ``plateau_margin``."""
+    """Return whether the smoothed loss has fallen by at least 2 ``plateau_margin``."""
     return bool(low <= smooth[0] - 2 * rules.given.plateau_margin)
 
 
 def _last_low(rules: MaxRateRules, smooth: np.ndarray, low: np.ndarray, until: int) -> int:
-    """Return the last step up to ``until`` at which the smoothed loss was at its minimum, or 0."""
+    """Return the last step up to ``until`` at which the smoothed loss was at its minimum; 0 without such a step."""
     close = np.flatnonzero(smooth[:until] < low[:until] + rules.given.plateau_margin)
     return int(close[-1]) + 1 if len(close) else 0
 
@@ -163,9 +164,9 @@ def _stop(rule: str, rules: MaxRateRules, smooth: np.ndarray, step: int, seen: i
 
 @dataclass(kw_only=True)
 class MaxRateGuard(DivergenceGuard):
-    """A guard that reads every step's loss, and ends the run at the next record if a rule holds.
+    """A guard that reads the loss of every step. If a rule holds, the guard ends the run at the next record.
 
-    The rules depend only on the loss of each step. So neither the device nor an interruption changes the result.
+    The rules depend only on the loss of each step, so an interruption does not change the result.
     """
 
     rules: MaxRateRules
@@ -189,7 +190,7 @@ class MaxRateGuard(DivergenceGuard):
         self.losses = list(state.get("losses_by_step", []))
 
     def outcome(self, status: Status) -> Json:
-        """Return the columns of result.json about the largest learning rate; empty for a run that was interrupted."""
+        """Return the columns of result.json about the largest learning rate; empty for an interrupted run."""
         if not status.ended:
             return {}
         stop = find_stop(self.losses, self.rules, broken=status == Status.DIVERGED)

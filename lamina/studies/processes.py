@@ -1,6 +1,6 @@
-"""Start a study's trials in their own processes, check whether they still run, and stop them.
+"""Start a study's trials in separate processes, check whether the trials still run, and stop them.
 
-Each process starts from worker.py in a new interpreter, which never imports the caller's script.
+Each process starts with worker.py, so it never imports the caller's script.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CODE = "import sys; sys.path[:] = {path!r}; from lamina.studies import worker; 
 
 
 def start(task: Task, environment: Mapping[str, str] = MappingProxyType({})) -> Process:
-    """Start a trial in its own process. ``environment`` replaces environment variables for the trial."""
+    """Start a trial in a separate process. ``environment`` replaces environment variables for the trial."""
     request = {
         **task.to_request(),
         "environment": {**os.environ, **environment},
@@ -46,8 +46,8 @@ def prepare() -> None:
 
 
 class Server:
-    """A process from which Lamina forks trials. One server serves all studies of this process, and ends with this
-    process.
+    """A process from which Lamina forks trials. The caller's process has one server for all its studies, and the server
+    ends with the caller's process.
     """
 
     _current: Server | None = None
@@ -71,7 +71,7 @@ class Server:
 
     @classmethod
     def running(cls) -> Server:
-        """Return the server of this process. If the server does not run, start it."""
+        """Return the server of this process. Start the server if it does not run."""
         with cls._starting:
             server = cls._current
             if server is None or server.owner != os.getpid() or server.process.poll() is not None:
@@ -92,8 +92,8 @@ class Server:
             self.connection.send_bytes(json.dumps(request).encode())
 
     def code(self, number: int) -> int | None:
-        """Return a trial's exit code: None while the trial runs, and LOST if the server has ended together with the
-        trial.
+        """Return a trial's exit code. The code is None while the trial runs, and LOST if the server ended and took the
+        trial with it.
         """
         with self.lock:
             try:
@@ -119,7 +119,7 @@ class Server:
 
 @dataclass(kw_only=True)
 class Forked:
-    """A trial in a process forked from the server."""
+    """A trial in a process that the server forked."""
 
     server: Server = field(repr=False)
     number: int

@@ -24,7 +24,7 @@ def write_study(folder: Path, study: Mapping[str, Any]) -> None:
 
 
 def has_study(folder: Path) -> bool:
-    """Return whether the folder holds a study's record, complete or damaged."""
+    """Return whether the folder holds a study's record. The record may be damaged."""
     return (folder / STUDY).is_file()
 
 
@@ -51,7 +51,7 @@ def stored_study(folder: Path) -> Json:
 def refuse_another_trial(trial: PretrainSettings, plan: Json) -> None:
     """Raise UserError if a trial's plan has changed, or if the trial's settings differ from the study's settings.
 
-    ``plan`` is the content that plan.json would have if Lamina trained the trial now.
+    ``plan`` is the content of plan.json for a new training of the trial.
     """
     folder = Path(trial.output)
     try:

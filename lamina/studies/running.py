@@ -26,8 +26,8 @@ from lamina.studies.worker import BUSY, DISK_FULL
 
 
 class Progress:
-    """Show a progress bar over the steps of all trials (or a line every 30 seconds), and a line for each trial that
-    ends.
+    """Show the progress of all trials' steps, as a bar or as a line every 30 seconds. Each ended trial also prints a
+    line.
     """
 
     def __init__(self, trials: Mapping[str, Task], *, done: int, waiting: int = 0, show: bool):
@@ -78,16 +78,16 @@ BUSY_SECONDS = 2.0  # between two attempts at a trial that another driver runs
 
 
 Ended: TypeAlias = Callable[[str, Json], None]
-"""Called with a trial's name and its result."""
+"""A function that Lamina calls with a trial's name and result."""
 
 
 def run_trials(trials: Mapping[str, Task], *, workers: int, ended: Ended, tick: Callable[[list[str]], None]) -> None:
     """Run every trial, ``workers`` at a time.
 
     Lamina calls ``ended`` with each trial's id and result, and ``tick`` with the ids of the running trials. On
-    KeyboardInterrupt, the running trials save a checkpoint and end as `interrupted`, before Lamina raises the exception
-    again. If a trial's process dies, its result has the status `failed`. Each trial gets the GPU with the fewest
-    trials.
+    KeyboardInterrupt, the running trials save a checkpoint and end as `interrupted`. Lamina then raises the exception
+    again. If a trial's process dies, the trial's result has the status `failed`. Each trial gets the GPU with the
+    fewest trials.
 
     Raises:
         OSError: the disk is full; Lamina keeps the finished trials.
@@ -136,8 +136,8 @@ def run_trials(trials: Mapping[str, Task], *, workers: int, ended: Ended, tick: 
 
 @contextlib.contextmanager
 def _stop_signals() -> Iterator[list[int]]:
-    """Collect Ctrl-C and SIGTERM. The first signal acts after the current round of checks, and the second signal acts
-    at once.
+    """Handle Ctrl-C and SIGTERM. The first signal acts after the current round of checks, and the second signal acts at
+    once.
     """
     stopped: list[int] = []
 
@@ -151,7 +151,7 @@ def _stop_signals() -> Iterator[list[int]]:
 
 
 def _reap(running: dict[str, Process], trials: Mapping[str, Task], ended: Ended, missing: str = "failed") -> list[str]:
-    """Report the trials whose processes have ended. Return the trials that another process on the same study runs."""
+    """Report the trials whose processes have ended. Return the trials that another process already runs."""
     busy = []
     for trial, process in list(running.items()):
         if (code := process.exit_code()) is None:
@@ -200,7 +200,7 @@ def gpus() -> list[str]:
 
 
 def usual_workers(device: str = "auto") -> int:
-    """Return the default number of trials at a time: one per GPU, or one per CPU core if there is no GPU."""
+    """Return the default number of simultaneous trials: one per GPU, or one per CPU core without a GPU."""
     return (0 if device == "cpu" else len(gpus())) or cores()
 
 
@@ -217,9 +217,9 @@ def run_tasks(
     """Run every task. When a task ends, call ``ended`` with the task's name and result.
 
     Args:
-        done: number of trials that have ended before, for the progress bar.
-        waiting: number of trials that start only after the trials in ``tasks``, for the progress bar.
-        workers: number of tasks at a time (None: one per GPU, or one per CPU core if there is no GPU).
+        done: number of trials that had ended before this call, for the progress bar.
+        waiting: number of trials that start after the trials in ``tasks``, for the progress bar.
+        workers: number of simultaneous tasks (None: one per GPU, or one per CPU core without a GPU).
         ended: called after each task.
 
     Raises:

@@ -37,8 +37,8 @@ from lamina.training.settings import (
 )
 
 _ONE_INIT = (
-    "same:NAME starts all placements with one initializer (NAME as for `lamina pretrain --init`); recommended "
-    "uses each placement's recommended initializer"
+    "same:NAME uses one initializer for all placements (see `lamina pretrain --init` for names); recommended uses each "
+    "placement's recommended initializer"
 )
 
 
@@ -62,7 +62,9 @@ class SeedsSettings(Settings, group="steps and learning rate"):
 
 
 def rates_by_placement(name: str, value: object) -> str | dict[str, str]:
-    """Check ``value``, which gives learning rates for placements. It is a mapping to comma-separated rates, or text."""
+    """Check learning rates by placement. ``value`` is a text, or a mapping from placements to comma-separated learning
+    rates.
+    """
     if isinstance(value, str):
         return value
     if not isinstance(value, Mapping):
@@ -101,7 +103,7 @@ class CompareSettings(RunSettings, PlacementsSettings, RatesSettings, SeedsSetti
     output: str = changed("runs/compare")
 
     def check(self) -> None:
-        """Normalize the text of the learning rates. Raises UserError for a placement outside the comparison."""
+        """Normalize the text of ``learning_rates_of``. Raises UserError for a placement outside the comparison."""
         super().check()
         rates_by_placement = self._own_rates()
         object.__setattr__(
@@ -109,14 +111,14 @@ class CompareSettings(RunSettings, PlacementsSettings, RatesSettings, SeedsSetti
         )
 
     def rates(self, spec: str) -> list[float]:
-        """Return a placement's learning rates: from ``learning_rates_of`` if it has them, else ``learning_rates``."""
+        """Return a placement's learning rates from ``learning_rates_of``, or otherwise from ``learning_rates``."""
         rates_text = self._own_rates().get(spec)
         return numbers(
             "learning_rates" if rates_text is None else "learning_rates_of", rates_text or self.learning_rates, float
         )
 
     def _own_rates(self) -> dict[str, str]:
-        """Read the learning rates of each placement. Raises UserError for an invalid rate, or a placement outside the
+        """Read ``learning_rates_of``. Raises UserError for an invalid learning rate, and for a placement outside the
         comparison.
         """
         rates_of = self.learning_rates_of
@@ -141,7 +143,7 @@ class CompareSettings(RunSettings, PlacementsSettings, RatesSettings, SeedsSetti
         return rates_by_placement
 
     def trials(self) -> dict[str, PretrainSettings]:
-        """Return the trials by id, which is also the folder's name.
+        """Return the trials by id. A trial's folder has the id as its name.
 
         Raises UserError for an invalid value in a trial.
         """
@@ -184,13 +186,13 @@ class RisingSettings(RunSettings):
         above(0.0),
     )
     steps: int = changed(300, help="optimizer steps of the warm-up")
-    window: int = setting(8, "number of steps over which the loss is averaged", at_least(1))
+    window: int = setting(8, "number of steps over which Lamina averages the loss", at_least(1))
     spike_margin: float = setting(
         0.5, "spike: how far the loss must rise above its lowest smoothed value, in nats", above(0.0)
     )
     spike_patience: float = setting(
         0.05,
-        "spike: how long the loss must stay that high, in steps (1 or more) or as a share of all steps (below 1)",
+        "spike: how long the loss must stay that far above, in steps (1 or more) or as a share of all steps (below 1)",
         partial(steps_or_share, open_low=True),
     )
     plateau_margin: float = setting(
@@ -202,12 +204,12 @@ class RisingSettings(RunSettings):
         2.0, "plateau: factor by which the learning rate must grow while the loss stays flat", above(1.0)
     )
     stuck_margin: float = changed(
-        help="how far the loss must be below the corpus's unigram entropy, in nats; otherwise a plateau means stuck",
+        help="stuck: a plateau less than this far below the corpus's unigram entropy counts as stuck, in nats",
         default=0.1,
     )
 
     def check(self) -> None:
-        """Raise UserError if the patience is longer than the run."""
+        """Raise UserError if ``spike_patience`` is longer than the run."""
         super().check()
         if self.spike_patience >= 1 and self.spike_patience > self.steps:
             raise UserError(
@@ -254,7 +256,7 @@ class MaxRateStudySettings(RisingSettings, PlacementsSettings, SeedsSettings, Ou
             trial.run()
 
     def trials(self) -> dict[str, MaxRateSettings]:
-        """Return the trials by id, which is also the folder's name.
+        """Return the trials by id. A trial's folder has the id as its name.
 
         Raises UserError for an invalid value in a trial.
         """
@@ -309,7 +311,7 @@ class CoordCheckSettings(
 
     widths: str = setting(
         "48,96,192,384",
-        "comma-separated hidden sizes, at least two; the feed-forward and the heads scale with them",
+        "comma-separated hidden sizes, at least two; the feed-forward and the heads scale with the hidden size",
         sizes_list,
     )
     depths: str = setting(
@@ -354,7 +356,7 @@ class CoordCheckSettings(
 
     @property
     def axis(self) -> Literal["width", "depth"]:
-        """The dimension in which the models differ: "width" or "depth"."""
+        """Return the dimension in which the models differ: "width" or "depth"."""
         return "depth" if self.depths else "width"
 
     @property
@@ -439,7 +441,7 @@ class TransferSettings(RunSettings, PlacementSettings, RatesSettings, SeedsSetti
     output: str = changed("runs/transfer")
 
     def check(self) -> None:
-        """Raise UserError for contradictory widths, and for an invalid value in a trial."""
+        """Raise UserError if the widths contradict each other, or if a trial has an invalid value."""
         if self.width_scaling == "none":
             raise UserError(
                 "width_scaling: 'none' transfers nothing. Set width_scaling to standard, mup, "
@@ -491,5 +493,5 @@ class TransferSettings(RunSettings, PlacementSettings, RatesSettings, SeedsSetti
         return int(resolve_backbone(self.backbone).hidden_size)
 
     def command(self) -> str:
-        """Return the command line for these settings, without the base width, because the proxy's width implies it."""
+        """Return the command line for these settings. It omits the base width, because the proxy's width implies it."""
         return super().command().replace(f" --base-width {self.base_width}", "")

@@ -1,4 +1,4 @@
-"""Describe a trial for the process that runs the trial."""
+"""Describe a trial, so that another process can run it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lamina.training.pretrain_row import pretrain
 
 
 class Busy(UserError):
-    """The error that another process runs this trial."""
+    """Another process runs this trial."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,10 +25,11 @@ class Task:
     """A trial that runs in a separate process.
 
     Attributes:
-        settings: the job's settings, whose ``output`` is the trial's folder.
+        settings: the job's settings. Their ``output`` is the trial's folder.
         job: a function that runs a trial. The function takes the settings, ``resume`` and ``bar``, and returns the
-            result. The function must be at the top level of a module, because the trial's process finds it by name.
-        trains: whether the job trains for the settings' number of steps.
+            result. Define the function at the top level of a module, because the trial's process imports the function
+            by name.
+        trains: whether the job trains for ``settings.steps`` steps.
     """
 
     settings: Settings
@@ -42,7 +43,7 @@ class Task:
 
     @property
     def steps(self) -> int:
-        """The number of steps that the trial adds to a progress bar."""
+        """Return the number of steps that the trial adds to a progress bar."""
         return max(1, int(getattr(self.settings, "steps", 1))) if self.trains else 1
 
     def to_request(self) -> Json:
@@ -59,7 +60,9 @@ class Task:
         )
 
     def claim(self) -> AbstractContextManager[None]:
-        """Lock the trial while it runs, if others may run it. Raises Busy if another process runs the trial now."""
+        """Return a context that locks the trial, if several processes may run it. Raises Busy if another process runs
+        the trial.
+        """
         return nullcontext()
 
     def run(self) -> Json:
@@ -74,5 +77,5 @@ def _named(name: str) -> Any:
 
 
 def task_of(request: Json) -> Task:
-    """Rebuild a task from a request of the driver. The request names the task's class."""
+    """Build a task from the driver's request. The request names the task's class."""
     return _named(request["task"]).from_request(request)

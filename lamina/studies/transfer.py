@@ -31,11 +31,11 @@ HEADROOM = 2.0  # a rate more than this factor below the first failing rate is s
 
 @dataclass(frozen=True, kw_only=True)
 class Rate:
-    """The results of a learning rate at one width: the worst ``status`` of all seeds, and their mean ``eval_loss`` if
-    all finished.
+    """The results of a learning rate at one width. ``status`` is the seeds' worst status, and ``eval_loss`` is the
+    seeds' mean loss if all seeds finished.
 
-    ``best`` is true if the loss is within the margin of the lowest loss. ``risk`` says what we expect from this
-    learning rate at another width.
+    ``best`` is true if the loss is within the margin of the lowest loss. ``risk`` describes, in words, what to expect
+    from this learning rate at another width.
     """
 
     learning_rate: float
@@ -54,7 +54,7 @@ def transfer(
 ) -> pd.DataFrame:
     """Train the proxy at every learning rate, and a wider model at verify_rates. Returns the rows of results.csv.
 
-    The settings, ``resume`` and the errors are as in ``compare``.
+    For ``settings``, ``resume`` and the errors, see ``compare``.
     """
     job, complete, trials = open_study(Kind.TRANSFER, TransferSettings, settings, resume, overwrite, bar)
     factors = role_rates(complete)  # fails before hours of training if the target cannot be built
@@ -69,7 +69,7 @@ def transfer(
 
 
 def role_rates(settings: TransferSettings) -> dict[str, float]:
-    """Return for each kind of weight the factor on the learning rate at the target's width."""
+    """Return the learning rate's factor at the target's width, by kind of weight."""
     trial = next(iter(settings.trials().values()))
     target = PretrainSettings(**{**trial.to_dict(), "hidden_size": settings.target_width})
     resolve_run(target, trained=False)
@@ -126,7 +126,7 @@ def summarize(results: Frame, settings: TransferSettings, factors: dict[str, flo
 
 
 def judged(results: Frame, margin: float) -> list[Rate]:
-    """Judge the learning rates at one width, in ascending order: their status, loss, and risk at other widths."""
+    """Return each learning rate's status, loss and risk at other widths, in ascending order of the learning rates."""
     rates = []
     for rate, trials in results.groupby("learning_rate"):
         worst = max(trials["status"], key=severity)
@@ -140,23 +140,26 @@ def judged(results: Frame, margin: float) -> list[Rate]:
 def _risk(rates: list[Rate], rate: Rate) -> str:
     best = min((r for r in rates if r.best), key=lambda r: r.eval_loss, default=None)
     if rate.status == "stuck" and best and rate.learning_rate < best.learning_rate:
-        return "too slow on the proxy, and expected to be too slow"
+        return "too slow on the proxy, and probably too slow at other widths"
     if rate.fails:
-        return "fails on the proxy, and is expected to fail"
+        return "fails on the proxy, and will probably fail at other widths"
     if rate.status == "short":
         return "unknown, because the loss on the proxy still falls (too few steps)"
     if rate.status != "finished":
         return "not known"
     failing = [r.learning_rate for r in rates if r.fails and r.learning_rate > rate.learning_rate]
     if not failing:
-        return "stable on the proxy, and no larger learning rate failed there"
+        return "stable on the proxy, where no larger learning rate failed"
     if min(failing) / rate.learning_rate <= HEADROOM * (1 + 1e-9):
-        return f"stable on the proxy, but at the edge: {min(failing):g} fails there"
-    return f"stable on the proxy, {min(failing) / rate.learning_rate:.3g} times below the first rate that fails there"
+        return f"stable on the proxy, but close to {min(failing):g}, which fails on the proxy"
+    times = min(failing) / rate.learning_rate
+    return f"stable on the proxy, {times:.3g} times below the first learning rate that fails on the proxy"
 
 
 def _stable(rates: list[Rate]) -> list[Rate]:
-    """Return the best learning rate and its neighbors, up to the first learning rate whose runs did not all finish."""
+    """Return the best learning rate and its neighbors on both sides, up to the first learning rate with an unfinished
+    run.
+    """
     best = min((r for r in rates if r.best), key=lambda r: r.eval_loss, default=None)
     if best is None:
         return []
@@ -167,7 +170,7 @@ def _stable(rates: list[Rate]) -> list[Rate]:
 
 
 def _agrees(narrow: list[Rate], wide: Rate) -> bool | None:
-    """Return whether a learning rate has the same outcome on target and proxy; None if we cannot tell."""
+    """Return whether a learning rate has the same outcome on the wide model and the proxy; None if we cannot tell."""
     status = _status(narrow, wide.learning_rate)
     if status is None or {"failed", "interrupted", "short"} & {status, wide.status}:
         return None

@@ -1,7 +1,7 @@
-"""The code that runs in a study's processes: a server, which forks a process for each trial, and the trial itself.
+"""Code for a study's processes: the server, which forks a process for each trial, and the trials.
 
-The driver (processes.py) starts this module in a new interpreter. So Lamina never imports the script or notebook that
-started the study a second time.
+The driver (processes.py) starts this module in a new interpreter. So Lamina never imports your script or notebook a
+second time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ROUND_SECONDS = 0.05
 
 
 def serve(descriptor: int, driver: int) -> NoReturn:
-    """Fork a trial for each request, and send the driver each trial's exit code, until the driver ends.
+    """Fork a trial for each request, and send each trial's exit code to the driver. Stop when the driver ends.
 
     ``descriptor`` is the server's end of a pipe, and ``driver`` is the id of the process at the other end. The server
     imports torch and transformers once, so a trial starts in milliseconds.
@@ -125,13 +125,15 @@ def run(request: Json) -> int:
 
 
 def _note(folder: Path, status: str, reason: str) -> None:
-    """Record how a trial ended, unless it had ended before and only a measurement failed that can be repeated."""
+    """Write a trial's status and reason to result.json, unless result.json already has a final status."""
     if (read_result(folder) or {}).get("status") not in ENDED:
         write_result(folder, {"status": status, "reason": reason})
 
 
 def _end_with(request: Json) -> NoReturn:
-    """Run a trial, and end this process without freeing memory, because freeing takes longer than starting."""
+    """Run a trial, then end this process without freeing memory. Freeing memory would take longer than starting the
+    trial.
+    """
     code = 1
     try:
         code = run(request)
@@ -143,7 +145,7 @@ def _end_with(request: Json) -> NoReturn:
 
 
 def _like_the_driver(request: Json) -> None:
-    """Set environment, sys.path and directory as in the driver, which may have changed them after the start."""
+    """Copy the driver's environment, sys.path and directory, because the driver may have changed them."""
     os.environ.clear()
     os.environ.update(request["environment"])
     sys.path[:], sys.argv[:] = request["path"], request["argv"]

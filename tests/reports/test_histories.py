@@ -255,7 +255,7 @@ def test_what_is_no_history_is_one_line(tmp_path, refused):
         (tmp_path / name).write_bytes(b"")
     cases = dict.fromkeys(("notes.txt", "number.json", "empty.csv", "empty.jsonl"), "neither JSON, nor a table")
     cases |= {"cut.json": "is not readable", "deep.json": "is not readable", "far.jsonl": "is too large"}
-    cases |= {"accuracy.csv": "no loss and no gradient norm", "apart.jsonl": "(of all parameters at one step)"}
+    cases |= {"accuracy.csv": "no loss and no gradient norm", "apart.jsonl": "(with all parameters at the same steps)"}
     if importlib.util.find_spec("tensorboard"):
         cases["events.out.tfevents.1"] = "no loss and no gradient norm"
     if importlib.util.find_spec("wandb"):

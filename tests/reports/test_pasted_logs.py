@@ -164,7 +164,7 @@ def test_a_table_that_sums_runs_up_is_no_history(tmp_path, refused):
     path.write_text(
         "Name,State,run_name,lr,train/loss\n" + "".join(f"r{n},finished,r{n},0.001,1.{n}\n" for n in range(9))
     )
-    assert "summarizes 9 runs in at most 1 row" in refused("diagnose", path)
+    assert "has at most 1 row for each of 9 runs" in refused("diagnose", path)
 
 
 def test_a_log_that_begins_with_a_bracket_is_not_called_json(tmp_path, refused):

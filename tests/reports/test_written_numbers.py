@@ -78,7 +78,7 @@ def test_a_decimal_comma_is_read(tmp_path, monkeypatch, kind, large):
 def test_a_comma_that_may_be_either_is_rejected(tmp_path):
     path = tmp_path / "train.log"
     path.write_text("".join(f"step {step} loss: {2.31 - step / 1000:.3f}\n".replace(".", ",") for step in range(1, 40)))
-    with pytest.raises(UserError, match=r"loss: '2,309' may be 2309 or 2\.309, and no other number tells which"):
+    with pytest.raises(UserError, match=r"loss: '2,309' may be 2309 or 2\.309, and no other number decides"):
         read_history(path)
     path.write_text(path.read_text().replace("loss", "lr 1.0 loss"))  # a decimal point tells
     assert losses(path)[1] == 2309
@@ -98,7 +98,8 @@ def test_a_csv_whose_cells_decimal_commas_split_says_so(tmp_path):
     path = tmp_path / "h.csv"
     path.write_text("step,loss\n" + "".join(f"{step},{decimal(loss)}\n" for step, loss in course().items()))
     with pytest.raises(
-        UserError, match=r"the first row has 3 cells and the header 2\. If its numbers have decimal commas"
+        UserError,
+        match=r"the first row has 3 cells, but the header has 2 cells\. If the row's numbers have decimal commas",
     ):
         read_history(path)
 
@@ -150,14 +151,18 @@ def test_a_loss_that_is_no_number_is_named(tmp_path, monkeypatch, loss, large):
         monkeypatch.setattr("lamina.reports.histories.sources._LARGE", 10)
     path = tmp_path / "h.csv"
     path.write_text("step,loss\n" + "".join(f"{step},{loss}\n" for step in range(1, 40)))
-    with pytest.raises(UserError, match=r"(?i)loss: '\[?\w.*' in .*h.csv' \(allowed: numbers"):
+    with pytest.raises(
+        UserError, match=r"(?i)loss: '\[?\w.*' in .*h.csv' is not a number\. The column holds no numbers"
+    ):
         read_history(path)
 
 
 def test_steps_that_are_texts_are_named(tmp_path):
     path = tmp_path / "h.jsonl"
     path.write_text("".join(json.dumps({"step": f"epoch-{row['step']}", "loss": row["loss"]}) + "\n" for row in rows()))
-    assert "'step' holds no numbers ('epoch-1'), so Lamina does not use it as the steps" in str(read_history(path))
+    assert "'step' holds no numbers ('epoch-1'), so Lamina does not read steps from this column" in str(
+        read_history(path)
+    )
 
 
 def test_a_long_preamble_does_not_hide_the_form(tmp_path):

@@ -1,4 +1,6 @@
-r"""Read the lines that trainers print. ``FORMS`` has one row for each way to print the step, or to print pairs."""
+r"""Read the lines that trainers print. ``FORMS`` has one entry for each way to print a step, or to print pairs of a
+name and a value.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ _WORDS = r"(?i:(?:step|iter(?:ation)?|update|batch)s?(?:_id|_idx|_num)?|up\.)"
 _RATED = rf"(?i:\bglobal[ _-]?|\b){_WORDS}"
 _TO_STEP = r"""(?: ?\(\w+\))?["']?[ .:=#\[(]*"""
 _JUDGED = re.compile(r"(?i)loss|norm\b|norm[^a-z]|\btrl\b|\bxent\b|\bnll\b|\bcost\b")
-"""At least one name in a record must match this."""
+"""At least one name in a record must match this regular expression."""
 
 
 class Form(NamedTuple):
@@ -38,11 +40,12 @@ class Form(NamedTuple):
 
     Attributes:
         name: the form, in words.
-        line: a regular expression for the line that begins a record, with the group ``step``. If the step restarts in
-            each epoch, it has the groups ``epoch`` and ``of``, the number of steps in an epoch.
-        pair: a regular expression for a pair in the record, with the groups ``name`` and ``value``.
-        more: whether the record continues on the following lines. A record whose line has only a step always continues.
-        general: whether ``pair`` is the regular expression that most forms share.
+        line: a regular expression for the line that begins a record. Its groups are ``step``, ``epoch`` and ``of`` (the
+            number of steps in an epoch), if the line prints them.
+        pair: a regular expression for a name and a value in the record, with the groups ``name`` and ``value``.
+        more: whether the record continues on the following lines. If the first line has only a step, the record always
+            continues.
+        general: whether ``pair`` is ``_PAIR``, as in most forms.
     """
 
     name: str
@@ -78,7 +81,9 @@ FORMS = (
         r"(?i)(?:\bepochs?[ .:=#\[(]*(?P<epoch>\d+)(?![\d.]).*?)?loss\b[^\d\n/]{0,12}(?:\d|nan|inf)",
     ),
 )
-"""The forms, the most specific form first. If several forms fit equally many lines, Lamina takes the first of them."""
+"""The forms, from the most specific form to the most general. If several forms fit equally many lines, Lamina takes the
+first form.
+"""
 _HEADER = re.compile(r"(?:\s*/\s*\d+)?(?:,\w+=\w+)*\W*$|[^\n]*\|\s*$")  # the rest of a line above a record
 _BAR = re.compile(r"(?P<step>\d+)/\d+ \[\d*\d:\d\d")  # of tqdm, before or between printed dictionaries
 _EPOCH = re.compile(r"^\s*Epoch[ :]+(?P<epoch>\d+)(?:\s*/\s*\d+)?\s*$")  # Keras prints it above the steps
@@ -100,7 +105,9 @@ _ENDS = "train_runtime"  # Trainer's last dictionary sums the run up
 
 
 def lines_of(text: str) -> Iterator[str]:
-    """Yield a console's lines without colors. A text that a progress bar has overwritten is also a line."""
+    """Yield a console's lines without color codes. If a progress bar has overwritten a text, the text is a separate
+    line.
+    """
     text = (_ANSI.sub("", _MOVES.sub("\n", text)) if "\x1b" in text else text).replace("**", "")  # bold, in pasted text
     text = _NO_VALUE.sub("", text) if any(word in text for word in ("N/A", "n/a", "None", "null")) else text
     for line in re.split(r"[\r\n]+", text):
@@ -109,7 +116,7 @@ def lines_of(text: str) -> Iterator[str]:
 
 
 def form_of(lines: Iterable[str]) -> Form | None:
-    """Return the form that fits most of the first lines that may be records; None if no form fits."""
+    """Return the form that fits best at the beginning of the log; None if no form fits."""
     counts, begun, tried, best = [0] * len(FORMS), [False] * len(FORMS), 0, 0
     weights = [1 + (form is not FORMS[-1]) if form.general else _SPECIAL for form in FORMS]
     for line in lines:
@@ -131,7 +138,7 @@ def form_of(lines: Iterable[str]) -> Form | None:
 
 
 def _is_header(form: Form, match: re.Match[str]) -> bool:
-    """Return whether a line has only a step, so that the numbers of this step are on the lines below."""
+    """Return whether a line has only a step. The lines below such a line have the step's numbers."""
     return form.general and "step" in match.groupdict() and _HEADER.match(match.string, match.end()) is not None
 
 
@@ -147,8 +154,8 @@ _BROKEN = re.compile(rf"{_SAID}|\bdiverged with loss\W+nan\b|\b(?:nan|invalid|no
 def records_of(form: Form, lines: Iterable[str]) -> Iterator[Mapping[str, object]]:
     """Yield the records in the lines, with the step if the form has one.
 
-    If the trainer printed a sentence that the loss was not finite, Lamina adds a record for this sentence. A record
-    that a trainer printed twice, once with fewer names, is one record.
+    If the trainer printed a sentence such as "loss is nan", Lamina adds a record with the loss NaN. If the trainer
+    printed a record twice, Lamina keeps the longer record.
     """
     kept: Mapping[str, object] = {}
     for record in _printed(form, lines):
@@ -163,8 +170,8 @@ def records_of(form: Form, lines: Iterable[str]) -> Iterator[Mapping[str, object
 
 
 def _is_same(one: Mapping[str, object], other: Mapping[str, object]) -> bool:
-    """Return whether two records have the same numbers, apart from rounding. One record may have fewer names than the
-    other, and must have fewer if the records have no step.
+    """Return whether two records have the same numbers, apart from rounding. One record may lack names of the other
+    record. Without steps, two records with the same names count as different.
     """
     names, more = sorted((one.keys() - {"progress bar"}, other.keys() - {"progress bar"}), key=len)
     if one.get("epoch") != other.get("epoch") or not names <= more or ("step" not in names and names == more):
@@ -204,7 +211,7 @@ def _printed(form: Form, lines: Iterable[str]) -> Iterator[Mapping[str, object]]
 
 
 def _is_cut(line: str, record: Mapping[str, object], before: Mapping[str, object]) -> bool:
-    """Return whether a log ends within a number: the last line has fewer values and digits than the line before."""
+    """Return whether a log ends within a number: its last line has fewer values and digits than the line before."""
     if not record or [*record] != [*before][: len(record)] or len(record) == len(before):
         return False
     name, value = [*record.items()][-1]
@@ -212,8 +219,8 @@ def _is_cut(line: str, record: Mapping[str, object], before: Mapping[str, object
 
 
 def _broken(before: Mapping[str, object], last: Mapping[str, object], sentence: str) -> Mapping[str, object]:
-    """Return the record for a sentence that says that the loss is not finite. The record's step is the step in the
-    sentence. If the sentence names no step, Lamina extends the distance between the last two records.
+    """Return the record for a sentence such as "loss is nan". The record has the sentence's step. If the sentence names
+    no step, the record is as far from the last record as the last two records are apart.
     """
     if (step := _step(str(last.get("step")))) is not None:
         named = re.search(rf"{_RATED}{_TO_STEP}(?P<step>{WHOLE})", sentence)
@@ -224,18 +231,17 @@ def _broken(before: Mapping[str, object], last: Mapping[str, object], sentence: 
 
 
 def _has_loss_at_step(form: Form, match: re.Match[str]) -> bool:
-    """Return whether a line that begins a record has a step and a loss, as "step: 9, loss is nan" has."""
+    """Return whether a record's first line has a step and a loss, such as "step: 9, loss is nan"."""
     names = (name.strip() for name, _ in form.pair.findall(match.string))
     return match.groupdict().get("step") is not None and any(map(is_whole_loss, names))
 
 
 class _Console:
-    """A record in a console, with the step and the epoch that earlier lines gave.
+    """The current record in a console, with the last step and epoch of earlier lines.
 
     Attributes:
-        open: the number of lines without a pair that may follow before Lamina closes a record that began with only a
-            step.
-        held_out: whether a heading above announced results of an evaluation, with one result per line.
+        open: the number of lines without a pair that may still follow before Lamina closes the record.
+        held_out: whether the lines below a heading such as "Eval results" hold an evaluation's results.
     """
 
     def __init__(self, form: Form):
@@ -245,7 +251,7 @@ class _Console:
         self.bar = self.epoch = ""
 
     def go_on(self, line: str) -> None:
-        """Read a line that begins no record."""
+        """Read a line that does not begin a record."""
         general, pairs = self.form.general, self.form.pair.findall(line) if self.open or self.held_out else []
         self.held_out = general and ((self.held_out and len(pairs) == 1) or _HEADING.search(line) is not None)
         if (seen := _BAR.search(line)) is not None:
@@ -288,7 +294,9 @@ class _Console:
             self.record = None
 
     def _add(self, pairs: Iterable[tuple[str, str]]) -> bool:
-        """Add pairs, and keep the first value of each name. Return whether Lamina judges any of the pairs."""
+        """Add pairs to the record, with the first value of each name. Return whether any pair is a loss, a gradient
+        norm or a learning rate.
+        """
         record, judged = self.record, False
         assert record is not None
         for written, value in pairs:

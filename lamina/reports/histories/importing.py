@@ -1,4 +1,4 @@
-"""Assign a history's series to the model's layers, and judge them by the rules of the layer monitor."""
+"""Assign a history's series to the model's layers, and check the series with the layer monitor's rules."""
 
 from __future__ import annotations
 
@@ -60,17 +60,17 @@ EPOCH = "epoch"
 
 @dataclass(kw_only=True)
 class History:
-    """A run's history, with each series assigned to a layer, a sub-layer and a role.
+    """A run's history. Each series belongs to a layer, a sub-layer and a role.
 
     Attributes:
         form: the kind of file, in words.
         clock: the column with the steps; empty if Lamina counts records.
-        series: the series, by owner and metric.
-        read: the name of the series that Lamina uses for each metric of the whole model.
+        series: the series, by owner (layer, sub-layer and role) and metric.
+        read: for each metric of the whole model, the name of the series that Lamina uses.
         parameters: the number of parameters with a series, by metric.
         layers: the path of each layer in the model, by the layer's number.
         unused: the names of the series that Lamina does not use.
-        opposed: whether the loss is a generator's or a discriminator's, which train against each other.
+        opposed: whether the loss belongs to a GAN's generator or discriminator.
         notes: lines for the user.
     """
 
@@ -86,7 +86,7 @@ class History:
 
     @property
     def steps(self) -> list[int]:
-        """The steps that the rules judge."""
+        """Return the steps that the rules check."""
         judged = {
             id(steps): steps
             for (_, metric), (steps, _) in self.series.items()
@@ -96,7 +96,7 @@ class History:
 
     @property
     def rows(self) -> Iterator[Row]:
-        """The rows of all layers, one series after another."""
+        """Yield the rows of all series, one series after another."""
         for key in self.series:
             yield from self.rows_of(key)
 
@@ -124,9 +124,7 @@ class History:
 
 
 def is_history(path: Path) -> bool:
-    """Return whether a path holds another tool's record: a file, "-" for a pipe, or a folder that Lamina did
-    not write.
-    """
+    """Return whether a path is another tool's record: a file, "-" for a pipe, or another tool's folder."""
     return str(path) == "-" or path.is_file() or (path.is_dir() and recorded_in(path) is not None)
 
 
@@ -135,11 +133,11 @@ def read_history(path: Path, run: str = "") -> History:
 
     Args:
         path: a file, a folder, or "-" for a pipe.
-        run: the name of the run, if there are several.
+        run: the name of the run, if the history holds several runs.
 
     Raises:
-        UserError: if Lamina cannot read the history, or it holds several runs, or has neither a loss nor a gradient
-            norm.
+        UserError: Lamina cannot read the history, the history holds several runs, or the history has no loss and no
+            gradient norm.
     """
     source = (recorded_in(path) or path) if path.is_dir() else path
     runs = read_runs(source)
@@ -151,8 +149,8 @@ def read_history(path: Path, run: str = "") -> History:
     most = max((recording.rows for recording in useful.values() if not recording.clock), default=_FEW)
     if len(useful) > 1 and most < _FEW:
         raise UserError(
-            f"run: {str(source)!r} summarizes {len(useful)} runs in at most {most} row{'s' * (most > 1)} each, so it "
-            "holds no run's history. Give a record with a row for each step (in W&B, export a chart as CSV)."
+            f"run: {str(source)!r} has at most {most} row{'s' * (most > 1)} for each of {len(useful)} runs, which is a "
+            "summary and no history. Give a record with a row for each step (in W&B, export a chart as CSV)."
         )
     if len(useful) > 1 and not run:
         told = ", ".join(f"{name!r} ({_span(kept)})" for name, kept in list(useful.items())[:20])
@@ -181,7 +179,7 @@ def _span(recording: Recording) -> str:
 
 
 def _placed(recording: Recording, source: Path) -> History:
-    """Place the series of a run."""
+    """Return a run's history with its series assigned to layers."""
     history = History(form=recording.form, clock=recording.clock, notes=list(recording.notes))
     wholes = {name: owner for name in recording.series if (owner := whole(name)) is not None}
     named = {
@@ -217,23 +215,22 @@ def _placed(recording: Recording, source: Path) -> History:
     if not any(metric in (LOSS, NORM, "gradient_norm") for _, metric in history.series):
         if odd := [name for name in recording.odd if whole(name)]:
             raise UserError(
-                f"{odd[0]}: {recording.odd[odd[0]]!r} in {str(source)!r} (allowed: numbers; Lamina finds none in this "
-                "column, and the record has no other loss or gradient norm)"
+                f"{odd[0]}: {recording.odd[odd[0]]!r} in {str(source)!r} is not a number. The column holds no numbers, "
+                "and the record has no other loss or gradient norm. Give a record with a loss or a gradient norm."
             )
         names = sorted(recording.series)
         shown = f": {', '.join(names[:_SHOWN])}{', ...' * (len(names) > _SHOWN)}" if names else ""
         raise UserError(
-            f"run: {str(source)!r} holds no loss and no gradient norm (of all parameters at one step). Lamina read it "
-            f"as "
-            f"{recording.form} with {len(names)} series{shown}. Use names such as loss, lm loss, train/loss, "
-            "grad_norm, or gradients/layers.0.mlp.up_proj.weight."
+            f"run: {str(source)!r} holds no loss and no gradient norm. Lamina read the record as {recording.form} with "
+            f"{len(names)} series{shown}. Use names such as loss, lm loss, train/loss, grad_norm, or "
+            "gradients/layers.0.mlp.up_proj.weight (with all parameters at the same steps)."
         )
     history.notes += _notes(history, recording.odd)
     return history
 
 
 def _summed(metric: str, own: Mapping[str, Series], places: Places, *, has_total: bool) -> dict[Key, Series]:
-    """Return the norms of sub-layers, blocks and the model, at the steps at which all their parameters have a norm."""
+    """Return the norms of sub-layers, blocks and the model, at the steps with a norm of every parameter."""
     parts: dict[Owner, list[Series]] = {}
     for inner, series in own.items():
         owner = places.owners[inner]
@@ -257,7 +254,7 @@ def _summed(metric: str, own: Mapping[str, Series], places: Places, *, has_total
 
 
 def _read_filtered_losses(history: History) -> None:
-    """Change a loss of exactly 0 to not finite where the gradient is not finite, because Trainer's filter prints 0."""
+    """Change losses of exactly 0 to NaN where the gradient is not finite, because Trainer prints 0 for such a loss."""
     loss, norm = (history.series.get((_MODEL, metric)) for metric in (LOSS, NORM))
     if loss is None or norm is None:
         return
@@ -266,16 +263,16 @@ def _read_filtered_losses(history: History) -> None:
     if filtered.any():
         history.series[_MODEL, LOSS] = (loss[0], np.where(filtered, np.nan, loss[1]))
         history.notes.append(
-            f"Lamina reads {int(filtered.sum())} losses of exactly 0 as not finite, because the gradient of these "
-            f"steps is not finite (Trainer's logging_nan_inf_filter prints 0)"
+            f"{int(filtered.sum())} losses of exactly 0 count as not finite, because the gradient of these steps is "
+            f"not finite (Trainer's logging_nan_inf_filter prints 0 for such losses)"
         )
 
 
 def _add_parts(history: History, series: Mapping[str, Series]) -> list[str]:
-    """Add up three or more parts of a loss, whose names differ in one word, if the record has no total loss.
+    """Add up three or more parts of a loss if the record has no total loss. The parts' names differ in one word.
 
     Returns:
-        The names of the parts; empty if Lamina reads one loss.
+        The names of the parts; empty if Lamina reads a single loss.
     """
     parts = parts_of(history.read.get(LOSS, ""), series)
     if not parts or any(not np.array_equal(series[name][0], series[parts[0]][0]) for name in parts):
@@ -286,7 +283,7 @@ def _add_parts(history: History, series: Mapping[str, Series]) -> list[str]:
 
 
 def _read_broken_parts(history: History, others: Mapping[str, Series]) -> None:
-    """Change the loss to not finite where another loss is infinite, or where another loss stays NaN to its end."""
+    """Change the loss to NaN where another loss is infinite, or where another loss stays NaN until the end."""
     if (loss := history.series.get((_MODEL, LOSS))) is None:
         return
     for name, (steps, values) in others.items():
@@ -304,7 +301,9 @@ def _read_broken_parts(history: History, others: Mapping[str, Series]) -> None:
 
 
 def _read_running_means(history: History) -> None:
-    """Keep only each later epoch's last loss if losses average over the epoch so far: it averages most batches."""
+    """If losses average over the epoch so far, keep only the last loss of each later epoch, which averages the most
+    batches.
+    """
     loss, epoch = (history.series.get((_MODEL, metric)) for metric in (LOSS, EPOCH))
     if loss is None or epoch is None or not len(epoch[0]):
         return
@@ -317,13 +316,15 @@ def _read_running_means(history: History) -> None:
         history.series[_MODEL, LOSS] = steps[kept], values[kept]
         del history.series[_MODEL, EPOCH]  # these losses say nothing of an epoch's beginning
         history.notes.append(
-            "the loss becomes calmer within each epoch, like an average over the epoch so far, so Lamina reads only "
-            f"each epoch's last loss, and skips {int((~kept).sum())}"
+            "the loss seems to be an average over the epoch so far, so Lamina reads only each epoch's last loss, and "
+            f"skips {int((~kept).sum())} losses"
         )
 
 
 def _is_running_mean(epochs: Sequence[Floats]) -> bool:
-    """Return whether losses are averages over the epoch so far: the n-th change is about 1/n as large as the first."""
+    """Return whether losses are averages over the epoch so far. In such losses, the n-th change is about 1/n of the
+    first change.
+    """
     long = [part for part in epochs if len(part) >= 2 * BEFORE]
     moves = [np.abs(np.diff(part)) for part in long]
     calmer = [moved[: BEFORE // 2].mean() > _CALMER * np.median(moved[BEFORE:]) for moved in moves]
@@ -343,7 +344,9 @@ def _is_running_mean(epochs: Sequence[Floats]) -> bool:
 def _notes(history: History, odd: Mapping[str, str]) -> list[str]:
     notes = []
     if not history.clock and (steps := [name for name in odd if step_rank(name) is not None]):
-        notes.append(f"{steps[0]!r} holds no numbers ({odd[steps[0]]!r}), so Lamina does not use it as the steps")
+        notes.append(
+            f"{steps[0]!r} holds no numbers ({odd[steps[0]]!r}), so Lamina does not read steps from this column"
+        )
     if not history.parameters["gradient_norm"]:
         notes.append("no series by layer, so Lamina judges only the whole model")
     if absent := [words for metric, words in _WORDS.items() if (_MODEL, metric) not in history.series]:
@@ -363,10 +366,11 @@ def _notes(history: History, odd: Mapping[str, str]) -> list[str]:
 
 
 def judge(history: History) -> tuple[list[Alarm], list[int]]:
-    """Judge a history by the rules of the layer monitor, which count records instead of steps.
+    """Check a history with the layer monitor's rules. The rules count records instead of steps.
 
     Returns:
-        The alarms, the notable batches, and the steps at which the loss fell (a fall alone is not an alarm).
+        The alarms and the notable batches, and the steps at which the loss fell. A fall of the loss alone is not an
+            alarm.
     """
     alarms, judged = Alarms(), history.steps
     wanted, filling = _worth_judging(history, judged)
@@ -403,7 +407,7 @@ def judge(history: History) -> tuple[list[Alarm], list[int]]:
 
 
 def _of_policy(history: History) -> list[Alarm]:
-    """Return the alarms for a policy's metrics. The rules count steps, as one record may average several steps."""
+    """Return the alarms for a policy's metrics. These rules count steps, because a record may average several steps."""
     rows: dict[int, list[Row]] = {}
     for key in history.series:
         for row in history.rows_of(key) if key[1] in POLICY else ():
@@ -416,12 +420,12 @@ def _of_policy(history: History) -> list[Alarm]:
 
 
 def _worth_judging(history: History, judged: Sequence[int]) -> tuple[Bools, Bools]:
-    """Return the records of a long history that the rules read, and which of these records only serve as earlier
-    values.
+    """Return the records of a long history that the rules read. Also return which of these records only serve as
+    earlier values.
 
-    Rules take microseconds per value. So Lamina selects the records near each step at which the loss moves, or at which
-    a gradient is not finite, is zero, is twice the earlier median and five deviations away from it, or differs from the
-    other layers' gradients.
+    Rules take microseconds per value, so Lamina selects the records near steps at which something may be wrong. At such
+    a step, the loss moves, or a gradient is not finite, is zero, is far above its earlier median (by a factor of 2 and
+    by five deviations), or differs from the other layers' gradients.
     """
     layered = {key: series for key, series in history.series.items() if key[1] == "gradient_norm"}
     count, many = sum(len(steps) for steps, _ in layered.values()), len(judged) > _MANY
@@ -459,7 +463,7 @@ def _worth_judging(history: History, judged: Sequence[int]) -> tuple[Bools, Bool
 
 
 def _moves(losses: Floats) -> Ints:
-    """Return where losses are not finite, or where later losses differ from earlier losses by more than the noise."""
+    """Return the positions at which losses are not finite, or change by more than their noise."""
     window, ahead = np.lib.stride_tricks.sliding_window_view, LAG
     finite = np.isfinite(losses)
     if len(losses) < WINDOW + 2 * ahead or not finite.any():
@@ -474,8 +478,8 @@ def _moves(losses: Floats) -> Ints:
 
 
 def _rose(alarm: Alarm, losses: Mapping[int, float], calm: Sequence[int]) -> bool:
-    """Return whether a loss that left its noise has risen: by more than its usual drift, above most of the earlier
-    losses, and not because the learning rate restarted.
+    """Return whether a loss with an alarm has risen. A rise exceeds the loss's usual drift and most earlier losses, and
+    it does not follow a restart of the learning rate.
     """
     steps = sorted(losses)
     at = bisect_left(steps, alarm.step)
@@ -488,10 +492,10 @@ def _rose(alarm: Alarm, losses: Mapping[int, float], calm: Sequence[int]) -> boo
 
 
 def import_history(path: Path, folder: Path, run: str = "") -> History:
-    """Write a history into ``folder`` as the records of a watched run, with the rules' alarms.
+    """Convert a history to the records of a watched run in ``folder``, with the rules' alarms.
 
-    If a history has gaps, the rules count records. Lamina replaces the files of an earlier import. Raises UserError if
-    ``read_history`` does, or if another job wrote the folder.
+    Lamina replaces the files of an earlier import. Raises UserError as ``read_history`` does, or if another job wrote
+    the folder.
     """
     history = read_history(path, run)
     judged, rates, losses = history.steps, history.values(RATE), history.values(LOSS)

@@ -15,11 +15,13 @@ STEPS = (
     "num_updates", "current_steps", "optimizer_step", "train_step", "step", "steps", "iteration", "iterations",
     "iter", "iter_num", "time_batch", "batch", "ba", "update", "updates", "timestep", "_step", "progress_bar",
 )  # fmt: skip
-"""Names of columns of steps, in the form of ``plain``. If a table has several, Lamina takes the first of this list."""
+"""Names of columns with steps, as ``plain`` writes names. If a table has several of these columns, the first name in
+this list wins.
+"""
 EPOCHS = ("epoch", "train_epoch", "ep", "pass")
-"""Names of columns of epochs. If a record has no steps, its epochs are the steps."""
+"""Names of columns with epochs. If a record has no steps, the epochs are the steps."""
 EPOCH_STEPS = "_steps of an epoch"
-"""The name under which a console's steps in an epoch are kept."""
+"""The name of the series with the number of steps in an epoch, for a console's lines."""
 RUNS = ("run", "run_name", "run_id", "runid", "experiment", "trial_id")
 """Names of columns that distinguish runs."""
 TIMES = ("timestamp", "_timestamp", "_runtime", "wall_time", "time", "created_at")
@@ -44,7 +46,7 @@ _SIDE = _set(
 _NO_LOSS = _set("scale scaler weight weights coef coefficient ratio std var slope patience delta gap num count")
 _RATED = {"lm": 0, "language": 0, "ce": 1, "cross": 1, "xent": 1, "nll": 2}
 _PART = 5
-"""The rank of a loss that may be a part of another loss."""
+"""The rank of a loss that may be only a part of the total loss, such as box_loss."""
 _UNCLIPPED = _set("raw unclipped before pre preclip unclip")
 _CLIPPED = _set("after clipped post postclip")
 _POWERS = _set("l2 2norm 0 1 2")
@@ -58,8 +60,8 @@ OTHER = _set("epoch eval val valid validation test system perf time wall timesta
 
 
 class Whole(NamedTuple):
-    """A series of the whole model: its metric, and a rank. If several series have the same metric, Lamina takes the
-    series with the lowest rank.
+    """A metric of the whole model, and a series' rank. Of several series with this metric, Lamina takes the series with
+    the lowest rank.
     """
 
     metric: str
@@ -75,7 +77,7 @@ def words_of(name: str) -> list[str]:
 
 @cache
 def step_rank(name: str) -> int | None:
-    """Return the rank of a column of steps by its name (the lowest rank is the best); None for any other column."""
+    """Return the rank of a column with steps (the lowest rank is the best). Return None for any other column."""
     if (known := plain(name)) in STEPS:
         return STEPS.index(known)
     words = words_of(name)
@@ -85,13 +87,13 @@ def step_rank(name: str) -> int | None:
 
 @cache
 def plain(name: str) -> str:
-    """Return a column's name with an underscore for each character that is neither a letter nor a digit."""
+    """Return a column's name in lower case. Characters that are not letters or digits become underscores."""
     return re.sub(r"[^a-z0-9]+", "_", name.lower()).removesuffix("_")
 
 
 @cache
 def whole(name: str) -> Whole | None:
-    """Return the series of the whole model that a name stands for; None if the name stands for no such series."""
+    """Return the whole model's metric that a name means; None for any other name."""
     words = words_of(name)
     if not words or _HELD_OUT & set(words):
         return None
@@ -99,19 +101,19 @@ def whole(name: str) -> Whole | None:
 
 
 def is_whole_loss(name: str) -> bool:
-    """Return whether a name stands for the task's training loss, or a part of it."""
+    """Return whether a name means the task's training loss, or a part of this loss."""
     return (known := whole(name)) is not None and known.metric == LOSS
 
 
 def is_loss(name: str) -> bool:
-    """Return whether a name stands for a training loss: the task's loss, or an additional loss, such as a z loss."""
+    """Return whether a name means a training loss: the task's loss, or an additional loss such as a z loss."""
     words = set(words_of(name))
     named = bool(words & {"loss", "losses"}) and not words & (_HELD_OUT | _NO_LOSS | _GRADIENT)
     return named or is_whole_loss(name)
 
 
 def are_opposed(name: str, others: Iterable[str]) -> bool:
-    """Return whether one of several losses is the loss of a discriminator, which trains against the other losses."""
+    """Return whether any loss belongs to a GAN's discriminator, which trains against the other losses."""
     losses = {other: set(words_of(other)) for other in filter(is_loss, {name, *others})}
     named = any(words & _set("disc discriminator") for words in losses.values())
     sides = (_set("g gen generator"), _set("d dis"))
@@ -120,7 +122,7 @@ def are_opposed(name: str, others: Iterable[str]) -> bool:
 
 def parts_of(name: str, others: Collection[str]) -> list[str]:
     """Return the names of a loss's parts, which differ in one word (box_loss, cls_loss, dfl_loss). The list is empty if
-    ``name`` is a total, if the parts are trained against each other, or if there are fewer than three parts.
+    ``name`` is a total loss, if the losses belong to a GAN, or for fewer than three parts.
     """
     if (known := whole(name)) is None or known.rank != _PART or are_opposed(name, others):
         return []
@@ -192,7 +194,7 @@ _SETTING = re.compile(r"(?:.*/)?(?:grad(?:ient)?|weight|param(?:eter)?)s?_[a-z_]
 
 @cache
 def parameter_of(name: str) -> tuple[str, str] | None:
-    """Return the metric of a parameter's series, and the parameter's name; None if it is not a parameter's series.
+    """Return the metric and the parameter in the name of a parameter's series. Return None for any other series.
 
     The metric may come before the parameter's name (gradients/NAME, grad/norm/NAME, l2_norm/grad/NAME,
     params/norm/NAME), or after it (NAME/grad_norm, NAME.grad).
@@ -212,7 +214,7 @@ def _inner(name: str) -> str:
 
 
 def best(names: Mapping[str, tuple[Whole, int]]) -> str:
-    """Choose one of several series with the same metric. Each series comes with its rank and its number of values."""
+    """Choose one of several series with the same metric. ``names`` maps a series to its rank and number of values."""
     most = max(length for _, length in names.values())
     long = [name for name, (_, length) in names.items() if 2 * length >= most]
     if {3, 4} & (ranks := {names[name][0].rank for name in long}) and 5 in ranks:  # of a sum, a part's CE is no whole

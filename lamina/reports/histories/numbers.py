@@ -1,4 +1,4 @@
-"""Numbers as people write them: with thousands separators, with a decimal comma, as 12k, or as a histogram."""
+"""Read numbers in all forms: 1,000, a decimal comma, 12k, or a histogram."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
 Bins: TypeAlias = Any
-"""part of a histogram, as W&B writes it"""
+"""A part of a histogram in W&B's form."""
 
 NUMBER = r"[-+]?(?:\d+(?:[.,]\d+)+|\d+\.?|\.\d+)(?:[eE][-+]?\d+)?(?:[kKMB](?![\w/]))?|[-+]?(?:nan|inf(?:inity)?)\b"
 WHOLE = r"\d+(?:,\d{3})*(?:\.(?:0+|\d+(?=[eEkM])))?(?:[eE]\+?\d+)?(?:[kKM](?=it|\b))?(?!\.?\d)"
-"""A step: 1,000, 1.0e+02 and 12k are whole numbers, too; 0.17, which is a time, is none."""
+"""A step. 1,000, 1.0e+02 and 12k are whole numbers. 0.17 is not a whole number but a time."""
 
 _SUFFIXES = {"k": 1e3, "m": 1e6, "b": 1e9}
 _THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d*)?(?:[eE][-+]?\d+)?")
@@ -41,12 +41,12 @@ def _written(text: str) -> float | None:
 
 
 def is_numeric(text: str) -> bool:
-    """Return whether a text is a number, with a decimal comma or a point."""
+    """Return whether a text is a number, with a decimal comma or a decimal point."""
     return number_of(text) is not None or has_comma(text)
 
 
 def has_comma(value: str) -> bool:
-    """Return whether a text is a number with a comma, which ``with_commas`` reads."""
+    """Return whether a text is a number with a comma. ``with_commas`` reads such numbers."""
     text = value.strip()
     return _COMMA.fullmatch(text) is not None or _SURE_THOUSANDS.fullmatch(text) is not None
 
@@ -54,15 +54,15 @@ def has_comma(value: str) -> bool:
 def with_commas(
     texts: Mapping[str, Sequence[str]], *, whole: Collection[str], points: bool
 ) -> Mapping[str, list[float] | None]:
-    """Return the numbers in texts with a comma, by column; None if the comma may be a decimal comma or a thousands
-    separator.
+    """Return each column's numbers from texts with a comma. Return None for a column whose commas may have either
+    meaning.
 
-    2,31 has a decimal comma, and 1,000.5 has a comma between thousands. The comma in 2,310 may be either. Lamina
-    decides by the other numbers of its column, or otherwise by the numbers of other columns.
+    A comma is a decimal comma (2,31) or a thousands separator (1,000.5). In 2,310, the comma may have either meaning.
+    Other numbers in the column decide the meaning, or otherwise numbers in other columns.
 
     Args:
-        texts: texts with a comma, by the column's name.
-        whole: columns of whole numbers.
+        texts: the texts with a comma in each column.
+        whole: the columns that hold whole numbers.
         points: whether other numbers in the file have a decimal point.
     """
     signs = {name: {sign for text in column if (sign := _sign(text))} for name, column in texts.items()}
@@ -77,7 +77,7 @@ def with_commas(
 
 
 def _sign(text: str) -> str:
-    """Return a number's decimal sign (comma or point); empty if the number's comma may be of either kind."""
+    """Return a number's decimal sign (comma or point); "" if the number's comma may have either meaning."""
     text = text.strip()
     return "." if _SURE_THOUSANDS.fullmatch(text) else "" if _MAYBE.fullmatch(text) else ","
 
@@ -89,7 +89,7 @@ def _read(text: str, sign: str) -> float | None:
 
 
 def _norm_of_bins(histogram: Mapping[str, Bins]) -> float | None:
-    """Return the norm of values in bins, as if they were uniform in each: E[x^2] = middle^2 + width^2 / 12."""
+    """Return the norm of values in bins. Values count as uniform within a bin: E[x^2] = middle^2 + width^2 / 12."""
     counts, edges, packed = histogram.get("values"), histogram.get("bins"), histogram.get("packedBins")
     if not isinstance(counts, list):
         return None

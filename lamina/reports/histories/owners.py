@@ -1,7 +1,8 @@
-"""Find a parameter's layer, sub-layer and role from the names of all parameters of its model.
+"""Find each parameter's layer, sub-layer and role from the names of all parameters.
 
-A layer holds an attention and a feed-forward. The layer's index is the last number that their names share. So Lamina
-recognizes stages (layers.0.blocks.1) and stacks (encoder.block.0.layer.1) without a list of models.
+A layer is a module with an attention sub-layer and a feed-forward sub-layer. The layer's index is the last number that
+the sub-layers' names share. So Lamina needs no list of models to recognize stages (layers.0.blocks.1) and stacks
+(encoder.block.0.layer.1).
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ _OUTSIDE = {
 
 @cache
 def _kind(part: str) -> str | None:
-    """Return the kind of sub-layer that a module's name means."""
+    """Return a module's kind of sub-layer (attention or feed_forward) from the module's name."""
     return next((kind for kind, words in _KINDS.items() if re.fullmatch(words, part.lower())), None)
 
 
 def parts_of(name: str) -> Parts | None:
-    """Return the parts of a parameter's name, with numbers as separate parts ("layers_0" has two); None if it is not a
-    parameter's name.
+    """Return the parts of a parameter's name; None for any other name. Numbers are separate parts, so "layers_0" has
+    two parts.
     """
     parts: list[str] = []
     for part in re.split(r"[./]", re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", name).strip(". ")):
@@ -61,7 +62,7 @@ class Places:
     """The layer, sub-layer and role of each parameter of a model.
 
     Attributes:
-        owners: a parameter's layer, sub-layer and role, by its name. A missing name is not a parameter's name.
+        owners: the layer, sub-layer and role of each parameter, by the parameter's name.
         layers: the path of each layer in the model, by the layer's number.
     """
 
@@ -107,7 +108,9 @@ def places_of(names: Iterable[str]) -> Places:
 
 
 def _joined(split: dict[str, Parts]) -> dict[str, Parts]:
-    """Rename parameters in parallel lists of attentions and feed-forwards (attentions.0, ffns.0), as if in layers."""
+    """Rename parameters in parallel lists of sub-layers (attentions.0, ffns.0), as if the model had one list of layers
+    with both sub-layers.
+    """
     beside: dict[Parts, set[str | None]] = defaultdict(set)
     first = {name: numbers[0] for name, parts in split.items() if (numbers := _numbers(parts)) and numbers[0]}
     for name, at in first.items():
@@ -137,7 +140,9 @@ def _layer(parts: Parts, layers: Container[Parts], lists: Collection[Parts], aro
 
 
 def _counted(paths: Iterable[Parts]) -> dict[Parts, int]:
-    """Number layers from 0, one stack after another: by the names' numbers, or in order if stages have numbers, too."""
+    """Number layers from 0, one stack after another. Lamina uses the numbers in the names, or the order if stages have
+    numbers.
+    """
     numbers: dict[Parts, int] = {}
     begin = 0
     for _, stack in groupby(sorted(paths, key=_order), key=lambda path: _order(path)[:2]):

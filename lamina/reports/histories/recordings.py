@@ -1,5 +1,5 @@
-"""Turn the lines of a history into series with steps. Lamina finds the column with the steps, and the start of another
-run.
+"""Turn the lines of a history into series with steps. Lamina finds the column with the steps, and splits the lines into
+runs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Ints: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 Bools: TypeAlias = "np.ndarray[Any, np.dtype[np.bool_]]"
 Series: TypeAlias = tuple[Ints, Floats]
-"""steps, or numbers of lines, in order, and values"""
+"""Steps (or line numbers) in ascending order, and the values at these steps."""
 
 _MOST = 2**53  # the largest step: beyond it a float is no whole number
 _COVERED = 0.9  # of the lines that a column of steps must have, beside the best one
@@ -50,9 +50,9 @@ class Recording:
         form: the kind of file, in words.
         series: the series, by name.
         rows: the number of lines or steps.
-        clock: the name of the column with the steps; empty if Lamina counts lines.
+        clock: the name of the column with the steps; "" if Lamina counts lines.
         notes: lines for the user.
-        odd: the first text of each column without a number.
+        odd: for each column without numbers, the column's first text.
     """
 
     form: str
@@ -69,8 +69,8 @@ class Columns:
 
     Attributes:
         rows: the number of lines.
-        runs: texts in columns that distinguish runs, by name and line.
-        odd: the first text of each column without a number.
+        runs: the texts in columns such as run_name, which tell runs apart, by column and line.
+        odd: for each column without numbers, the column's first text.
     """
 
     form: str
@@ -81,10 +81,10 @@ class Columns:
 
 
 class _Column:
-    """A column that grows line by line: its numbers, texts that tell runs apart, numbers with a comma, and an odd text.
+    """A column that grows line by line. It collects numbers, numbers with a comma, runs' names and the first odd text.
 
     Attributes:
-        plain: whether every number is a value. Otherwise, it is a step, such as "601/2161", or a run's name.
+        plain: whether the column holds values, not steps (such as "601/2161") or runs' names.
     """
 
     def __init__(self, name: str):
@@ -115,7 +115,7 @@ class _Column:
 
 
 def of_lines(lines: Iterable[Mapping[str, object]], form: str) -> Columns:
-    """Collect the lines' values by column. Keep only numbers, and texts that distinguish runs."""
+    """Collect the lines' values by column. Keep only numbers, and texts that tell runs apart."""
     columns, known, row = Columns(form=form), dict[str, _Column](), -1
     for row, line in enumerate(lines):
         for name, value in line.items():
@@ -151,7 +151,7 @@ def of_lines(lines: Iterable[Mapping[str, object]], form: str) -> Columns:
 
 
 def _judged_inside(name: str, inner: Mapping[object, object]) -> Iterator[tuple[str, object]]:
-    """Yield the entries of a mapping in a cell, such as {"train": {"loss": 2.3}}, that are judged."""
+    """Yield the metrics and steps in a cell with a mapping, such as {"train": {"loss": 2.3}}."""
     for key, value in inner.items():
         path = f"{name}/{key}"
         if isinstance(value, Mapping):
@@ -163,7 +163,7 @@ def _judged_inside(name: str, inner: Mapping[object, object]) -> Iterator[tuple[
 def add_commas(columns: Columns, commas: Mapping[str, Sequence[tuple[int, str]]], *, points: bool) -> None:
     """Add the numbers with a comma to the columns.
 
-    Raises UserError for a loss or norm whose comma may be a decimal comma or a thousands separator.
+    Raises UserError if a comma in a loss or a norm may be a decimal comma or a thousands separator.
     """
     if not commas:
         return
@@ -175,7 +175,7 @@ def add_commas(columns: Columns, commas: Mapping[str, Sequence[tuple[int, str]]]
                 text = commas[name][0][1].strip()
                 raise UserError(
                     f"{name}: {text!r} may be {text.replace(',', '')} or {text.replace(',', '.')}, and no other number "
-                    "tells which. Write decimal points, and leave out thousands separators."
+                    "decides. Write decimal points, and leave out thousands separators."
                 )
             continue
         at, of = columns.values.get(name, _NOTHING)
@@ -185,7 +185,7 @@ def add_commas(columns: Columns, commas: Mapping[str, Sequence[tuple[int, str]]]
 
 
 def of_points(points: Iterable[tuple[str, int, float]], form: str) -> Recording:
-    """Collect points of (name, step, value). If a step comes twice, the last value counts."""
+    """Collect points of (name, step, value). If a series has a step twice, the last value counts."""
     by_name: dict[str, dict[int, float]] = {}
     for name, step, value in points:
         by_name.setdefault(name, {})[step] = value
@@ -210,7 +210,7 @@ def runs_of(columns: Columns) -> dict[str, Recording]:
 
 
 def _by_id(columns: Columns) -> dict[str, Columns]:
-    """Split a table by its ids of runs, and by the names before W&B's columns ("brave-sun-1 - train/loss")."""
+    """Split a table by its run ids, or by the run names before W&B's columns ("brave-sun-1 - train/loss")."""
     for marks in columns.runs.values():
         if len(names := dict.fromkeys(marks.values())) > 1:
             of = np.array([marks.get(line, "") for line in range(columns.rows)])
@@ -231,7 +231,7 @@ def _by_id(columns: Columns) -> dict[str, Columns]:
 
 
 def _of_lines(columns: Columns, chosen: Bools) -> Columns:
-    """Return the lines of a table for which ``chosen`` is true, with new line numbers."""
+    """Return a table's lines where ``chosen`` is true, with new line numbers."""
     count = np.cumsum(chosen) - 1
     values = {name: (count[at[chosen[at]]], of[chosen[at]]) for name, (at, of) in columns.values.items()}
     kept = {name: series for name, series in values.items() if len(series[0])}
@@ -239,7 +239,7 @@ def _of_lines(columns: Columns, chosen: Bools) -> Columns:
 
 
 def _by_start(columns: Columns) -> list[Recording]:
-    """Split a table where its steps start again."""
+    """Split a table into runs at the lines at which the steps start again."""
     notes = _count_on(columns)
     judged = np.zeros(columns.rows, bool)
     for name, (at, _) in columns.values.items():
@@ -265,7 +265,9 @@ def _by_start(columns: Columns) -> list[Recording]:
 
 
 def _count_on(columns: Columns) -> list[str]:
-    """Turn steps that restart in each epoch into total steps, by the printed length of an epoch. Return the notes."""
+    """Turn steps that restart in each epoch into total steps, with the printed number of steps in an epoch. Return the
+    notes.
+    """
     (at, steps), (known, of) = (columns.values.get(name, _NOTHING) for name in ("step", EPOCH_STEPS))
     epochs = next((series for name, series in columns.values.items() if plain(name) in EPOCHS), None)
     if epochs is None or not len(known) or not _is_whole(epochs[1]):
@@ -298,7 +300,7 @@ def _one(columns: Columns, steps: Ints, clock: str, notes: Sequence[str], first:
             gone = left
         if len(ordered):
             series[name] = (ordered, of[inside][kept][order])
-    again = f"the steps go back, so Lamina skips {gone} records whose steps come again later"
+    again = f"the steps go back, so Lamina skips {gone} records that later records replace"
     return Recording(
         form=columns.form,
         series=series,
@@ -310,7 +312,9 @@ def _one(columns: Columns, steps: Ints, clock: str, notes: Sequence[str], first:
 
 
 def _latest(steps: Ints) -> Bools:
-    """Return which values have no later value at the same step or, unless steps are shuffled, at an earlier step."""
+    """Return which values to keep. A later line with the same step, or with an earlier step, replaces a value. If the
+    steps are shuffled, only a later line with the same step replaces a value.
+    """
     if len(steps) < 2:
         return np.ones(len(steps), bool)
     back = np.diff(steps) < 0
@@ -323,7 +327,9 @@ def _latest(steps: Ints) -> Bools:
 
 
 def _clock(columns: Columns, lines: Ints) -> tuple[str, Ints]:
-    """Return the name of the column with the steps, and each line's step; "" and line numbers without such a column."""
+    """Return the name of the column with the steps, and each line's step. Without such a column, return "" and line
+    numbers.
+    """
     named = [(rank, name) for name in columns.values if (rank := step_rank(name)) is not None]
     epochs = next((series for name, series in columns.values.items() if plain(name) in EPOCHS), None)
     candidates = []
@@ -372,14 +378,14 @@ def _is_whole(values: Floats) -> bool:
 
 
 def _carried(series: Series, rows: int) -> Floats:
-    """Return a value for each line: the line's value, or the last value before the line."""
+    """Return a value for each line. A line without a value gets the last earlier value."""
     at, of = series
     last = np.searchsorted(at, np.arange(rows), side="right") - 1
     return of[np.maximum(last, 0)]
 
 
 def _starts(steps: Ints | Floats) -> list[int]:
-    """Return where steps start again: where they go back to the run's first steps."""
+    """Return the lines at which the steps go back to the run's first steps."""
     back = np.flatnonzero(np.diff(steps) < 0) + 1
     if len(back) > _SHUFFLED * len(steps):
         runs = np.diff(np.array([0, *back.tolist(), len(steps)]))

@@ -36,7 +36,7 @@ from lamina.reports.histories.unnamed import WALL, named_by_file, rows_of, shown
 logger = logging.getLogger(__name__)
 
 Proto: TypeAlias = Any
-"""A message of another tool's, or a table of its rows."""
+"""An object of another package, such as a W&B message or a pandas table."""
 
 _FILES = (
     "trainer_state.json",
@@ -50,7 +50,7 @@ _FILES = (
     "*metrics*.jsonl",
     "train_log.jsonl",
 )
-"""Files in the folders of trainers. Lamina reads the first file of this list that exists."""
+"""Patterns of files in trainers' folders. Lamina uses the first pattern that matches a file."""
 _TRACKED = ("*.wandb", "events.out.tfevents.*")
 _ZIPPED = b"\x1f\x8b"
 _SAID = 5.0  # seconds after which a reader says how far it is
@@ -58,8 +58,8 @@ _LARGE, _LONGEST = 2**20, 2**26  # bytes from which a file is read in pieces, an
 
 
 def recorded_in(folder: Path) -> Path | None:
-    """Return the path to read in another tool's folder: a trainer's file, or the folder itself for a tracker's
-    files.
+    """Return the path to read in another tool's folder. It is a trainer's file, a database, or a folder with W&B's or
+    TensorBoard's files.
     """
     if (folder / CONFIG).exists() and (folder / "layers").exists():
         return None
@@ -94,7 +94,7 @@ def tracked(folder: Path) -> list[Path]:
 
 
 def read_runs(path: Path) -> dict[str, Recording]:
-    """Read the runs, by name, in a file, a folder or ("-") a pipe. Raises UserError if Lamina cannot read them."""
+    """Return the runs in a file, a folder or a pipe ("-"), by name. Raises UserError if Lamina cannot read the path."""
     try:
         if path.suffix == ".ipynb":
             return _notebook(path)
@@ -173,7 +173,7 @@ def _text(data: bytes) -> str:
 
 
 def _of_text(data: bytes, name: str) -> Columns:
-    """Read a text by what it holds: JSON, JSON lines, a table, or a console's lines."""
+    """Read a text as JSON, JSON lines, a table or a console's lines, whichever fits."""
     text = _text(data)
     start = text.lstrip()[:1]
     if start in ("{", "["):
@@ -211,8 +211,8 @@ _YOLO_LOSSES = frozenset(("box", "obj", "cls", "dfl", "seg", "total"))
 
 
 def _below_headers(lines: Iterable[str]) -> Iterator[Mapping[str, object]]:
-    """Yield the rows below headers with a loss, as Ultralytics prints. Of a row that a progress bar overwrites, keep
-    the last.
+    """Yield the rows below headers with a loss, as Ultralytics prints them. If a progress bar printed a row several
+    times, keep the last print.
     """
     names, row = list[str](), dict[str, str]()
     for line in lines:
@@ -233,7 +233,7 @@ def _below_headers(lines: Iterable[str]) -> Iterator[Mapping[str, object]]:
 
 
 def _long(path: Path) -> Columns | None:
-    """Read a large file of JSON lines one after another; None if the file has another format."""
+    """Read a large file of JSON lines line by line. Return None for another format."""
     with path.open(encoding="utf-8-sig", errors="replace") as file:
         first = file.readline(_LONGEST)
         if not first.startswith("{") or not first.endswith("}\n") or next(_json_lines([first]), None) is None:
@@ -260,7 +260,9 @@ def _json_lines(lines: Iterable[str]) -> Iterator[Mapping[str, object]]:
 
 
 def _records(data: object, name: str) -> Iterator[Mapping[str, object]]:
-    """Yield the records in JSON: a list, columns, a form of pandas or TensorBoard, or a mapping with one of these."""
+    """Yield the records in JSON. Lamina reads lists of records, columns, pandas' and TensorBoard's forms, and mappings
+    with such data.
+    """
     if isinstance(data, Mapping):
         for inner in ("log_history", "history", "data", "records", "metrics", "logs"):
             if isinstance(data.get(inner), list | Mapping):
@@ -330,7 +332,7 @@ def _cells(line: str, separator: str) -> list[str]:
 
 
 def _spaced(text: str) -> str | None:
-    """Replace the spaces between columns by tabs in a table such as fastai's; None for any other text."""
+    """Return a table such as fastai's with tabs instead of spaces between columns. Return None for any other text."""
     lines = [line for line in text.splitlines() if line.strip()]
     lines[:1] = [_TWO_WORDS.sub(r"\1_", line) for line in lines[:1]]
     for gap in (r"\s{2,}", r"\s+"):
@@ -342,14 +344,14 @@ def _spaced(text: str) -> str | None:
 
 
 def _not_a_table(text: str) -> str:
-    """Return why a text with a table's header is no table: decimal commas split its cells. Otherwise, return ""."""
+    """Return a sentence if decimal commas split the cells of a table. Otherwise, return ""."""
     first, second = (*text.splitlines()[:2], "", "")[:2]
     header = _header(first)
     if header is None or header[0] != "," or not (cells := _cells(second, ",")) or len(cells) <= len(header[1]):
         return ""
     return (
-        f"the first row has {len(cells)} cells and the header {len(header[1])}. If its numbers have decimal commas, "
-        "write decimal points, or separate the cells by ';'. The text is "
+        f"the first row has {len(cells)} cells, but the header has {len(header[1])} cells. If the row's numbers have "
+        "decimal commas, write decimal points, or separate the cells by ';'. The text is "
     )
 
 
@@ -427,11 +429,11 @@ def _numbers(words: Proto, present: np.ndarray) -> Proto:
 
 
 class _Reading:
-    """Reports on standard error how much of a large file Lamina has read.
+    """The progress of reading a large file, which Lamina reports on standard error.
 
     Args:
         name: the file's name.
-        size: the file's size, in the same unit as the argument of ``say``.
+        size: the file's size, in the unit of ``say``'s argument.
     """
 
     def __init__(self, name: str, size: int):
@@ -487,9 +489,10 @@ _WHOLE_RECORD, _LAST_PART = 1, 4
 
 
 def _records_of(data: bytes) -> Iterator[bytes]:
-    """Yield the records of W&B's file, LevelDB's log format: parts of a checksum, a length, a kind, and the bytes.
+    """Yield the records of W&B's file, which has LevelDB's log format. A record's parts hold a checksum, a length, a
+    kind and bytes.
 
-    A part never crosses a block. An incomplete last record, of a run that has not ended, is left out.
+    A part never crosses a block. Lamina skips an incomplete last record, which a running job writes.
     """
     if not data.startswith(b":W&B"):
         raise ValueError("no file of W&B's")

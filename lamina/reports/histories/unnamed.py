@@ -1,4 +1,4 @@
-"""Read numbers without names by the name of their file, and find what a notebook has printed."""
+"""Read numbers without column names by the file's name, and find the texts that a notebook has printed."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from lamina.reports.histories.numbers import number_of
 from lamina.reports.histories.recordings import Columns
 
 Cell: TypeAlias = Any
-"""a cell of a notebook"""
+"""A notebook's cell."""
 
 WALL = 1e9  # seconds since 1970: a time, and no step
 _VALUES = {"value", "values", "train", "training", "y"}
-"""Names that do not tell which quantity the column holds."""
+"""Column names that do not name a quantity."""
 
 
 def named_by_file(columns: Columns, stem: str) -> Columns:
-    """If a file's name means a loss, give this name to the table's only column of values (TensorBoard writes Value)."""
+    """If a file's name means a loss, give this name to the table's only column of values. TensorBoard calls this column
+    Value.
+    """
     if whole(stem) is None or any(whole(name) or parameter_of(name) for name in columns.values):
         return columns
     named = [name for name in columns.values if _VALUES.issuperset(words_of(name) or [name])]
@@ -35,7 +37,7 @@ def named_by_file(columns: Columns, stem: str) -> Columns:
 
 
 def rows_of(lines: Sequence[str]) -> list[list[str]]:
-    """Return the cells of lines that hold only numbers, the same count in each line; empty for any other text."""
+    """Return the cells of lines with only numbers and equally many cells. Return an empty list for any other text."""
     if not lines or number_of(re.split(r"[\s,;|]+", lines[0].strip())[0]) is None:  # most texts
         return []
     rows = [re.split(r"[\s,;|]+", line.strip()) for line in lines]
@@ -44,10 +46,10 @@ def rows_of(lines: Sequence[str]) -> list[list[str]]:
 
 
 def without_names(rows: Sequence[Sequence[object]], stem: str) -> Iterator[Mapping[str, object]]:
-    """Yield the records in rows of numbers. The file's name must mean a loss. Exactly one column must be neither times
-    nor steps (whole numbers that rise).
+    """Yield the records in rows of numbers. The file's name must mean a loss. Apart from times and steps (rising whole
+    numbers), the rows must have exactly one column.
 
-    Raises UserError for other numbers.
+    Raises UserError for any other rows.
     """
     columns = [[number_of(cell) for cell in column] for column in zip(*rows, strict=True)]
     count = f"{len(columns)} column{'s' * (len(columns) > 1)} of numbers without names"
