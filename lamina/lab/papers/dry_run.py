@@ -178,7 +178,9 @@ def _counted(settings: PretrainSettings, counts: dict[str, tuple[int, int, float
 
 
 def _resolved(settings: PretrainSettings) -> tuple[PreTrainedConfig, Plan, Objective, int, int]:
-    """Return a trial's backbone, plan, objective, vocabulary size (0 if it reads no text) and tokens per item."""
+    """Return a trial's backbone, plan, objective, vocabulary size (0 for a trial that reads no text) and tokens per
+    item.
+    """
     from lamina.training.objectives.objective import objective_of
     from lamina.training.objectives.text import TextObjective, with_vocabulary
     from lamina.training.resolve import backbone_config

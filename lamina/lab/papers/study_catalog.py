@@ -49,7 +49,7 @@ ENGINE = {
     "pause_step": "steps, which end a trial with its schedule",
     "push_to_hub": "a push of the trial's model by hand",
 }
-"""The settings of a trial that a study cannot set, and the option to use in place of each."""
+"""Maps each setting that a study cannot set to the option that replaces the setting."""
 TAKEN = frozenset(
     (
         *(*columns.names(), "key", "tuned", "at_edge", STAGE, "candidate"),
@@ -108,8 +108,8 @@ class Tuning:
         rule: the rule that chooses a setting's learning rate: ``best``, or ``one-se`` for the lowest rate whose loss is
             equally good within the noise.
         widen: how often Lamina widens a sweep whose best learning rate is at the edge.
-        also: a mapping from a label on an axis to another label. Arms with the first label also train, with all seeds,
-            at the best rate of the arms with the second label, because the papers compare at one learning rate.
+        also: a mapping from a label on an axis to another label. Arms with the first label also train at the best rate
+            of the arms with the second label, with all seeds. The papers compare at one learning rate.
         settings: other settings for the tuning seeds' trials, such as fewer steps.
     """
 
@@ -125,7 +125,7 @@ class Tuning:
         return seeds[: self.seeds] if isinstance(self.seeds, int) else self.seeds
 
     def other(self, values: Mapping[str, str]) -> dict[str, str] | None:
-        """Return the values of the other arm whose best learning rate this arm also uses (None: no such arm)."""
+        """Return the values of the arm from which this arm takes a learning rate, or None without such an arm."""
         for axis, label in values.items():
             if label in self.also:
                 return {**values, axis: self.also[label]}
@@ -141,8 +141,8 @@ class Stage:
         job: the job of the stage's trials, a name in ``TRIAL_JOBS``.
         settings: the settings of the stage's trials.
         inputs: a mapping from a setting to the stage whose model this setting takes.
-        of: values of axes. The stage runs only for the arm with these values, and the later stages of all arms use this
-            arm's model. So all arms may share a reward model. If ``of`` is empty, the stage runs for every arm.
+        of: values of axes. The stage runs only for the arm with these values. The later stages of all arms use this
+            arm's model, such as a shared reward model. If ``of`` is empty, the stage runs for every arm.
         skip: patterns of axis values. For matching arms, Lamina leaves out the stage and all stages that need it.
         measures: the training records to keep, as "records/NAME".
         folder: the folder of the study's file. Files that begin with ``./`` are relative to this folder.
@@ -198,7 +198,7 @@ class Scale:
         stages: the jobs that start from the models of the scale's trials.
         needs: the reason why this scale cannot decide the claims, or "".
         looks: the number of times that somebody has judged the study, each time with more seeds. Lamina multiplies the
-            corrected p values by this number.
+            corrected p values by ``looks``.
         folder: the folder of the study's file. Placements that begin with ``./`` are relative to this folder.
     """
 
@@ -222,7 +222,7 @@ class Scale:
 
     @property
     def tuning_seeds(self) -> tuple[int, ...]:
-        """The seeds with which Lamina chooses each arm's learning rate. Without tuning, there are none."""
+        """The seeds with which Lamina chooses each arm's learning rate (empty without tuning)."""
         return () if self.tuning is None else self.tuning.sweep(self.seeds)
 
     @property
@@ -296,13 +296,13 @@ class _Entries:
         return value
 
     def text(self, key: str, default: str | None = None) -> str:
-        """Return an entry that must be a text. If it is missing, return ``default``."""
+        """Return an entry that must be a text. If the entry is missing, return ``default``."""
         if not isinstance(value := self.data.get(key, default), str):
             raise self.refused(key, value, "a text")
         return value
 
     def mappings(self, key: str) -> tuple[Json, ...]:
-        """Return an entry that must be a list of mappings. If it is missing, return an empty list."""
+        """Return an entry that must be a list of mappings. If the entry is missing, return an empty list."""
         value = self.data.get(key, ())
         if not isinstance(value, list | tuple) or not all(isinstance(entry, Mapping) for entry in value):
             raise self.refused(key, value, "a list of mappings")
@@ -386,7 +386,7 @@ def _read_scale(where: str, name: str, data: object, folder: Path) -> Scale:
         for setting in settings:
             if setting in decided:
                 where_in_file = f"{where}: {where_in_file}: {setting}"
-                raise UserError(f"{where_in_file}: the study or its engine decides it. Use {decided[setting]}.")
+                raise UserError(f"{where_in_file}: the study or its engine sets this value. Use {decided[setting]}.")
     scale = Scale(
         name=name,
         job=job,
@@ -521,7 +521,7 @@ def _read_measures(entries: _Entries) -> dict[str, tuple[str, ...]]:
 def _read_stages(scale: _Entries, first: str, axes: Axes, folder: Path) -> tuple[Stage, ...]:
     """Read the stages under ``then``. ``first`` is the label of the trials before the stages.
 
-    Raises UserError that names the stage and the field.
+    Raises UserError with the names of the stage and the field.
     """
     stages: dict[str, Stage] = {}
     listed = scale.mapping("then")

@@ -256,7 +256,7 @@ def prompts(rows: Dataset, *, turns: bool) -> Dataset:
 
 
 def unfit(row: Fields, form: Sequence[str]) -> str:
-    """Return the reason why Lamina cannot train on a row in TRL's form, or "" if Lamina can train on it."""
+    """Return the reason why Lamina cannot train on a row in TRL's form, or "" for a usable row."""
     for name in form:
         value = row[name]
         if isinstance(value, str):
@@ -375,7 +375,7 @@ TEMPLATES = {
     "chat": _template(_BREAK + " + 'User: ' + message.content + '\n\nAssistant:'", "' ' + message.content + eos_token"),
     "plain": _template("message.content + '\n'", "message.content + eos_token"),
 }
-"""Jinja templates by name. The text before an answer is equal with and without the answer."""
+"""Jinja templates by name. The text before an answer does not depend on the answer."""
 CHOICES = ("auto", "none", "tokenizer", *TEMPLATES)
 
 

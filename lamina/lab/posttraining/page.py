@@ -54,8 +54,8 @@ CURVES = (
 )  # fmt: skip
 _LOSS_ALONE = "The training loss, averaged since the last record. To judge a policy, read its reward and KL instead."
 _FRONTIER = (
-    "Each point shows an evaluation's KL and held-out reward, and its label is the step. Compare policies at equal KL, "
-    "because at equal steps a policy whose logits change faster has an advantage."
+    "Each point shows an evaluation's KL and held-out reward. The point's label is the step. Compare policies "
+    "at equal KL, because at equal steps a policy whose logits change faster has an advantage."
 )
 MEASURES = {
     "status": ("status", ""),

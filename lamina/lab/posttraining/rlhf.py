@@ -69,8 +69,8 @@ class PolicyTrainer(TunedTrainer, _Online):
     Args:
         rewards: the rewards of answers, not clipped.
         clip: the largest magnitude of a reward. 0 means no clipping.
-        beta: the factor on the KL. While Lamina constructs the trainer, TRL's argument ``beta`` is 0, because TRL would
-            otherwise load the reference model by name.
+        beta: the factor on the KL. TRL's argument ``beta`` is 0 during construction. Otherwise, TRL would load the
+            reference model by name.
         reference: the frozen model from which the policy starts. With LoRA, the reference is the policy without LoRA's
             matrices.
     """
@@ -244,7 +244,9 @@ class ReMaxTrainer(RlooTrainer):
         return output
 
     def _logps(self, model: Passed, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return the log-probabilities of the answers' tokens, [answers, tokens]. At masked tokens, they are 0."""
+        """Return the log-probabilities of the answers' tokens, [answers, tokens]. The log-probabilities of masked
+        tokens are 0.
+        """
         ids, mask = (torch.cat([inputs[f"prompt_{n}"], inputs[f"completion_{n}"]], dim=1) for n in ("ids", "mask"))
         return self._get_per_token_logps_and_entropies(model, ids, mask, inputs["completion_ids"].shape[1])[0]
 
@@ -337,8 +339,8 @@ class PolicyOptimization(TuningStage[RlhfSettings]):
         self.judges = make_rewards(settings, self.start)
         if settings.max_answer >= longest:
             raise UserError(
-                f"max_answer: {settings.max_answer} leaves no room for a prompt in {longest} tokens. Lower it, or "
-                "raise --sequence-length."
+                f"max_answer: {settings.max_answer} leaves no room for a prompt in {longest} tokens. Lower max_answer, "
+                "or raise --sequence-length."
             )
         return self.judges.digest
 
@@ -415,7 +417,7 @@ class PolicyOptimization(TuningStage[RlhfSettings]):
 class PromptOrder(TrainOrder):
     """The order of the prompts for TRL's online trainers. Each prompt occurs ``copies`` times in a row.
 
-    TRL forms groups of ``steps_per_generation`` micro-batches (default: a step's micro-batches). It generates answers
+    TRL forms groups of ``steps_per_generation`` micro-batches (default: a step's micro-batches). TRL generates answers
     only at a group's first micro-batch, and trains on the answers ``num_iterations`` times. TRL ignores the prompts of
     the other micro-batches in the group.
     """

@@ -64,8 +64,7 @@ PRESETS: dict[str, Mapping[str, object]] = {
         "best_by": "loss",
     },
 }
-"""Settings of published recipes for `lamina sft`, by name. A recipe names no dataset if the hub lacks its dataset.
-"""
+"""Settings of published recipes for `lamina sft`, by name. A recipe names a dataset only if the hub has the dataset."""
 
 
 LORA = (
@@ -76,13 +75,13 @@ LORA = (
 
 
 def of_hub(source: str) -> bool:
-    """Return whether a source names a dataset on the hub as OWNER/NAME, and no file or folder has this name."""
+    """Return whether a source is OWNER/NAME on the hub, and not the name of a file or folder."""
     named = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source) is not None
     return named and not re.search(_FILES, source) and not Path(source).exists()
 
 
 class DataSettings(Settings, group="data"):
-    """The settings that name the examples and say how to convert them to text."""
+    """The settings of the examples and of their conversion to text."""
 
     data: str | None = setting(
         None,
@@ -99,8 +98,8 @@ class DataSettings(Settings, group="data"):
     eval_examples: int = setting(256, "maximum number of held-out examples per evaluation (0 for all)", at_least(0))
     template: str = setting(
         "auto",
-        "prompt or chat template: tokenizer (the tokenizer's), alpaca, human, chat, plain, none, a Jinja file, or auto "
-        "(the tokenizer's if it has one, otherwise alpaca or chat; plain texts get none)",
+        "prompt or chat template: tokenizer (from the tokenizer), alpaca, human, chat, plain, none, a Jinja file, or "
+        "auto (tokenizer if possible, otherwise alpaca or chat; none for plain texts)",
         place,
     )
     sequence_length: int | None = setting(
@@ -345,8 +344,8 @@ class RlhfSettings(TuningSettings):
     )
     reward_weights: str | None = setting(
         None,
-        "comma-separated factors by which Lamina multiplies the rewards before it adds them: first for the reward "
-        "models, then for the functions (default: 1 each)",
+        "comma-separated weights of the rewards in the sum: first for the reward models, then for the functions "
+        "(default: 1 each)",
         factors,
     )
     reward_timeout: float = setting(
@@ -384,7 +383,7 @@ class RlhfSettings(TuningSettings):
             self.refuse_unused("reward_timeout", allowed="with --reward-function")
         if self.epsilon > 1e-5:
             raise UserError(
-                f"epsilon: {self.epsilon:g} is too large for Adam's epsilon. Give at most 1e-05; to set the clip, "
+                f"epsilon: {self.epsilon:g} is too large for Adam's epsilon. Give at most 1e-05. To set the clip, "
                 "use trl.epsilon."
             )
         if self.algorithm == "remax" and self.num_generations != 2:

@@ -75,7 +75,7 @@ class Start:
     attention: str = "auto"
 
     def policy(self, ends: Sequence[int] = ()) -> PreTrainedModel:
-        """Return the policy. It stops generating at the end tokens of the model, the tokenizer and the template
+        """Return the policy. The policy stops at the end tokens of the model, the tokenizer and the template
         (``ends``).
         """
         if self.plan is not None:
@@ -178,7 +178,7 @@ def find_start(settings: TuningSettings, head: str = "causal_lm") -> Start:
 
 
 def _check_writes(config: PreTrainedConfig, plan: Plan | None, path: str, head: str) -> None:
-    """Raise UserError if the model generates no text, or transformers lacks this model type with the job's head."""
+    """Raise UserError if the model generates no text, or transformers has no model of this type with this head."""
     if plan is None:  # of BERT and the like transformers has a model with a readout, too, which sees what comes next
         causal = getattr(config, "is_decoder", True) or any("CausalLM" in name for name in config.architectures or ())
         writes = causal and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
@@ -196,7 +196,8 @@ def _check_writes(config: PreTrainedConfig, plan: Plan | None, path: str, head: 
 
 
 def quantize(model: PreTrainedModel, settings: TuningSettings, dtype: torch.dtype) -> None:
-    """Quantize all linear layers except the output head with bitsandbytes on the run's device, if the settings ask to.
+    """If the settings ask for it, quantize all linear layers except the output head with bitsandbytes on the run's
+    device.
 
     nf4 is QLoRA's NormalFloat with quantized scales (Dettmers et al. 2023), and int8 is LLM.int8(). nf4 layers
     multiply matrices in ``dtype``. Checkpoints of a quantized model hold only the trained weights.

@@ -126,8 +126,8 @@ class TuningRecorder(RunRecorder):
         return dict(self.last_measured)
 
     def state_dict(self) -> Json:
-        """Return RunRecorder's state and the last evaluation's measures, so that a resumed run does not record them
-        again.
+        """Return RunRecorder's state and the last evaluation's measures, so that a resumed run does not record the
+        measures again.
         """
         return {**super().state_dict(), "last_measured": dict(self.last_measured)}
 
@@ -158,8 +158,8 @@ class BestWeights(TrainerCallback):
     Args:
         by: "loss", or a task's name.
         processes: the run's processes. The first process writes.
-        resumed: the step from which the run resumes. If the best weights come from a later step, Lamina deletes them,
-            because the run repeats this step.
+        resumed: the step from which the run resumes. If the best weights come from a later step, Lamina deletes these
+            weights, because the run repeats the step.
     """
 
     trainer: TunedTrainer
@@ -190,8 +190,8 @@ class BestWeights(TrainerCallback):
         self.processes.by_first(lambda: self._write(tensors))
 
     def _loss(self, metrics: Json) -> float:
-        """Return the number to minimize: the held-out loss, or a task's score, which is negated if a higher score is
-        better.
+        """Return the number to minimize: the held-out loss, or a task's score. If a higher score is better, Lamina
+        negates the score.
         """
         if self.by == "loss":
             return metrics["eval_loss"]
@@ -212,7 +212,7 @@ class BestWeights(TrainerCallback):
         return {**self.metrics, "best_step": self.step}
 
     def forget(self) -> None:
-        """Delete the kept weights, unless the run has checkpoints from which Lamina can restore a damaged model."""
+        """Delete the kept weights, unless the run's checkpoints may need them to restore a damaged model."""
         if not Checkpoints(self.folder / "checkpoints").paths():
             for name in (BEST_NOTE, BEST_WEIGHTS):
                 (self.folder / name).unlink(missing_ok=True)
@@ -226,7 +226,7 @@ class Watched:
         processes: the run's processes. The first process scores the tasks.
 
     Raises:
-        UserError: if Lamina cannot read the text or a task.
+        UserError: Lamina cannot read the text or a task.
     """
 
     def __init__(self, settings: TuningSettings, start: Start, processes: Processes):
@@ -636,11 +636,11 @@ class TuningIdentity:
         return {"settings": self.stage.settings.to_dict(), **self.text}
 
     def load_state_dict(self, state: RunState) -> None:
-        """Do nothing. ``refuse_changes`` has already compared the state, before Lamina changed the folder."""
+        """Do nothing, because ``refuse_changes`` has already compared the state."""
 
     @property
     def text(self) -> dict[str, str]:
-        """The text of data.json, which Lamina reads if a run has no checkpoint yet."""
+        """The content of data.json. Lamina reads this file if a run has no checkpoint yet."""
         return {"plan": self.model, "text": self.data, "rewards": self.rewards}
 
     def refuse_changes(self, folder: Path) -> None:

@@ -110,7 +110,9 @@ class ImageClassification(Objective):
         }
 
     def scores(self, logits: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return whether the true class has the highest score, and whether it is among the five highest."""
+        """Return whether the true class has the highest score, and whether the class has one of the five highest
+        scores.
+        """
         best = logits.topk(min(TOP, logits.shape[-1]), dim=-1).indices
         right = (best == labels[:, None]).float()
         return {"accuracy": right[:, 0], "top5_accuracy": right.sum(-1)}

@@ -219,8 +219,8 @@ class Mixing:
 
     Attributes:
         mixup: alpha of mixup's Beta distribution. 0 means no mixup.
-        cutmix: alpha of CutMix's distribution. 0 means no CutMix. If both are on, each batch uses mixup or CutMix, with
-            equal probability.
+        cutmix: alpha of CutMix's distribution. 0 means no CutMix. If mixup and CutMix are on, each batch uses one of
+            them, with equal probability.
         label_smoothing: the share of a target that Lamina spreads evenly over all classes.
     """
 
@@ -271,8 +271,8 @@ def mix(x: torch.Tensor, share: float) -> torch.Tensor:
 def cut(images: torch.Tensor, share: float, generator: np.random.Generator) -> tuple[torch.Tensor, float]:
     """Paste a box of each image's partner into the image. Return the images, and the remaining share of each image.
 
-    The box's sides are the image's sides times sqrt(1 - share), and the image's edges cut the box off. The returned
-    share is the area outside the box.
+    The box's sides are the image's sides times sqrt(1 - share). Lamina cuts the box off at the image's edges. The
+    returned share is the area outside the box.
     """
     height, width = images.shape[-2:]
     side = (1.0 - share) ** 0.5

@@ -85,7 +85,8 @@ def split(images: LabeledImages, eval_fraction: float) -> tuple[np.ndarray, np.n
     """Return the numbers of the training images, and the numbers of the held-out images.
 
     If the set has splits, Lamina uses these splits. For a set without splits, Lamina holds out ``eval_fraction`` of
-    every class with two images or more, but at least one image. The held-out images of a set are always the same.
+    every class, but at least one image. A class with only one image has no held-out image. The held-out images of a set
+    are always the same.
     """
     every = np.arange(len(images.labels))
     if images.held_out is not None:
@@ -212,8 +213,8 @@ def _of_folder(spec: str, root: Path) -> ImageFiles:
         if (differing := set(_subfolders(part)) ^ set(classes)) and part != splits[0]:
             named = sorted(differing)[0]
             raise UserError(
-                f"corpus: {str(splits[0])!r} and {str(part)!r} differ in the class {named!r}. Give both the same "
-                "classes."
+                f"corpus: {str(splits[0])!r} and {str(part)!r} differ in the class {named!r}. Give the same "
+                "classes in each split."
             )
         for label, name in enumerate(classes):
             files = walk(part / name)

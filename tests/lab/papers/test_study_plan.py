@@ -229,7 +229,7 @@ def test_an_emptied_store_is_no_edited_study_and_an_edited_one_is(tmp_path, corp
             for n in (30_000_000, 0, "5", True)
         ),
         *(({"axes": {n: {"1x": {}, "2x": {"steps": 9}}}}, f"{n}: is a column of") for n in ("key", "tokens", "layer")),
-        ({"axes": {"arm": {"a": {}, "b": {"seed": 7}}}}, "arm: b: seed: the study or its engine decides it"),
+        ({"axes": {"arm": {"a": {}, "b": {"seed": 7}}}}, "arm: b: seed: the study or its engine sets this value"),
         ({"axes": {"arm": {"a": {}, "b": {"learning_rate": 0.5}}, "learning_rate": [1e-3]}}, "arm: b: learning_rate"),
         # the way to tune
         ({"axes": {"learning_rate": {"tune": []}}}, r"learning_rate: \[\]"),
@@ -265,13 +265,13 @@ def test_what_a_study_cannot_be_is_refused_by_name(tmp_path, corpus, scale, mess
     ("name", "value"), [("output", "x"), ("threads", 2), ("push_to_hub", "me/x"), ("pause_step", 2), ("seed", 5)]
 )
 def test_a_setting_that_the_engine_decides_is_refused_wherever_it_is_said(tmp_path, corpus, name, value):
-    with pytest.raises(UserError, match=rf"cpu: settings: {name}: the study or its engine decides it. Use "):
+    with pytest.raises(UserError, match=rf"cpu: settings: {name}: the study or its engine sets this value. Use "):
         read_study(write_study(tmp_path, corpus=corpus, changed={name: value}))
     axes = {"arm": {"a": {}, "b": {name: value}}}
-    with pytest.raises(UserError, match=f"cpu: arm: b: {name}: the study or its engine decides it"):
+    with pytest.raises(UserError, match=f"cpu: arm: b: {name}: the study or its engine sets this value"):
         read_study(write_study(tmp_path, corpus=corpus, axes=axes))
     file = write_study(tmp_path, corpus=corpus)
-    with pytest.raises(UserError, match=f"set.{name}: has no effect"):
+    with pytest.raises(UserError, match=f"set.{name}: this setting has no effect"):
         study_plan(read_study(file), StudySettings(study=str(file), set={name: value}))
 
 

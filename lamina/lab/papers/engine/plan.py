@@ -72,7 +72,8 @@ def refuse_without_effect(scale: Scale, changes: Json) -> None:
     for name in changes:
         if name in decided:
             raise UserError(
-                f"set.{name}: has no effect, because the study or its engine decides it. Use {decided[name]}."
+                f"set.{name}: this setting has no effect, because the study or its engine sets the value. "
+                f"Use {decided[name]}."
             )
 
 
@@ -177,7 +178,7 @@ class StudyPlan:
         return next(n for n, arm in enumerate(self.arms) if {**arm.values, **stage} == trial.first.values)
 
     def _others(self, tuning: Tuning) -> dict[int, float]:
-        """Return the learning rate that an arm takes over from another arm, by the number of the arm."""
+        """Map each arm's number to the learning rate that the arm takes from another arm."""
         numbers = {tuple(arm.values.items()): number for number, arm in enumerate(self.arms)}
         pairs = ((number, tuning.other(arm.values)) for number, arm in enumerate(self.arms))
         partners = {number: numbers.get(tuple(other.items()), -1) for number, other in pairs if other is not None}
@@ -189,8 +190,8 @@ class StudyPlan:
         return [self._trial(number, rate, seed, measured=True), *(trial for trial in stages if trial is not None)]
 
     def _staged(self, stage: Stage, number: int, rate: float | None, seed: int) -> StudyTrial | None:
-        """Return a stage's trial for an arm. Returns None if the stage skips the arm, or if Lamina has not yet chosen
-        the learning rate of the model from which the trial starts.
+        """Return a stage's trial for an arm. Returns None if the stage skips the arm. Also returns None while the
+        learning rate of the trial's starting model is unknown.
         """
         if stage.of:
             values = {**self.arms[number].values, **stage.of}
@@ -227,7 +228,7 @@ class StudyPlan:
     def _rates(
         self, tuning: Tuning, number: int, seeds: tuple[int, ...], result: Results
     ) -> tuple[list[float], Best | None]:
-        """Return the learning rates to try for an arm. If all of their results are known, also return the best rate."""
+        """Return the learning rates to try for an arm. If all results are known, also return the best rate."""
         rates = sorted(tuning.rates)
         for widening in range(tuning.widen + 1):
             results_by_rate: dict[float, list[Json]] = {}
@@ -257,7 +258,7 @@ def _label(arm: Arm, scale: Scale) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Best:
-    """The best learning rates of a sweep. ``lowest`` has the lowest mean loss, and the arm trains at ``chosen``."""
+    """The best learning rate (``lowest``) of a sweep, and the learning rate that the arm trains at (``chosen``)."""
 
     lowest: float
     chosen: float
@@ -267,9 +268,9 @@ def best_rate(known: Mapping[float, list[Json]], rule: Rule) -> Best:
     """Choose the best learning rate of a sweep from the tuning seeds' results, which are sorted by rate.
 
     The rule ``best`` chooses the rate at which the smallest share of seeds diverged or got stuck. At a tie, ``best``
-    chooses the rate with the lowest mean loss. The rule ``one-se`` chooses the lowest rate with the same share of
-    failed seeds as ``best``, and a mean loss within one standard error of the mean loss at ``best``. The means are over
-    the seeds that learned. The standard error is over the seeds at the best rate, and needs at least two.
+    chooses the rate with the lowest mean loss. The rule ``one-se`` first finds the rate of the rule ``best``. It then
+    chooses the lowest rate with the same share of failed seeds and a mean loss within one standard error. The means are
+    over the seeds that learned. The standard error is over the seeds at the best rate, and needs at least two seeds.
     """
     if rule == "one-se":
         known = {

@@ -1,8 +1,8 @@
-"""Run trials on a Ray cluster, with one Ray task per trial, or per process if a trial has several processes.
+"""Run trials on a Ray cluster, with one Ray task for each process of a trial.
 
-A task starts a separate process for the trial, as the local engine does, so both engines give the same numbers. If a
-worker is lost, Ray runs the task again, and the trial resumes from its last checkpoint. All machines need Lamina and
-access to the store.
+A task starts a separate process for the trial, as the local engine does, so the Ray engine and the local engine give
+the same numbers. If a worker is lost, Ray runs the task again, and the trial resumes from its last checkpoint. All
+machines need Lamina and access to the store.
 """
 
 from __future__ import annotations

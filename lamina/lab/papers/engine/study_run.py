@@ -43,7 +43,8 @@ Known = Callable[[StudyTrial], Json | None]
 
 
 def runnable(trials: Iterable[StudyTrial], store: Store, known: Known) -> dict[str, StudyTrial]:
-    """Return, by key, the trials that can start now. If a trial must wait for others, return those trials in its place.
+    """Return the trials that can start now, by key. If a trial must wait for other trials, return the other trials
+    instead.
 
     The records keep results but no models. If another trial needs a recorded trial's model, the recorded trial runs
     again.
@@ -341,7 +342,7 @@ def _refuse_edited(stored: Json, definition: Json, plan: StudyPlan, store: Store
 def _record(study: StudyDefinition, settings: StudySettings, folder: Path, store: Store, *, whole: bool = True) -> None:
     """Copy a study's tables and verdicts to the records, without models and without paths of this machine.
 
-    A study that is not ``whole`` has no verdicts yet, and never replaces a record with verdicts.
+    An unfinished study (``whole`` is false) has no verdicts, and never replaces a record with verdicts.
     """
     records = settings.records_folder / record_name(settings)
     if not whole and (records / CLAIMS).is_file():
@@ -381,8 +382,8 @@ def _record(study: StudyDefinition, settings: StudySettings, folder: Path, store
 def _trained(records: Path, keys: Sequence[str], store: Store) -> list[Json]:
     """Return the machines that trained the trials, with the number of trials on each.
 
-    The store or the existing record lists them. Lamina uses the list with more trials, because the store may have lost
-    trials.
+    The store and the existing record list the machines. Lamina uses the list with more trials, because the store may
+    have lost trials.
     """
     machines = [store.machines(keys)]
     if (records / STUDY).is_file() and set(recorded_keys(records)) <= set(keys):
@@ -432,7 +433,9 @@ def result_row(trial: StudyTrial, result: Json, values: Mapping[str, object], **
 
 
 def measured_table(results: pd.DataFrame, store: Store, measure: str) -> pd.DataFrame | None:
-    """Return one measure's rows for all trials, or None if no trial has any. The first column is the trial's key."""
+    """Return one measure's rows for all trials, or None if no trial has this measure. The first column is the trial's
+    key.
+    """
     import pandas as pd
 
     tables = [(str(key), store.table(str(key), measure)) for key in results["key"].unique()]

@@ -34,8 +34,8 @@ def judge_study(
     """Judge each of a study's claims, and return the verdicts.
 
     ``missing`` is the number of planned trials that have not ended. Lamina judges nothing before all trials have ended.
-    ``looks`` counts the judgments of this study with different trials, including this judgment. Raises UserError for a
-    claim about something that the study does not measure.
+    ``looks`` is the number of judgments of this study with different sets of trials, including this judgment. Raises
+    UserError for a claim about something that the study does not measure.
     """
     if not study.claims_file.is_file():
         return []
@@ -104,8 +104,8 @@ def verdicts_of(study: StudyDefinition, records: Path) -> list[Json]:
     """Return every claim of a study with its verdict at every recorded scale.
 
     If the study is in the catalog, Lamina takes the claims' texts from the study's file, because a record keeps old
-    texts. If such a study has no verdicts at the scale cpu, its claims are `not run yet`, and the note has the command
-    to run. Raises UserError for a file that can't be read.
+    texts. If a catalog study has no verdicts at the scale cpu, its claims are `not run yet`, and the note has the
+    command to run. Raises UserError for a file that can't be read.
     """
     listed = study.file.parent == catalog_folder() and study.claims_file.is_file()
     claims = _load(study) if listed else []
@@ -129,5 +129,5 @@ def verdicts_of(study: StudyDefinition, records: Path) -> list[Json]:
 
 
 def _load(study: StudyDefinition) -> list[Claim]:
-    """Load the claims of a study. Lamina warns that it executes a file only if the file is not in the catalog."""
+    """Load the claims of a study. Lamina logs a warning before it executes a file outside the catalog."""
     return load_claims(study.claims_file, trusted=study.file.parent == catalog_folder())

@@ -183,8 +183,7 @@ def fails_to_train(trials: Trials, a: Arm) -> Finding:
     """Judge whether at least two thirds of an arm's runs diverged or got stuck.
 
     An exact test must also show that a run diverges or gets stuck with a probability above a third. The claim is
-    reversed if at most a third of the runs diverged or got stuck, and an exact test shows a probability below two
-    thirds.
+    reversed if at most a third of the runs failed, and an exact test shows a failure probability below two thirds.
     """
     return _share(trials, a, NOT_TRAINED, "did not train")
 

@@ -1,8 +1,8 @@
 """Judge a study's claims, which are functions in a Python file next to the study's YAML.
 
 A claim's code asks for numbers. `Reads` records the trials from which the numbers come, and `limited` applies the rules
-of statistical power to these trials. So no claim can skip a rule. The rules do not apply to a claim that reads only
-untrained models.
+of statistical power to these trials. Therefore, no claim can skip a rule. The rules do not apply to a claim that reads
+only untrained models.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _SCORE, _GAIN = "score", "reward_gain"
 def judgeable(results: Frame, axes: Sequence[str], tuning: Sequence[int], seeds: Sequence[int]) -> Frame:
     """Return the rows that claims may read, if Lamina chose each arm's learning rate with the seeds in ``tuning``.
 
-    At the chosen learning rates, only the rows of ``seeds`` outside ``tuning`` remain. If fewer than 5 of ``seeds`` are
-    outside ``tuning``, all rows remain, and ``tuned_on`` is True for the tuning seeds at the chosen learning rates. The
-    column ``rates`` is the number of learning rates in the sweep of the row's arm.
+    At the chosen learning rates, the result contains only the seeds that did not tune the learning rate. If fewer than
+    5 such seeds exist, the result contains all rows. The column ``tuned_on`` is then True for the tuning seeds at the
+    chosen learning rates. The column ``rates`` is the number of learning rates in the sweep of the row's arm.
     """
     if not tuning or not len(results):
         return results
@@ -56,13 +56,14 @@ def limited(
     exact: bool = False,
     one_learned: bool = False,
 ) -> Finding:
-    """Apply the rules of statistical power to a finding. ``reads`` says which part of ``results`` its claim has read.
+    """Apply the rules of statistical power to a finding. ``reads`` lists the part of ``results`` that the finding's
+    claim has read.
 
-    The verdict becomes "needs scale" if an arm trains but learns no more than a bigram table, is at chance on the
-    tasks, or has policies whose reward did not rise. The verdict becomes "inconclusive" if Lamina chose the learning
-    rate with the tested seeds, or if the best rate is at the sweep's edge. With ``exact``, the claim follows from the
-    model's equations, and no rule applies. With ``one_learned``, one arm with a loss below the bigram table's loss is
-    enough.
+    The verdict becomes "needs scale" if an arm trains but learns no more than a bigram table, has chance scores on the
+    tasks, or has policies without a higher reward. The verdict becomes "inconclusive" if Lamina chose the learning rate
+    with the tested seeds, or if the best rate is at the sweep's edge. With ``exact``, the claim follows from the
+    model's equations, and no rule applies. With ``one_learned``, the rule needs only one arm with a loss below the
+    bigram table's loss.
     """
     if exact or not reads.columns or "key" not in results or "status" not in results:
         return finding
@@ -83,8 +84,8 @@ def limited(
 
 
 def _unlearned(rows: Frame, results: Frame, arms: list[str], *, enough: bool) -> Iterator[str]:
-    """Name the arms whose loss is not below the bigram table's loss. With ``enough``, name no arm if at least one arm's
-    loss is below the table's loss.
+    """Name the arms whose loss is not below the bigram table's loss. With ``enough``, return no arms if at least one
+    arm's loss is below the table's loss.
     """
     if "bigram_entropy" not in results or "eval_loss" not in results or not len(rows):
         return
@@ -178,7 +179,8 @@ class Claim:
 class Judged(Finding):
     """A claim's finding, corrected for the number of the study's claims and judgments.
 
-    ``p`` is the p value for the claim, or against it, depending on the verdict. ``p_holm`` is the corrected p value.
+    ``p`` is the p value for the claim, or against the claim, depending on the verdict. ``p_holm`` is the corrected p
+    value.
     """
 
     claim: str
@@ -214,10 +216,10 @@ def claim(
         says: the claim in one sentence.
         paper: the paper's numbers, to print beside ours.
         quantity: the name and the unit of the numbers that the check compares, to print before them.
-        exact: the claim follows from equations that hold for every model, even for an untrained model. So the rules
-            of power (whether the models have learned enough to decide a claim) do not apply.
-        one_learned: the claim is about a cause that keeps an arm from learning, such as an initializer. So one arm with
-            a loss below a bigram table's loss is enough.
+        exact: the claim follows from equations that hold for every model, even for an untrained model. The rules of
+            power, which require models that have learned enough, then do not apply.
+        one_learned: the claim is about a cause that keeps an arm from learning, such as an initializer. The rules of
+            power then require only one arm with a loss below a bigram table's loss.
     """
 
     def register(check: Check) -> Check:
@@ -260,11 +262,11 @@ def load_claims(path: Path, *, trusted: bool = False) -> list[Claim]:
 def judge(claims: Sequence[Claim], trials: Trials, *, looks: int = 1) -> list[Judged]:
     """Run the claims' checks, apply the rules of power, and correct for the number of claims.
 
-    Every claim takes part in Holm's correction, with p = 1 if no test was possible. Lamina corrects findings for claims
-    and findings against claims in two separate families at the same level. If you added seeds after you had read the
-    verdicts, each judgment is a new test. So Lamina multiplies the corrected p values by ``looks`` (Bonferroni). If a
-    claim reads an unmeasured value or the claim's code fails, the verdict is inconclusive, and a warning and a note
-    give the reason. Raises UserError if all claims are inconclusive because of unmeasured values or failed code.
+    Every claim takes part in Holm's correction, with p = 1 if no test was possible. Lamina corrects the findings that
+    support a claim separately from the findings that contradict a claim. If you added seeds after you had read the
+    verdicts, each judgment is a new test. Lamina therefore multiplies the corrected p values by ``looks`` (Bonferroni).
+    If a claim reads an unmeasured value or its code fails, the verdict is inconclusive. A warning and a note then give
+    the reason. Raises UserError if all claims are inconclusive because of unmeasured values or failed code.
     """
     findings, errors = [], []
     for claim in claims:

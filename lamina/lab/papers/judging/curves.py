@@ -50,9 +50,9 @@ def at_rate_of(trials: Trials, arm: Arm, like: Arm) -> Trials:
 def numbers(trials: Trials, arm: Arm, probe: str, value: Callable[[Frame], float], *, at: str = "end") -> BySeed:
     """Apply ``value`` to each seed's table: a probe's table (at="init" or "end"), or a training record (at="records").
 
-    At the end of training, Lamina leaves out runs that did not train, and arms in which most runs ended before they had
-    learned (``short``), because an untrained model's layers show nothing. Lamina also leaves out seeds with a number
-    that is not finite.
+    At the end of training, Lamina leaves out runs that did not train, because an untrained model's layers show nothing.
+    Lamina also leaves out an arm if most of its runs are ``short``: they ended before they had learned. Lamina also
+    leaves out seeds with a number that is not finite.
     """
     chosen = trials.arm(arm)
     chosen = chosen if at == "init" else trained(chosen)

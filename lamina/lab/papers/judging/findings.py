@@ -25,8 +25,8 @@ class Verdict(StrEnum):
         REVERSED: the trials show the opposite.
         EXCLUDED: the trials show that the claimed difference, if it exists, is too small to count.
         PART_FAILED: the trials show that a part of the claim is false.
-        FAILS: a count or a formula contradicts the claim, or there is a difference where the claim says that there is
-            none.
+        FAILS: a count or a formula contradicts the claim, or the trials show a difference but the claim denies a
+            difference.
         INCONCLUSIVE: the effect is inside the seeds' spread.
         NEEDS_SCALE: this scale cannot decide the claim. The note gives the reason.
         NOT_RUN: not all trials have been trained.
@@ -76,7 +76,7 @@ IN_WORDS: dict[str, str] = {
 
 
 def in_words(text: object) -> str:
-    """Translate a record's verdict, or the verdict in a text "VERDICT: values", into the words of the pages."""
+    """Translate a record's verdict into the words of the pages, also in a text "VERDICT: values"."""
     verdict, colon, rest = str(text).partition(": ")
     return f"{IN_WORDS.get(verdict, verdict)}{colon}{rest}"
 
@@ -242,12 +242,12 @@ class Region:
     def find(self, values: Sequence[float], *, name: str) -> Finding:
         """Judge the mean of at least three values, one per seed. An infinite value stands for a failed run.
 
-        The claim holds if a one-sided test at 2.5 % shows for each bound that the mean is on the claimed side, and the
-        distance from the mean to the bound is at least ``least``. The claim is `reversed` (with two bounds: `fails`) if
-        such a test shows that the mean is on the wrong side of a bound, and the distance is at least ``least``.
-        Otherwise, the claim is `excluded` if such a test shows that the mean is not ``least`` away on the claimed side.
-        All p values are doubled. If a value is infinite, Lamina uses Wilcoxon's signed ranks and the median in place of
-        the t test and the mean.
+        For each bound, a one-sided test at 2.5 % shows on which side of the bound the mean is. The claim holds if the
+        mean is on the claimed side of each bound, at a distance of at least ``least``. The claim is `reversed` (with
+        two bounds: `fails`) if the mean is on the wrong side of a bound, at a distance of at least ``least``.
+        Otherwise, the claim is `excluded` if a test shows that the mean is closer than ``least`` to the bound, or on
+        the wrong side. All p values are doubled. If a value is infinite, Lamina uses Wilcoxon's signed ranks and the
+        median in place of the t test and the mean.
         """
         finite, slack = all(map(math.isfinite, values)), 1e-9
         low, high = statistics.median_low(values), statistics.median_high(values)

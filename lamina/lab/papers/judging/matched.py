@@ -41,7 +41,8 @@ def better_at_equal_loss(
     column: str = "score",
     by: float = 1.0,
 ) -> Finding:
-    """Judge whether setting ``a`` has the higher value after a stage, and whether its lower loss alone explains this.
+    """Judge whether setting ``a`` has the higher value after a stage, and whether its lower loss alone explains the
+    value.
 
     ``longer`` is the other setting with more pretraining. ``iso_loss`` has the rules.
     """
@@ -61,16 +62,16 @@ def at_other_budgets(trials: Trials, arm: Mapping[str, object]) -> list[Arm]:
 
 
 def iso_loss(raw: Finding, ours: Budget, others: Sequence[Budget], *, by: float, names: tuple[str, str]) -> Finding:
-    """Add a comparison at equal loss to the finding that our values are higher.
+    """Add a comparison at equal loss to the finding ``raw`` (our values are higher).
 
     ``others`` has the other setting's results for several lengths of pretraining. ``at_loss`` interpolates the other
     setting's value at the loss of ``ours``.
 
     Returns:
         If ``raw`` does not hold, the result is ``raw``. Otherwise, the verdict is ``holds at iso-loss`` if our values
-        are also higher at equal loss. The verdict is ``explained by loss`` if the test at equal loss excludes a
-        difference of ``by``, and ``holds`` if this test cannot tell. The first two verdicts need both tests, so their p
-        value is the larger of both.
+        are also higher at equal loss. If the test at equal loss excludes a difference of ``by``, the verdict is
+        ``explained by loss``. If this test cannot tell, the verdict is ``holds``. The verdicts ``holds at iso-loss``
+        and ``explained by loss`` need two tests, so their p value is the larger p value.
     """
     matched = at_loss(others, ours.losses)
     equal = compare_values(ours.values, matched, lower=False, by=by, names=(names[0], f"{names[1]} at equal loss"))
@@ -93,9 +94,9 @@ def at_loss(budgets: Sequence[Budget], losses: BySeed) -> BySeed:
     """Interpolate a setting's value at each seed's loss, between the two lengths of pretraining with the nearest
     losses.
 
-    If a loss is above all losses of the setting, the function returns the value at the setting's highest loss. The
-    value at a lower loss can only favor the setting. Lamina leaves out a loss below all losses of the setting, because
-    the value at this loss is unknown.
+    If a loss is above all losses of the setting, the function returns the value at the setting's highest loss. This
+    value can only favor the setting, because it belongs to a lower loss. Lamina leaves out a loss below all losses of
+    the setting, because the value at this loss is unknown.
     """
     scores: dict[int, float] = {}
     for seed, loss in losses.items():

@@ -1,8 +1,8 @@
 """Find each setting's best learning rate in a sweep.
 
 If you choose a setting's learning rate on the same runs that you compare, the setting looks too good.
-`Trials.choose_rate` records that a claim chose learning rates on the runs that it compares. Such a claim gets no
-verdict.
+`Trials.choose_rate` records that a claim chose learning rates on the runs that it compares. A claim that chose its
+learning rates in this way gets no verdict.
 """
 
 from __future__ import annotations

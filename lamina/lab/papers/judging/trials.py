@@ -153,8 +153,8 @@ class Trials:
     def by_seed(self, arm: Arm, column: str = "eval_loss") -> Frame:
         """Return a column and ``status`` of one arm, with one row per seed. The index is the seed.
 
-        Raises NotMeasured for an unknown column, and if ``arm`` has several trials per seed. Such trials belong to
-        several arms, and the claim must choose one arm.
+        Raises NotMeasured for an unknown column, and if ``arm`` has several trials per seed. Several trials per seed
+        belong to several arms, so the claim must choose one arm.
         """
         rows = self.arm(arm)
         rows._require_column(column)
@@ -195,8 +195,8 @@ class Trials:
         return pd.concat(frames, ignore_index=True)
 
     def record(self, name: str) -> Frame:
-        """Return the training record "metrics" or "layers" of all trials that have it. The columns are as in
-        ``measure``.
+        """Return the training record "metrics" or "layers" of all trials with this record. ``measure`` documents the
+        columns.
         """
         return self.measure(name, at="records")
 

@@ -50,8 +50,8 @@ def compare_values(
 def equivalent_values(a: BySeed, b: BySeed, *, within: float, names: tuple[str, str] = ("a", "b")) -> Finding:
     """Judge whether a and b, paired over the seeds, differ by less than ``within`` (two one-sided tests).
 
-    ``within`` is in the values' unit. If the test shows a larger difference, the verdict is `fails`, because this claim
-    has no opposite.
+    ``within`` is in the values' unit. If the test shows a larger difference, the verdict is `fails`, because a claim of
+    equality has no opposite.
     """
     region = Region(above=-within, below=within, text=f", claimed within {number(within)}")
     return pairs_in(region, a, b, names=names)
@@ -73,8 +73,8 @@ def close(
     """Judge whether every number differs from an exact value by at most ``tolerance``, relative to the value (absolute
     for 0).
 
-    Use this check for a formula, not for a mean: a single number outside the tolerance makes the claim fail. If there
-    is not one number per seed, give the number of seeds in ``seeds``.
+    Use this check for a formula, not for a mean: a single number outside the tolerance makes the claim fail. If the
+    number of values differs from the number of seeds, give the number of seeds in ``seeds``.
     """
     values = list(ours.values()) if isinstance(ours, Mapping) else [float(ours)]
     scale = abs(expected) or 1.0
@@ -93,9 +93,9 @@ def monotone(values: Mapping[float, BySeed], *, rising: bool = True, name: str =
     """Judge whether values rise (or fall) with x. ``values`` maps each x to values by seed.
 
     The claim holds under two conditions. First, Kendall's tau between x and value, averaged over the seeds, is at least
-    ``at_least`` in the claimed direction. Second, a one-sided t test at 2.5 % over the seeds shows that the slope of
-    value over the rank of x has the claimed direction. The claim is reversed if both conditions are true in the other
-    direction. Lamina leaves out a seed if a value at some x is missing or not finite.
+    ``at_least`` in the claimed direction. Second, value has a slope over the rank of x in the claimed direction
+    (one-sided t test over the seeds, 2.5 %). The claim is reversed if both conditions are true in the other direction.
+    Lamina leaves out a seed if a value at some x is missing or not finite.
     """
     xs = sorted(values)
     seeds = sorted(set.intersection(*({s for s, v in values[x].items() if math.isfinite(v)} for x in xs)))
@@ -123,8 +123,8 @@ def monotone(values: Mapping[float, BySeed], *, rising: bool = True, name: str =
 
 
 def same_order(a: Mapping[str, BySeed], b: Mapping[str, BySeed], *, at_least: float = 0.6, name: str = "") -> Finding:
-    """Judge by Kendall's tau whether two mappings rank the arms in the same order. Each mapping has, for each arm, a
-    value by seed.
+    """Judge by Kendall's tau whether two mappings rank the arms in the same order. Each mapping contains the values of
+    each arm by seed.
 
     The claim holds if a test at 2.5 % shows that tau is at least ``at_least``. The claim is reversed if the test shows
     that tau is below ``at_least``. Lamina ranks the arms by their means, and the test draws the means from their t

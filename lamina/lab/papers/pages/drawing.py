@@ -84,7 +84,9 @@ def marks(panel: Panel, axis: Axis, number: int) -> list[Value]:
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """An axis of a figure. ``ticks`` has the values with ticks. An axis with categories has ticks at all values."""
+    """An axis of a figure. ``ticks`` lists the positions of the ticks. An axis with categories has a tick at each
+    value.
+    """
 
     title: str
     log: bool = False
@@ -125,12 +127,14 @@ class Drawing:
 
     @property
     def has_legend(self) -> bool:
-        """Whether the figure needs a legend. If the ticks of x name the lines, the figure needs none."""
+        """Whether the figure needs a legend. If the ticks of x name the lines, the figure needs no legend."""
         names = {series.label for panel in self.panels for series in panel.series}
         return len(names) > 1 and not names <= set(self.x.ticks)
 
     def height(self, reach: float) -> float | None:
-        """Return the y value at a height from 0 (the data's lowest point) to 1 (the highest); None without points."""
+        """Return the y value at a height from 0 (the data's lowest point) to 1 (the highest point), or None without
+        data.
+        """
         lines = [series for panel in self.panels for series in panel.series]
         values = [y for series in lines for y in (*series.y, *series.low, *series.high) if math.isfinite(y)]
         if not values:

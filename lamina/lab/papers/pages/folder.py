@@ -77,7 +77,7 @@ class StudyFolder:
 
     @cached_property
     def value(self) -> str:
-        """The column that the figures show: the eval loss, or the main number of another job."""
+        """The column that the figures show: the eval loss, or the main number of a job without eval loss."""
         for name in ("max_learning_rate", "eval_loss"):
             if name in self.results and self.results[name].notna().any():
                 return name
@@ -150,7 +150,7 @@ def has_claims(folder: Path) -> bool:
 
 
 def read_folder(folder: Path) -> StudyFolder:
-    """Read a study's folder or record. Raises UserError that names the file if a file is missing or damaged."""
+    """Read a study's folder or record. Raises UserError with the file's name if a file is missing or damaged."""
     header, path = study_header(folder), folder / RESULTS
     try:
         raw: Frame = pd.read_csv(path.absolute(), dtype={"key": str}, keep_default_na=False, na_values=["", "nan"])
@@ -212,9 +212,9 @@ def measuring(rows: Frame, column: str) -> Frame:
 def arms(study: StudyFolder) -> Frame:
     """Return one row per arm, in the study's order: label, placement, learning_rate, and the columns of ``over_seeds``.
 
-    In a study with stages, each stage has a row with the stage's value: a score, a reward, or a loss. If the study
-    chose no learning rate (a claim reads its sweep), Lamina compares the rates at which most seeds trained, and takes
-    the rate with the lowest mean.
+    In a study with stages, each stage has a row with the stage's value: a score, a reward, or a loss. If a claim reads
+    the sweep, the study chooses no learning rate. Lamina then takes, among the rates at which most seeds trained, the
+    rate with the lowest mean.
     """
     rows = study.tuned
     if rows.empty:

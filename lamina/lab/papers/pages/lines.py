@@ -64,7 +64,7 @@ def color_axis(study: StudyFolder, x: str = "", wanted: str = "") -> str:
 def looks_of(study: StudyFolder, axis: str) -> dict[str, Look]:
     """Return the line style of each value on an axis: the placement's style, or a style by the value's order.
 
-    If several values have the same placement, they share its color, and differ in dash and marker.
+    Values with the same placement have the same color, but different dashes and markers.
     """
     if axis not in study.results:
         return {}
@@ -127,7 +127,7 @@ def axis(column: str, values: Iterable[object]) -> Axis:
 
 
 def joined(values: Iterable[object]) -> bool:
-    """Return whether a line may join an axis's values: whether they are numbers, or texts that contain a number."""
+    """Return whether a line may join an axis's values, because each value is or contains a number."""
     return all(isinstance(value, float) or re.search(r"\d", str(value)) for value in ordered_values(values))
 
 

@@ -227,7 +227,7 @@ def _arms(study: StudyFolder) -> str:
 
 
 _HOW = (
-    "Lamina pairs differences over seeds. If the study tunes the learning rate, the page shows each setting at its "
-    "best learning rate. Parentheses hold Student's 95 % interval. Holm's correction covers all claims of the study. "
-    "If seeds were added after a judgment, p is also corrected for the number of judgments."
+    "Each difference is between runs with the same seed. If the study tunes the learning rate, the page shows each "
+    "setting at its best learning rate. Parentheses hold Student's 95 % interval. Holm's correction covers all claims "
+    "of the study. If seeds were added after a judgment, p is also corrected for the number of judgments."
 )

@@ -39,7 +39,7 @@ class ShownMetric:
     """The part of a probe's table that a figure shows.
 
     Attributes:
-        rows: the rows to draw, as a value for each of some columns. Columns that the table lacks have no effect.
+        rows: the rows to draw: a mapping from columns to values. Columns that the table lacks have no effect.
         x: the column along x.
         log: whether y is logarithmic.
     """

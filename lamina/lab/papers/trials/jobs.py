@@ -1,4 +1,4 @@
-"""List the jobs that a trial can run. Lamina imports a job's settings and function when it needs them."""
+"""List the jobs that a trial can run. Lamina imports a job's settings and function only when a trial needs the job."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class TrialJob:
         trains: whether the job trains and saves a model.
         inputs: the settings that take the folder of an earlier trial. The first of these settings is the main input. A
             job that starts a chain has no inputs, but has the setting ``placement``.
-        files: the settings that name data or code. A trial's identity contains a hash of the content.
+        files: the settings that name data or code. A trial's identity contains a hash of these files.
         seeded: whether the job uses the seed of the first trial in its chain.
         numbers: a function from result.json to the columns of a row.
     """

@@ -40,7 +40,7 @@ class Records:
     Args:
         folder: the folder of the records, which need not exist.
         own: the name of the present study's record. If several records have a trial, the record with this name takes
-            precedence, because a trial that ran again on another kind of machine has a slightly different loss.
+            precedence. The records can differ, because a trial's loss depends slightly on the machine.
     """
 
     def __init__(self, folder: Path, own: str = ""):
@@ -97,8 +97,8 @@ class Records:
         return self._tables[measure].get(key)
 
     def _files(self, name: str) -> list[Path]:
-        """List the records' files of a name. The present study's file comes last, because a later file takes
-        precedence.
+        """List the files with a given name in all records. The present study's file comes last, because a later file
+        takes precedence.
         """
         study_file = self.folder / self.own / name
         paths = sorted(self.folder.glob(f"*/{name}"), key=lambda path: (path == study_file, path))
@@ -178,7 +178,7 @@ class StoredTask(Task):
 
 
 def refuse_another(folder: Path) -> None:
-    """Raise UserError if a folder of the store does not hold the trial after which the folder is named."""
+    """Raise UserError if a folder of the store does not hold the trial that the folder's name states."""
     path = folder / TRIAL
     status = (read_result(folder) or {}).get("status")
     if not path.is_file() and status not in ENDED and (status is None or not (folder / CONFIG).is_file()):
@@ -198,7 +198,7 @@ def refuse_another(folder: Path) -> None:
 
 
 UNTRAINED = (Status.DIVERGED.value, Status.STUCK.value)
-"""The statuses of trials from whose model no other trial can start."""
+"""The statuses of trials that are no starting point for other trials."""
 
 
 class Store:
@@ -274,13 +274,13 @@ class Store:
         model = self.place(trial.key) / MODEL
         if (model / MANIFEST).is_file() and (broken := what_is_broken(model, content=False)) is not None:
             raise UserError(
-                f"store: {str(model)!r}: {broken}, and other trials start from it. Restore the original files, or "
-                "delete the trial's folder to train it again."
+                f"store: {str(model)!r}: {broken}, and other trials start from this model. "
+                "Restore the original files, or delete the trial's folder to train the model again."
             )
         return model.is_dir()
 
     def damage(self, trials: Iterable[StudyTrial]) -> list[str]:
-        """Return a line for each model or checkpoint of an ended trial in which a file is missing or incomplete."""
+        """Check the models and checkpoints of ended trials. Return a line for each damaged model or checkpoint."""
         lines = []
         for name in dict.fromkeys(trial.key for trial in trials if self.result(trial) and trial.key in self._ended):
             folder = self.folder / name

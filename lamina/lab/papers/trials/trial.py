@@ -32,7 +32,7 @@ from lamina.training.setting_groups import ObjectiveSettings, PackingSettings, P
 from lamina.training.settings import BranchSettings
 
 NUMERICS = 1
-"""The version of the code that trains. Increase it if the same settings give other numbers after your change.
+"""The version of the training code. Increase the version if the same settings give other numbers after your change.
 
 tests/lab/papers/test_numerics.py trains a few small models, and fails if their losses differ from this version's."""
 
@@ -89,7 +89,7 @@ def identity(job: str, settings: Settings) -> Json:
 def chained(job: TrialJob, settings: Settings, inputs: Mapping[str, str]) -> Json:
     """Return everything on which the numbers depend, for a trial that starts from other trials.
 
-    ``inputs`` maps a setting that takes an earlier trial's folder to this trial's key. Raises UserError for unreadable
+    ``inputs`` maps each setting that takes a trial's folder to the key of the trial. Raises UserError for unreadable
     data.
     """
     values, data = settings.to_dict(), {}
@@ -128,7 +128,7 @@ def _deciding(values: Json, free: frozenset[str], others: Iterable[str]) -> Json
 
 
 def _places(settings: Json) -> Json:
-    """Return, by setting, the content of each folder that a setting names. Lamina leaves out names without a folder."""
+    """Hash the folders that settings name, and return the hashes by setting. Lamina skips names without a folder."""
     places = {
         name: _files(str(path), ignored)
         for name, ignored in PLACES.items()
@@ -147,14 +147,16 @@ def _files(folder: str, ignored: tuple[str, ...]) -> str:
 
 @lru_cache(maxsize=1024)
 def _plan(placement: str, num_layers: int) -> tuple[str, str]:
-    """Hash what a plan computes, without its name, and the initializer that it recommends."""
+    """Hash the computations and the recommended initializer of a plan, but not the plan's name."""
     plan = resolve(placement, num_layers)
     unnamed = {name: value for name, value in _changed(plan).items() if name not in _NAMES}
     return _hash(unnamed), plan.initialization or "normal"
 
 
 def _changed(value: object) -> Json:
-    """Return a plan's fields that differ from their defaults. So a new field keeps the keys of older trials."""
+    """Return a plan's fields that differ from their defaults. With this rule, a new field leaves the keys of older
+    trials unchanged.
+    """
     assert is_dataclass(value)
     changed = {}
     for entry in fields(value):
@@ -169,7 +171,7 @@ def _changed(value: object) -> Json:
 
 
 def _content(source: str) -> str:
-    """Return a file's hash, or the version of generated data. For any other name, return the name."""
+    """Return a file's hash, or the version of generated data. Return any other name unchanged."""
     file, _, rest = source.rpartition(":") if ".py:" in source else (source, "", "")
     if (path := Path(file).expanduser()).is_file():
         return f"{sha256(path)} {rest}".strip()
