@@ -345,7 +345,8 @@ def sft(
     overwrite: bool = False,
     bar: bool = True,
 ) -> RunResult:
-    """Fine-tune a model on instructions or conversations. To chat with it, run `lamina generate OUTPUT --chat`.
+    """Fine-tune a model on instructions or conversations. To chat with the model, run `lamina generate OUTPUT
+    --chat`.
 
     The keywords are the settings of `lamina sft`. ``data`` may also be a list of rows or a datasets.Dataset.
     Returns the content of result.json; OUTPUT/model is the model, and OUTPUT/report.html shows the run.

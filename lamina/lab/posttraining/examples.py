@@ -225,7 +225,7 @@ def _of_lima(row: Json) -> Json:
 
 
 def _of_pair(row: Json) -> Json:
-    """Split off the prompt with which both answers begin, as TRL does. If the row already has a prompt and mixes texts
+    """Split off the prompt that the two answers share, as TRL does. If the row already has a prompt and mixes texts
     with chat turns, convert the texts to turns.
     """
     from trl.data_utils import maybe_extract_prompt

@@ -179,7 +179,7 @@ def _of_function(named: str, seconds: float) -> Score:
     path, name = _parts(named)
     function = getattr(run_file("reward_function", path), name, None)
     if not callable(function):
-        raise UserError(f"reward_function: {str(path)!r} has no function {name!r}. Name one of its functions.")
+        raise UserError(f"reward_function: {str(path)!r} has no function {name!r}. Name a function of this file.")
     trls = False
     with suppress(ValueError, TypeError):  # a built-in has no signature
         trls = "completions" in inspect.signature(function).parameters

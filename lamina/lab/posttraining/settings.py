@@ -313,7 +313,7 @@ class DpoSettings(TuningSettings):
 
     learning_rate: float = changed(1e-6)
     beta: float = setting(
-        0.1, "beta of the DPO loss: a larger value keeps the policy closer to the model that it starts from", above(0.0)
+        0.1, "beta of the DPO loss: a larger value keeps the policy closer to the starting model", above(0.0)
     )
     output: str = changed("runs/dpo")
 
@@ -360,7 +360,7 @@ class RlhfSettings(TuningSettings):
         "TRL's code)",
     )
     beta: float = setting(
-        0.1, "factor on the KL penalty, which keeps the policy close to the model that it starts from", not_below(0.0)
+        0.1, "factor on the KL penalty, which keeps the policy close to the starting model", not_below(0.0)
     )
     reward_clip: float = setting(5.0, "clip rewards to this magnitude (0 for no clipping)", not_below(0.0))
     num_generations: int = setting(

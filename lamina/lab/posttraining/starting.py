@@ -275,7 +275,7 @@ def add_lora(model: PreTrainedModel, settings: TuningSettings) -> PeftModel | No
     for target in entries(settings.lora_targets) if settings.lora_targets != ALL_LINEAR else ():
         if not any(f".{name}".endswith(f".{target}") for name in targeted):  # peft passes over one beside others
             raise UserError(
-                f"lora_targets: the model has no linear layer {target!r}. Name one of its linear layers, or set "
+                f"lora_targets: the model has no linear layer {target!r}. Name a linear layer of the model, or set "
                 "all-linear."
             )
     return tuner

@@ -118,7 +118,7 @@ class TuningRecorder(RunRecorder):
         return self.trainer.tokens_seen
 
     def measured(self, logs: Json) -> Json:
-        """Return the trainer's metrics, with _ for / in their names."""
+        """Return the trainer's metrics. In the metrics' names, _ replaces /."""
         return _numbers(logs)
 
     def evaluated(self, metrics: Json, loss: float) -> Json:
@@ -654,6 +654,6 @@ class TuningIdentity:
                 if key == "text" and earlier.partition("+")[0] == self.text[key].partition("+")[0]:
                     name = setting = "eval_corpus"
                 raise UserError(
-                    f"{name}: {settings.get(setting)!r} has changed since the run in {str(folder)!r} began. Restore "
-                    "it to resume, or give another --output, or --overwrite."
+                    f"{name}: {settings.get(setting)!r} has changed since the run in {str(folder)!r} began. To "
+                    f"resume, restore the original {name}. To start again, give another --output, or --overwrite."
                 )

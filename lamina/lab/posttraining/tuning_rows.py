@@ -67,7 +67,7 @@ SFT = tuning(
     lambda: every_settings().SftSettings,
     sft,
     "fine-tune a model on instructions or conversations",
-    "Fine-tune a model on instructions or conversations. To chat with it, run `lamina generate OUTPUT --chat`.",
+    "Fine-tune a model on instructions or conversations. To chat with the model, run `lamina generate OUTPUT --chat`.",
     """
   lamina sft --from runs/keel-64 --data instructions.jsonl --output runs/keel-64-sft
   lamina sft --from runs/keel-64 --data chats.jsonl --template chat --packing --sequence-length 512 --epochs 2 \\

@@ -57,7 +57,7 @@ class Augmentation:
             import kornia.augmentation  # noqa: F401
         except ImportError:
             raise UserError(
-                f"{needed[0]}: {getattr(self, needed[0])} needs the library kornia. Set it to 0, or run: "
+                f"{needed[0]}: {getattr(self, needed[0])} needs the library kornia. Set {needed[0]} to 0, or run: "
                 f"{install('vision')}"
             ) from None
 

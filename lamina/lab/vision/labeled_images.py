@@ -59,7 +59,7 @@ class LabeledImages(ABC):
 
     @abstractmethod
     def image(self, number: int) -> Image:
-        """Return an image in mode L or RGB. Raises UserError that names the image if Lamina cannot read it."""
+        """Return an image in mode L or RGB. Raises UserError with the image's name if Lamina cannot read the image."""
 
     def refuse_unreadable(self, *, progress: bool) -> None:
         """Run a quick check of the images, and raise UserError for the first unreadable image."""

@@ -177,7 +177,7 @@ def test_seeds_of_the_command_line_that_tune_are_refused(tmp_path, corpus):
 )
 def test_a_change_of_what_the_trials_say_themselves_is_refused(tmp_path, corpus, changes, allowed):
     file = write_study(tmp_path, corpus=corpus, claims="")
-    with pytest.raises(UserError, match=rf"set.{next(iter(changes))}: has no effect.*Use {allowed}\."):
+    with pytest.raises(UserError, match=rf"set.{next(iter(changes))}: this setting has no effect.*Use {allowed}\."):
         study_plan(read_study(file), StudySettings(study=str(file), set=changes))
     study_plan(read_study(file), StudySettings(study=str(file), set={"weight_decay": 0.2}))
 

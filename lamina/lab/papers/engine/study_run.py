@@ -89,7 +89,7 @@ def run_plan(
 ) -> dict[str, Json]:
     """Run the missing trials, and return every trial's result by key. Lamina calls ``ended`` after each trial.
 
-    A trial that fails does not run again in the same call, and its result has the reason.
+    A failed trial does not run again in the same call. The result of a failed trial states the reason.
 
     Raises:
         OSError: the disk is full; Lamina keeps the finished trials.
@@ -150,8 +150,8 @@ def run_study(
     records the trials that have ended, unless the records already hold verdicts of this study.
 
     Raises:
-        UserError: a setting is invalid, the output folder is in use, the study is unreadable or has changed since it
-            ran here, or a claim is about something that the study does not measure.
+        UserError: a setting is invalid, the output folder is in use, the study is unreadable, the study has changed
+            since its last run here, or the study does not measure what a claim reads.
         OSError: the disk is full.
         KeyboardInterrupt: Lamina first ends the running trials as `interrupted` and writes results.csv.
     """

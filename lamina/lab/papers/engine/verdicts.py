@@ -64,7 +64,7 @@ def judge_study(
 
 
 def _reader(scale: Scale, store: Store) -> Reader:
-    """Return a function that reads a trial's table. The table's name is its name in the YAML, or the probe's name."""
+    """Return a function that reads a trial's table. Use the table's name in the YAML, or the probe's name."""
 
     def read(key: str, name: str, at: str) -> Frame | None:
         listed = scale.all_measures.get(at, ())

@@ -1,7 +1,7 @@
 """Compare settings by their losses, or by any other column, paired over the seeds.
 
-A run that diverged or got stuck near the unigram entropy also counts, and its loss or score ranks last. A setting that
-failed more often than the other setting cannot win.
+A run that diverged or got stuck near the unigram entropy ranks last. A setting that failed more often than the other
+setting cannot win.
 """
 
 from __future__ import annotations

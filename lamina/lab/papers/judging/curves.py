@@ -64,7 +64,7 @@ def numbers(trials: Trials, arm: Arm, probe: str, value: Callable[[Frame], float
 
 
 def rows(table: Frame, **values: object) -> Frame:
-    """Return the rows with these values in these columns. A list allows several values for its column."""
+    """Return the rows with these values in these columns. For a column with several allowed values, give a list."""
     for column, value in values.items():
         table = table[table[column].isin(value if isinstance(value, list | tuple) else [value])]
     return table

@@ -137,7 +137,7 @@ def needs_scale(scale: str, why: str) -> Finding:
 
 
 def all_of(*findings: Finding) -> Finding:
-    """Join findings by "and": the claim holds if all findings hold, and fails if one of them fails.
+    """Join findings by "and": the claim holds if all findings hold, and fails if one finding fails.
 
     The p value for the claim is the largest p value of the parts (an intersection-union test). The p value against the
     claim is the smallest p value against a part, times the number of parts (Bonferroni). If a part fails only without

@@ -12,7 +12,7 @@ from lamina.lab.papers.judging.trials import Trials
 
 
 def at_best_rates(trials: Trials) -> Trials:
-    """Return the trials of every arm at its best learning rate, which ``best_rate`` defines."""
+    """Return the trials of every arm at the arm's best learning rate (see ``best_rate``)."""
     keys: list[str] = []
     for arm in trials.arms() or [{}]:
         of_arm = trials.where(**arm)

@@ -136,8 +136,8 @@ class Trials:
         return sorted(int(seed) for seed in self._table["seed"].unique())
 
     def arm(self, arm: Arm) -> Trials:
-        """Return the trials of one arm. If ``arm`` is a text, it is a value of ``placement``, or of the first axis with
-        this value.
+        """Return the trials of one arm. A text ``arm`` is a value of ``placement``, or of the first axis with this
+        value.
 
         Raises NotMeasured if no trial belongs to the arm.
         """
@@ -172,8 +172,8 @@ class Trials:
         """Return a probe's table at "init" or "end", for all trials that have this table.
 
         ``name`` is the name in the study's YAML, or only the probe's name. Each row begins with the trial's axes,
-        placement, learning_rate, seed and key. If a column of the probe has one of these names, the column gets the
-        probe's name as a prefix. Raises NotMeasured if no trial has the table.
+        placement, learning_rate, seed and key. If a probe's column has the same name as one of these columns, the
+        probe's name becomes a prefix of the column's name. Raises NotMeasured if no trial has the table.
         """
         import pandas as pd
 

@@ -24,8 +24,8 @@ class Series:
         y: the points' values.
         low: the lower end of each point's spread (empty if the line has no spread).
         high: the upper end of each point's spread (empty if the line has no spread).
-        lost: the x values at which no seed trained, and how these runs ended. The figure marks such x values at the top
-            edge.
+        lost: the x values at which no seed trained, and how these runs ended. The figure marks these x values at the
+            top edge.
     """
 
     label: str

@@ -134,8 +134,8 @@ def joined(values: Iterable[object]) -> bool:
 def ordered_values(values: Iterable[object]) -> list[Value]:
     """Return the different values of an axis: numbers by size, texts in the study's order.
 
-    Numbers that include 0 and span several powers of ten become texts, because no linear or logarithmic axis can show
-    them.
+    If numbers include 0 and span several powers of ten, they become texts, because neither a linear nor a logarithmic
+    axis can show such numbers.
     """
     once = list(dict.fromkeys(point(value) for value in values))
     numbers = sorted(value for value in once if isinstance(value, float))

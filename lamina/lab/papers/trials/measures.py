@@ -49,7 +49,9 @@ def missing(folder: Path, measures: Iterable[str]) -> list[str]:
 
 
 def table(folder: Path, measure: str) -> pd.DataFrame | None:
-    """Read a measure's table. Returns None if the trial has no such table. Raises UserError for an unreadable file."""
+    """Read a measure's table. Returns None if the trial has no table of the measure. Raises UserError for an unreadable
+    file.
+    """
     path = _file(folder, measure)
     return None if path is None else read_table(path)
 
