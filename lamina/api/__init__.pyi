@@ -117,7 +117,8 @@ def compare(
     or texts, or a datasets.Dataset. The worker processes do not import your script.
 
     Raises:
-        UserError: (a ValueError) for invalid settings, a corpus that can't be read, or an output folder in use.
+        UserError: (a ValueError) for invalid settings, a corpus that can't be read, or an output folder with
+            files.
         TrialsFailed: (a UserError) if every trial failed. Lamina still writes the page.
     """
 
@@ -172,7 +173,8 @@ def preflight(
     page from preflight.json.
 
     Raises:
-        UserError: (a ValueError) for invalid settings, a corpus that can't be read, or an output folder in use.
+        UserError: (a ValueError) for invalid settings, a corpus that can't be read, or an output folder with
+            files.
     """
 
 def pretrain(
@@ -278,7 +280,8 @@ def pretrain(
     datasets.Dataset.
 
     Raises:
-        UserError: (a ValueError) for invalid settings, a corpus that can't be read, or an output folder in use.
+        UserError: (a ValueError) for invalid settings, a corpus that can't be read, or an output folder with
+            files.
     """
 
 def sft(
@@ -352,8 +355,8 @@ def sft(
     Returns the content of result.json; OUTPUT/model is the model, and OUTPUT/report.html shows the run.
 
     Raises:
-        UserError: (a ValueError) for invalid settings, data or a model that can't be read, or an output folder in
-            use.
+        UserError: (a ValueError) for invalid settings, data or a model that can't be read, or an output folder
+            with files.
     """
 
 def reward(
@@ -418,8 +421,8 @@ def reward(
     Returns the content of result.json; OUTPUT/model is the model, and OUTPUT/report.html shows the run.
 
     Raises:
-        UserError: (a ValueError) for invalid settings, data or a model that can't be read, or an output folder in
-            use.
+        UserError: (a ValueError) for invalid settings, data or a model that can't be read, or an output folder
+            with files.
     """
 
 def rlhf(
@@ -499,8 +502,8 @@ def rlhf(
     Returns the content of result.json; OUTPUT/model is the model, and OUTPUT/report.html shows the run.
 
     Raises:
-        UserError: (a ValueError) for invalid settings, data or a model that can't be read, or an output folder in
-            use.
+        UserError: (a ValueError) for invalid settings, data or a model that can't be read, or an output folder
+            with files.
     """
 
 def dpo(
@@ -571,8 +574,8 @@ def dpo(
     Returns the content of result.json; OUTPUT/model is the model, and OUTPUT/report.html shows the run.
 
     Raises:
-        UserError: (a ValueError) for invalid settings, data or a model that can't be read, or an output folder in
-            use.
+        UserError: (a ValueError) for invalid settings, data or a model that can't be read, or an output folder
+            with files.
     """
 
 def coord_check(
@@ -620,7 +623,8 @@ def coord_check(
     OUTPUT/result.json has the verdict.
 
     Raises:
-        UserError: (a ValueError) for invalid settings, a corpus that can't be read, or an output folder in use.
+        UserError: (a ValueError) for invalid settings, a corpus that can't be read, or an output folder with
+            files.
         TrialsFailed: (a UserError) if every trial failed. Lamina still writes the page.
     """
 
@@ -718,7 +722,8 @@ def transfer(
     OUTPUT/transfer.json holds the interval of stable learning rates, the target's learning rates and the risk.
 
     Raises:
-        UserError: (a ValueError) for invalid settings, a corpus that can't be read, or an output folder in use.
+        UserError: (a ValueError) for invalid settings, a corpus that can't be read, or an output folder with
+            files.
         TrialsFailed: (a UserError) if every trial failed. Lamina still writes the page.
     """
 
@@ -813,7 +818,8 @@ def max_lr(
     also be lists.
 
     Raises:
-        UserError: (a ValueError) for invalid settings, a corpus that can't be read, or an output folder in use.
+        UserError: (a ValueError) for invalid settings, a corpus that can't be read, or an output folder with
+            files.
         TrialsFailed: (a UserError) if every trial failed. Lamina still writes the page.
     """
 
@@ -846,7 +852,7 @@ def study(
 
     Raises:
         UserError: (a ValueError) for invalid settings, a study that can't be read or has changed since it ran, or
-            an output folder in use.
+            an output folder with files.
     """
 
 def probe_folder(
@@ -878,7 +884,7 @@ def probe_folder(
 
     Raises:
         UserError: (a ValueError) for invalid settings, a checkpoint or a corpus that can't be read, or an output
-            folder in use.
+            folder with files.
     """
 
 def evaluate(
@@ -917,5 +923,5 @@ def evaluate(
 
     Raises:
         UserError: (a ValueError) for invalid settings, an unknown task, or data or a checkpoint that Lamina can't
-            read, or an output folder in use.
+            read, or an output folder with files.
     """

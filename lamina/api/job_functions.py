@@ -103,7 +103,7 @@ def _documentation(row: JobRow) -> str:
     about = " ".join(row.about.split("\n\n")[0].split())
     about = re.sub(r"(?<=\.) [^.]*:$", "", about)  # a list that only the help has
     returns = f"The keywords are the settings of `lamina {row.name}`. {row.returns}"
-    raises = f"UserError: (a ValueError) for invalid settings, {row.raises}, or an output folder in use."
+    raises = f"UserError: (a ValueError) for invalid settings, {row.raises}, or an output folder with files."
     failed = ["TrialsFailed: (a UserError) if every trial failed. Lamina still writes the page."]
     errors = [raises, *(failed if row.outcome == "Comparison" else [])]
     fill = partial(textwrap.fill, width=110, break_on_hyphens=False)  # a flag stays whole
@@ -112,7 +112,7 @@ def _documentation(row: JobRow) -> str:
 
 
 def _refuse(row: JobRow, given: Json, folder: Path | None, modes: Json) -> None:
-    """Raise UserError, before torch is loaded, for an output folder in use or settings that are invalid."""
+    """Raise UserError, before torch is loaded, for an output folder with files or settings that are invalid."""
     if folder is not None:
         for name in row.inputs:
             models = given.get(name)

@@ -133,7 +133,7 @@ def convert(
         verify: load the result and compare its logits with the source's logits.
 
     Raises:
-        UserError: (a ValueError) for a model that can't be read or converted, or an output folder in use.
+        UserError: (a ValueError) for a model that can't be read or converted, or an output folder with files.
     """
     model, folder = path("source", source), path("output", output)
     one_of("dtype", dtype, DTYPES)
@@ -238,7 +238,7 @@ def prune(
 
     Raises:
         UserError: (a ValueError) for a model or a text that can't be read, layers that the model does not have, or an
-            output folder in use.
+            output folder with files.
     """
     if (by is None) == (not layers) or (by is None) != (drop is None):
         raise UserError("layers: none given. Give layers, or by and drop.")
@@ -284,7 +284,7 @@ def graft(
 
     Raises:
         UserError: (a ValueError) for a model, a placement or a text that can't be read, a module that can't absorb a
-            factor, or an output folder in use.
+            factor, or an output folder with files.
     """
     source, folder = path("model", model), path("output", output)
     from lamina.placements.resolution import check_spec

@@ -80,7 +80,7 @@ def evaluate(
     checkpoint.
 
     Raises:
-        UserError: a setting is invalid, a task is unknown, data or a checkpoint can't be read, or the folder is in use.
+        UserError: a setting is invalid, a task is unknown, data or a checkpoint is unreadable, or the folder has files.
         OSError: the disk is full; finished scores are kept.
         KeyboardInterrupt: you stopped the evaluation. result.json has the status `interrupted`, and finished scores
             stay.

@@ -78,7 +78,7 @@ def refuse(folder: Path, *, resume: Resume, overwrite: bool, resumes: bool = Tru
     if not (resume or overwrite):
         further = f"{flag.format('resume')} to continue its job, or " if resumes else ""
         raise UserError(
-            f"output: the folder {str(folder)!r} is in use. Choose an empty or new folder, or add {further}"
+            f"output: the folder {str(folder)!r} is not empty. Choose an empty or new folder, or add {further}"
             f"{flag.format('overwrite')} to replace it."
         )
     if not _is_ours(folder):

@@ -138,7 +138,7 @@ def open_job(
         wait: the seconds to wait for another process that holds the folder.
 
     Raises:
-        UserError: a setting is invalid or may not change, the output folder is in use, or there is nothing to resume.
+        UserError: a setting is invalid or may not change, the output folder holds files, or there is nothing to resume.
     """
     by_name = given.to_dict() if isinstance(given, Settings) else given
     defaults = {name: settings.default(name) for name in settings.names()}

@@ -265,7 +265,7 @@ def preflight(
     """Judge planned runs, write the output folder if there is one, and return a row per run.
 
     Raises:
-        UserError: for invalid settings, a corpus that can't be read, or an output folder in use.
+        UserError: for invalid settings, a corpus that can't be read, or an output folder with files.
         OSError: the disk is full.
     """
     complete = settings if isinstance(settings, PreflightSettings) else PreflightSettings.from_dict(settings)

@@ -50,7 +50,7 @@ def compare(
     their last checkpoints.
 
     Raises:
-        UserError: a setting is invalid, Lamina cannot read the corpus, the output folder is in use, or the study to
+        UserError: a setting is invalid, Lamina cannot read the corpus, the output folder holds files, or the study to
             resume has other settings or placements.
         OSError: the disk is full.
         KeyboardInterrupt: Lamina first ends the running trials as `interrupted` and writes results.csv.

@@ -69,7 +69,7 @@ def coord_check(
     ``settings`` is a complete settings object, or a mapping with the settings to change.
 
     Raises:
-        UserError: a setting is invalid, Lamina cannot read the corpus, or the output folder is in use.
+        UserError: a setting is invalid, Lamina cannot read the corpus, or the output folder holds files.
         OSError: the disk is full.
     """
 

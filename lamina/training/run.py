@@ -203,7 +203,7 @@ def train(
     The first process writes the folder, and all processes return the same result.
 
     Raises:
-        UserError: for invalid settings, unreadable data, an unreadable model, an output folder in use, or settings or
+        UserError: for invalid settings, an unreadable corpus or model, an output folder with files, or settings or
             data that differ from the run to resume.
         OSError: if the disk is full.
     """

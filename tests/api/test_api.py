@@ -53,7 +53,7 @@ def test_the_stub_is_current():
 REFUSED = [
     (["pretrain", "--lrr", "3"], "--learning-rate"),
     (["compare", "--corpus", "no.txt"], "no.txt"),
-    (["pretrain", "--output", "used"], "in use"),
+    (["pretrain", "--output", "used"], "is not empty"),
     (["sft", "--data", "no.jsonl", "--from", "m"], "no.jsonl"),
     (["pretrain", "--init", "xavie"], "did you mean 'xavier'"),
     (["eval", "some/model"], "--tasks"),

@@ -65,7 +65,7 @@ class TestOutputFolders:
     def test_what_lamina_did_not_write_is_left_alone(self, refused, tiny, tmp_path, command):
         (tmp_path / "out").mkdir()
         (tmp_path / "out" / "thesis.tex").write_text("years of work")
-        assert "in use" in refused(*tiny(command))
+        assert "is not empty" in refused(*tiny(command))
         assert "did not write" in refused(*tiny(command, overwrite=True))
         assert "contradict" in refused(*tiny(command, resume=True, overwrite=True))
 

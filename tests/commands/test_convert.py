@@ -50,11 +50,11 @@ def test_a_folder_in_use_is_refused(source, refused, tmp_path):
     target = tmp_path / "target"
     target.mkdir()
     (target / "mine.txt").write_text("mine")
-    assert "is in use" in refused("convert", source, target)
+    assert "is not empty" in refused("convert", source, target)
     assert "did not write" in refused("convert", source, target, "--overwrite")
     (target / "mine.txt").unlink()
     ran(source, target)
-    assert "is in use. Choose an empty or new folder, or add --overwrite" in refused("convert", source, target)
+    assert "is not empty. Choose an empty or new folder, or add --overwrite" in refused("convert", source, target)
     (target / "stale").write_text("")
     ran(source, target, "--overwrite")
     assert not (target / "stale").exists()

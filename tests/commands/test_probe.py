@@ -98,7 +98,7 @@ def test_a_folder_in_use_is_refused_and_overwrite_starts_afresh(probe, own, caps
     _, folder = probe(own[0])
     before = (folder / "result.json").read_bytes()
     assert probe(own[1])[0] == 2
-    assert "in use" in capsys.readouterr().err
+    assert "is not empty" in capsys.readouterr().err
     assert (folder / "result.json").read_bytes() == before
     assert probe(own[1], "--overwrite")[0] == 0
     assert not (folder / "mean_square.parquet").exists()

@@ -102,7 +102,7 @@ def test_a_killed_evaluation_resumes_with_what_is_missing(model, quiz, text, tmp
         lamina.evaluate(**given)
     assert result(out)["status"] == "interrupted"
     assert (out / "report.html").is_file()
-    with pytest.raises(UserError, match="in use"):
+    with pytest.raises(UserError, match="is not empty"):
         lamina.evaluate(**given)
     assert lamina.evaluate(output=str(out), resume=True, bar=False)["status"] == "finished"
     assert asked == ["perplexity", "quiz", "quiz"]

@@ -54,7 +54,7 @@ def test_nothing_is_touched_before_the_job_is_entered(tmp_path):
 
 
 def test_a_folder_in_use_is_refused(begun):
-    with pytest.raises(UserError, match="is in use"):
+    with pytest.raises(UserError, match="is not empty"):
         opened({"output": str(begun)})
 
 
@@ -84,7 +84,7 @@ def test_a_job_that_has_records_or_is_interrupted_stays_and_resumes(tmp_path, na
     folder = tmp_path / "job"
     with pytest.raises(error):
         fail(folder, error, "settings.json", name)
-    with pytest.raises(UserError, match="is in use"):
+    with pytest.raises(UserError, match="is not empty"):
         opened({"output": str(folder)})
     with pytest.raises(RuntimeError):
         fail(folder, RuntimeError, "more.json", resume=True)

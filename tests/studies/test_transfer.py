@@ -135,7 +135,7 @@ def test_real_runs_end_as_they_should(command, tmp_path, capsys, refused):
     (folder / "seal.json").unlink()
     with pytest.raises(UserError, match="the records of the transfer are incomplete"):
         report(folder)
-    assert "in use" in refused(*command)
+    assert "is not empty" in refused(*command)
 
 
 @pytest.mark.slow

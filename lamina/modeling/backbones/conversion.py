@@ -621,7 +621,7 @@ def saved(model: PreTrainedModel, draft: Path, stored: object, *, dtype: str | t
 
 
 def source_beside(source: str, output: Path, *, overwrite: bool) -> str:
-    """Return the source model's folder. Raises UserError for an output folder that is in use, or that holds the
+    """Return the source model's folder. Raises UserError for an output folder with files, or that holds the
     source.
     """
     job_folder.refuse(output, resume=False, overwrite=overwrite, resumes=False)

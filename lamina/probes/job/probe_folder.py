@@ -66,7 +66,7 @@ def probe_folder(
     skips a probe that cannot measure the model, and records the reason.
 
     Raises:
-        UserError: for invalid settings, a checkpoint or a corpus that can't be read, or an output folder in use.
+        UserError: for invalid settings, a checkpoint or a corpus that can't be read, or an output folder with files.
         OSError: the disk is full; Lamina keeps finished probes.
         KeyboardInterrupt: you stopped the job. result.json has the status `interrupted`, and Lamina keeps finished
             probes.

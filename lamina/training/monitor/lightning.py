@@ -48,7 +48,7 @@ class LightningMonitor(WatchCallback, _callback()):
         settings: the other settings of ``lamina.watch``.
 
     Raises:
-        UserError: for invalid settings or, when training begins, for an output folder in use.
+        UserError: for invalid settings or, when training begins, for an output folder with files.
     """
 
     def on_train_start(self, trainer: Lightning, pl_module: nn.Module) -> None:

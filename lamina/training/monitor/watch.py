@@ -69,7 +69,7 @@ class WatchedRecords(Writers):
         step: the last step before this start, or 0 for a new run.
 
     Raises:
-        UserError: for a folder in use, or for records of another version of Lamina.
+        UserError: for a folder with files, or for records of another version of Lamina.
     """
 
     def __init__(self, settings: WatchSettings, *, resume: Resume = False, overwrite: bool = False, step: int = 0):
@@ -594,7 +594,7 @@ class LayerMonitor(WatchCallback, TrainerCallback):
         settings: the other settings of ``lamina.watch``.
 
     Raises:
-        UserError: for invalid settings or, when training begins, for an output folder in use.
+        UserError: for invalid settings or, when training begins, for an output folder with files.
     """
 
     _release: Callable[[], None] | None = None

@@ -176,7 +176,7 @@ def test_an_outliers_step_changes_neither_weights_nor_moments(tmp_path):
 
 def test_records_are_continued_and_the_page_is_drawn(tmp_path):
     loop(NanoGpt(), tmp_path / "run", steps=4, every=2)
-    with pytest.raises(UserError, match="in use"):
+    with pytest.raises(UserError, match="is not empty"):
         loop(NanoGpt(), tmp_path / "run")
     first = result(tmp_path / "run")["tokens"]
     loop(NanoGpt(), tmp_path / "run", steps=4, every=2, resume=True, step=4)
@@ -352,7 +352,7 @@ class Killed(TrainerCallback):
 
 def test_a_trainer_killed_before_its_first_checkpoint_begins_again_in_the_same_folder(tmp_path, caplog):
     in_a_child(trainer_of(tmp_path, Killed(1)).train)
-    with pytest.raises(UserError, match="is in use"):
+    with pytest.raises(UserError, match="is not empty"):
         trainer_of(tmp_path, every=3).train()  # another experiment
     caplog.clear()
     trainer_of(tmp_path).train()

@@ -150,7 +150,7 @@ def run_study(
     records the trials that have ended, unless the records already hold verdicts of this study.
 
     Raises:
-        UserError: a setting is invalid, the output folder is in use, the study is unreadable, the study has changed
+        UserError: a setting is invalid, the output folder holds files, the study is unreadable, the study has changed
             since its last run here, or the study does not measure what a claim reads.
         OSError: the disk is full.
         KeyboardInterrupt: Lamina first ends the running trials as `interrupted` and writes results.csv.

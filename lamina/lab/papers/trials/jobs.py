@@ -57,7 +57,7 @@ def columns_of(result: Json) -> Json:
 def initialize(settings: PretrainSettings, *, resume: Resume = False, bar: bool = True) -> Json:
     """Write the folder of an untrained model: settings, plan, and a result with 0 steps.
 
-    Raises UserError for invalid settings and a folder in use.
+    Raises UserError for invalid settings and a folder with files.
     """
     from lamina.training.resolve import resolve_run  # it loads torch
 
