@@ -53,6 +53,7 @@ _LABELS = {  # of older records, and today's labels for the same
     "powers of ten, last over first": "log10(last layers' gradient / first layers' gradient)",
     "layers where Mix-LN turns more": "layers that change the direction more in Mix-LN",
     "ratio of both sides": "ratio",
+    "share of lost runs": "share of failed runs",
     "spread of log10": "standard deviation of log10",
 }
 _LIST = re.compile(rf"({_NUMBER}), (?:{_NUMBER}, ){{8,}}({_NUMBER})")
@@ -115,9 +116,7 @@ def in_short(one: Json) -> str:
         return code(said.command(one["study"], one["scale"]))
     if one["verdict"] == Verdict.NEEDS_SCALE:
         return "Some settings did not beat a bigram table" if "bigram" in str(one.get("note")) else _joined(one)
-    more = len(_lines(one)) - 1
-    noun = "comparison" if more == 1 else "comparisons"
-    return deciding(one).short + (f" ({more} more {noun} in the details)" if more else "")
+    return deciding(one).short
 
 
 def claims(verdicts: Sequence[Json]) -> str:

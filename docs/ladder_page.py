@@ -29,8 +29,8 @@ Each point is a mean over seeds. Each placement trains at the best learning rate
 four losses: one at its end, and three from copies whose learning rate decays earlier. [The
 registration](../../studies/preregistration/ladder.md) has the design, the primary comparison, and all later changes.
 **The results hold only for the sizes that ran, so the curves end there.** If you extend a trend to 100M parameters, its
-error is as large as most differences. The interval of a trend treats the seeds of one size as independent pairs, and
-does not cover other texts and model shapes. Parameter counts exclude the embeddings."""
+error is as large as most differences. The interval of a trend treats the seeds of one size as independent pairs. The
+interval does not cover other texts and model shapes. Parameter counts exclude the embeddings."""
 
 
 def losses(records: Path) -> Frame:
@@ -108,7 +108,7 @@ def drawings(trials: Frame) -> list[Drawing]:
             name="ladder-gap",
             title="Loss minus Pre-LN's loss, against compute",
             caption="Each curve connects the model sizes. The band around a curve is the 95 % t interval over seeds. "
-            "Below 0, the placement's loss is below Pre-LN's.",
+            "A negative value means a lower loss than Pre-LN.",
             x=compute,
             y=Axis(title="loss minus Pre-LN's"),
             panels=tuple(by_budget),
@@ -133,8 +133,8 @@ def section(trials: Frame, figures: Sequence[Drawing]) -> str:
     return "\n\n".join(
         [
             "### ladder",
-            "These figures and tables compare the placements' losses with Pre-LN's at the model sizes of `ladder-s1` "
-            "to `ladder-s3`.",
+            "These figures and tables compare the losses of the placements with the loss of Pre-LN at the model sizes "
+            "of `ladder-s1` to `ladder-s3`.",
             '<details markdown="1">\n<summary>All numbers and figures</summary>',
             _SAYS,
             *(
@@ -163,15 +163,15 @@ def _trends(trials: Frame, arms: Sequence[str]) -> str:
         cells = [_interval(one.slope, *one.interval) for one in trends]
         rows.append([code(arm), *cells, *(number(gains.get(size), ".2f") for size in sizes)])
     headings = [
-        f"change of the difference per factor of 10 in FLOPs, {' and '.join(own)} at {per:g}:"
+        f"change of the difference per factor of 10 in FLOPs, {' and '.join(own)} at {per:g} tokens per parameter:"
         for per, own in compared.items()
     ]
     headings += [
-        f"FLOPs that Pre-LN needs for this placement's loss at {size}, as a multiple of this placement's:"
+        f"FLOPs at which Pre-LN reaches this placement's loss at {size}, divided by this placement's FLOPs:"
         for size in sizes
     ]
     notes = (
-        f"\n\n{_TREND_AT:g} and {end:g} are tokens per parameter. We did not plan the trend at {end:g} in advance. "
+        f"\n\nWe did not plan the trend at {end:g} tokens per parameter in advance. "
         f'"{NONE}" means that Pre-LN did not reach this loss at these sizes. Ratios of FLOPs compare means, without an '
         "interval. We do not compare seconds, because the trials shared one GPU."
     )

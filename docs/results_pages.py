@@ -32,6 +32,7 @@ from lamina.lab.papers.pages.matplotlib_figures import FIGURES, write
 from lamina.lab.papers.pages.page import plot
 from lamina.lab.papers.pages.study_figures import AT_BEST, LOST, RANGE, SPREAD, chosen
 from lamina.lab.papers.study_catalog import StudyDefinition
+from lamina.reports.ranking import listed
 from lamina.reports.records import rows_of
 
 PAPERS = {
@@ -108,7 +109,8 @@ def paper_page(
             _HOW,
             *([table(["claim", "verdict", "what we measured", "details"], rows)] if rows else []),
             "Main claims are in bold. Below a main claim, the table lists the parts of the claim that our models could "
-            "decide. The details list all parts, and the papers' numbers.",
+            "decide. If a claim has several comparisons, the table shows the deciding comparison. The details show all "
+            "parts and comparisons, and the papers' numbers.",
             *(["## Run a study again", _again(ran[0], not_ran)] if ran else []),
             "## Details",
             _READ[0],
@@ -150,18 +152,19 @@ def study_section(
     """
     own = [one for one in verdicts if one["study"] == study.name]
     source = "" if study.source == OURS else f" Source: {plain(study.source)}."
-    inside, later = [], []
+    inside, later, undecided = [], [], dict[str, list[str]]()
     for name, scale in study.scales.items():
         here = [one for one in own if one["scale"] == name]
         if name in folders:
             earlier = folders[name].definition_of_scale != read_mapping(study.file)["scales"][name]
             inside += _ran(folders[name], here, figures.get(name, []), earlier=earlier)
         elif scale.needs:
-            later.append(f"The scale {name} cannot decide this study: {plain(scale.needs)}.")
+            undecided.setdefault(scale.needs, []).append(code(f"--scale {name}"))
         elif here or name not in not_ran:
             later.append(f"We have not run this study at `--scale {name}` yet: {code(said.command(study.name, name))}.")
             says = [f"- {said.claimed(one)}" for one in here]
             later += ["\n".join(says)] if says else []
+    later += [f"{listed(scales)} cannot decide this study: {plain(needs)}." for needs, scales in undecided.items()]
     return [
         f"### {study.name}",
         f"{plain(study.title)}{'' if study.title.endswith('?') else '.'}{source}",
@@ -440,7 +443,7 @@ def write_results(
     for study in studies:
         folders[study.name] = ran = read_folders(study, records)
         figures[study.name] = {scale: chosen(one)[0][:_FIGURES_OF_A_PAGE] for scale, one in ran.items()}
-        for drawing in (drawing for listed in figures[study.name].values() for drawing in listed) if draw else ():
+        for drawing in (drawing for every in figures[study.name].values() for drawing in every) if draw else ():
             kept |= write_drawing(drawing, folder)
     for paper, (name, *_) in PAPERS.items():
         if own := [study for study in studies if paper_of(study) == paper]:

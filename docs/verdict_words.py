@@ -48,6 +48,13 @@ def _bigrams(found: re.Match[str]) -> str:
     return f"the loss is above the loss of a bigram table ({table}) in these settings: {above}"
 
 
+def _narrow_and_wide(found: re.Match[str]) -> str:
+    ends = re.findall(r"([\d.e-]+): (\w+ and \w+)", found[1])
+    parts = {end: listed([rate for rate, other in ends if other == end]) for _, end in ends}
+    said = [f"{rates} ({end.replace(' and ', ', ')})" for end, rates in parts.items()]
+    return f"ends at each learning rate (narrow model, wide model): {', '.join(said)}"
+
+
 _OLDER = (  # words of older records, and today's words for the same
     (r"^not past the loss of a table of bigrams \(in brackets\): (.*)", _bigrams),
     (r"(\d+ of \d+) stuck \(share that failed: 95 % ", r"\1 runs got stuck (95 % interval of the share that failed: "),
@@ -76,7 +83,7 @@ _OLDER = (  # words of older records, and today's words for the same
     (r"( and \d+) looks", r"\1 judgments"),
     (
         r"^arms were tuned over (?:unequal|different) numbers of rates",
-        "settings were tuned over different numbers of rates",
+        "settings were tuned over different numbers of learning rates",
     ),
     (
         r"^its rates were chosen by seeds that it tests",
@@ -98,7 +105,7 @@ _OLDER = (  # words of older records, and today's words for the same
     (r": (falling|rising) with tau\b", r" (\1, by Kendall's tau)"),
     (r"^(\d+ runs) here, (\d+) at gate A", r"\1 of this study and \2 of fused-keel-a"),
     (r"^(\S+) trains at \[(.+)\] rates by seed", r"number of learning rates at which \1 trains, by seed: \2"),
-    (r"^narrow and wide at ", "the narrow and the wide model, by learning rate: "),
+    (r"^narrow and wide at (.+)", _narrow_and_wide),
     (r"^best rate ", "best learning rates: "),
     (r"^in them, ", "in these models, "),
     (r"^at a KL of", "the comparison is at a KL of"),

@@ -6,7 +6,8 @@ from lamina.lab.papers.judging import Finding, Trials, Verdict, all_of, claim, h
 
 
 @claim(
-    says="If the learning rate rises from Pre-LN's best to Keel's best, Keel's loss falls and Pre-LN's loss rises",
+    says="If the learning rate rises from Pre-LN's best value to Keel's best value, Keel's loss falls and Pre-LN's "
+    "loss rises",
     paper="The paper compares 1.5e-3, 3e-3 and 6e-3 at 512 layers",
 )
 def keel_lr(trials: Trials) -> Finding:

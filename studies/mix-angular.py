@@ -25,7 +25,7 @@ def _halves(trials: Trials, arm: str, *, deep_is_lower: bool) -> Finding:
     says="In Pre-LN, the deep layers change the hidden states' direction least. In Post-LN, the early layers change "
     "the direction least",
     paper="Figures 3a, 3b and 5 are heat maps without numbers",
-    quantity="angle, 0.5 is a right angle",
+    quantity="angle (0.5 is a right angle)",
 )
 def mix_angular(trials: Trials) -> Finding:
     tuned = trials.tuned()
@@ -35,7 +35,7 @@ def mix_angular(trials: Trials) -> Finding:
 @claim(
     says="In Pre-LN, the deepest third of the layers changes the hidden states' direction less than the first third",
     paper="Figure 3b, 130M",
-    quantity="angle, 0.5 is a right angle",
+    quantity="angle (0.5 is a right angle)",
 )
 def mix_angular__pre(trials: Trials) -> Finding:
     return _halves(trials.tuned(), "pre_ln", deep_is_lower=True)
@@ -44,7 +44,7 @@ def mix_angular__pre(trials: Trials) -> Finding:
 @claim(
     says="In Post-LN, the first third of the layers changes the hidden states' direction less than the deepest third",
     paper="Figure 3a, 130M",
-    quantity="angle, 0.5 is a right angle",
+    quantity="angle (0.5 is a right angle)",
 )
 def mix_angular__post(trials: Trials) -> Finding:
     return _halves(trials.tuned(), "post_ln", deep_is_lower=False)

@@ -21,7 +21,7 @@ def fewer(trials: Trials, a: str, b: str) -> Finding:
         if trials.scale == "paper":
             return Finding(verdict=Verdict.FAILS, ours="no run is lost at any budget", seeds=len(shares[0]))
         return needs_scale(scale, "no run diverges or gets stuck at the highest rate here")
-    return compare_values(*shares, by=0.1, names=(f"share of lost runs: {a}", b))
+    return compare_values(*shares, by=0.1, names=(f"share of failed runs: {a}", b))
 
 
 @claim(

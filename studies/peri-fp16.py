@@ -22,7 +22,7 @@ def growth(table: Frame) -> float:
 
 
 @claim(
-    says="During training, Pre-LN's largest hidden values exceed FP16's limit of 65504, but Peri-LN's never do",
+    says="During training, the largest hidden values exceed FP16's limit of 65504 in Pre-LN, but never in Peri-LN",
     paper="Figure 11 (3.2B): Pre-LN exceeds 65504 within 0.5B tokens, and Peri-LN does not",
 )
 def peri_fp16(trials: Trials) -> Finding:

@@ -310,7 +310,10 @@ def test_the_seeds_of_the_sweep_are_left_out_where_five_others_remain():
 
 def test_arms_that_were_tried_at_unequal_numbers_of_rates_are_noted():
     found = verdict(both().assign(rates=lambda table: table["placement"].map({"keel": 7, "pre_ln": 5})))
-    assert (found.verdict, found.note) == ("holds", "settings were tuned over different numbers of rates: 5, 7")
+    assert (found.verdict, found.note) == (
+        "holds",
+        "settings were tuned over different numbers of learning rates: 5, 7",
+    )
 
 
 ARMS = ("one", "two", "three")

@@ -79,7 +79,9 @@ def limited(
     for why in _badly_tuned(rows, beyond, arms, reads):
         finding = finding.undecided(why) if finding.verdict.decided else finding.noted(why)
     if "rates" in beyond and len(tried := sorted(set(beyond["rates"].dropna().astype(int)))) > 1:
-        finding = finding.noted(f"settings were tuned over different numbers of rates: {', '.join(map(str, tried))}")
+        finding = finding.noted(
+            f"settings were tuned over different numbers of learning rates: {', '.join(map(str, tried))}"
+        )
     return finding
 
 
