@@ -28,7 +28,7 @@ norm ("norm"), or also gradient norms by layer ("layers").
 """
 HISTORIES = Path(__file__).parent / "assets" / "history_signs.json"
 """The file with the number of histories that show a sign, by view and cause. tools/calibration/history_odds.py writes
-it.
+the file.
 """
 TELLING = ("not_finite", "skipped", "guess", "kept", "dead", "unmoved", "forgotten", "written", "repeated")
 """Monitor rules. A single alarm of these rules is strong evidence, at any step of an event."""
@@ -79,7 +79,8 @@ class Cause:
         proofs: signs that prove this cause, because they measure the cause itself.
         in_half: the name of another cause, which has the same signs in float16 training.
         needs: the metric that a run must record before Lamina names this cause.
-        shown: signs that show this cause at work. In a record of Lamina, at least one of these signs is necessary.
+        shown: signs of this cause's effect. In Lamina's own records, Lamina names the cause only with one of these
+            signs.
     """
 
     name: str
@@ -396,8 +397,8 @@ def _kind(alarm: Alarm) -> str:
 
 
 def signature(signs: Signs) -> dict[str, str]:
-    """Return a run's signs by name. They describe the first alarm, the alarms soon after, the loss and the learning
-    rate.
+    """Return a run's signs by name. The signs describe the first alarm, the alarms soon after, the loss and the
+    learning rate.
 
     Raises ValueError if the run has no alarm.
     """

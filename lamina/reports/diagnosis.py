@@ -191,8 +191,8 @@ def _view(metrics: Collection[str]) -> str:
 
 
 FINDINGS = Path(__file__).parent / "assets" / "findings.json"
-"""The file with one sentence per claim in ``CAUSES``, which contains the claim's verdict. docs/results.py writes the
-file from the studies' records.
+"""The file with a sentence on the verdict of each claim in ``CAUSES``. docs/results.py writes the file from the
+studies' records.
 """
 _SHOWN = 12  # alarms
 _CHANGES = 3  # at most
@@ -218,7 +218,7 @@ class Answer:
     """A diagnosis in sentences.
 
     Attributes:
-        cause: the likely cause with its step, or a sentence that the cause is not known. Empty without an anomaly.
+        cause: the likely cause with its step, or a sentence that the cause is not known; empty without an anomaly.
         evidence: how the loss changed, the first anomaly and the next anomalies.
         changes: the changes that help (the most useful change first), and how to check the cause.
         notes: other facts from the record and from Lamina's studies, and how far to trust the answer.
@@ -405,7 +405,7 @@ def _batch(evidence: Evidence, step: int) -> str:
 
 
 def _early(evidence: Evidence, first: Alarm) -> list[str]:
-    """Say how long before the loss the first anomaly came. Return nothing if the first anomaly is in the loss."""
+    """Say how many steps before the loss the first anomaly came. Return nothing if the first anomaly is in the loss."""
     if (lead := evidence.lead) is None or first.metric == LOSS:
         return []
     did = "rose" if math.isfinite(evidence.losses.get(evidence.rose or 0, 0.0)) else "was not finite"
@@ -523,7 +523,7 @@ def _rows(evidence: Evidence) -> list[str]:
 
 
 def epoch_stairs(evidence: Evidence) -> dict[int, int]:
-    """Return the first step of some epochs, by epoch: of the epochs that begin with a fall of the loss."""
+    """Find the epochs that begin with a fall of the loss, and return each epoch's first step."""
     steps = sorted(step for step in evidence.losses if step in evidence.epochs)
     values = [evidence.losses[step] for step in steps]
     epochs = {}

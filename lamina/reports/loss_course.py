@@ -93,10 +93,10 @@ def back_at(losses: Mapping[int, float], rose: int) -> int | None:
 
 
 def calm_steps(values: Mapping[int, float], begin: int, between: range, *, times: float = 1.0) -> set[int]:
-    """Return the steps ``between`` at which a series is back at its usual level of before the step ``begin``.
+    """Return the steps ``between`` at which a series is back at its usual level before the step ``begin``.
 
-    Lamina compares the median of 3 values ``between`` with the median of the 16 values before ``begin``. It may be
-    ``times`` as large, and larger by the noise. With too few values, no step counts as back.
+    Lamina compares the median of 3 values ``between`` with the median of the 16 values before ``begin``. The later
+    median may be up to ``times`` as large, plus the noise. With too few values, no step counts as back.
     """
     before = [values[step] for step in sorted(values) if step < begin][-BEFORE:]
     if len(before) < BEFORE // 2 or not all(map(math.isfinite, before)):

@@ -122,8 +122,8 @@ def words(name: str) -> str:
 
 @lru_cache(maxsize=1)
 def packed_plotly() -> str:
-    """Return plotly.js for the figures' kinds of traces, gzipped, as base64. It has a third of the full plotly.js's
-    size.
+    """Return plotly.js for the figures' kinds of traces, gzipped, as base64. The full file would be three times as
+    large.
     """
     return base64.b64encode(_ASSETS.joinpath("plotly-cartesian.min.js.gz").read_bytes()).decode()
 

@@ -21,7 +21,7 @@ _PLAIN = ("range",)  # properties in which plotly.js reads no packed arrays
 
 
 class Figure:
-    """Traces and a layout. The methods change and return the figure. None means "not set".
+    """Traces and a layout. The methods change and return the figure. An argument of None means "not set".
 
     Args:
         data: the traces.

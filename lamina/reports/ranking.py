@@ -26,10 +26,10 @@ ONE_SEED = "One seed cannot show which differences are noise. Add --seeds 0,1,2.
 def summarize(results: Frame) -> Frame:
     """Return one row per placement at its best learning rate, sorted by the mean eval loss of the finished seeds.
 
-    Lamina first keeps the learning rates at which the largest share of seeds finished. Of these learning rates, the one
-    with the lowest mean loss is the best. So a learning rate cannot win because its bad seeds failed. Placements that
-    finished above a bigram table's loss come after the ranked placements. Placements without a finished seed come last,
-    sorted by status (short, stuck, interrupted, diverged, failed), then by eval loss.
+    Lamina first keeps the learning rates at which the largest share of seeds finished. The best learning rate has the
+    lowest mean loss among these learning rates. So a learning rate cannot win because its bad seeds failed. Placements
+    that finished above a bigram table's loss come after the ranked placements. Placements without a finished seed come
+    last, sorted by status (short, stuck, interrupted, diverged, failed), then by eval loss.
 
     The columns are rank (NaN for an unranked placement), placement, learning_rate, learning_rates (the number of
     learning rates), seeds, finished, status (the worst status), status_text (such as "2/3 finished, 1 diverged"),
@@ -59,8 +59,8 @@ def is_ranked(row: Json) -> bool:
 
 
 def is_above_bigram(row: Json) -> bool:
-    """Return whether a row's eval loss is no better than a bigram table's loss. Older rows lack the table's loss, so
-    they return False.
+    """Return whether a row's eval loss is no better than a bigram table's loss. For older rows, which lack the table's
+    loss, return False.
     """
     return row["eval_loss"] >= row["bigram_entropy"]
 
@@ -154,8 +154,8 @@ def _inits(rows: list[Json], recommended: Mapping[str, str]) -> str:
 
 
 def _widths(rows: list[Json], settings: Mapping[str, object]) -> list[str]:
-    """Warn of initializers whose standard deviation does not suit the width. Width scaling adapts the standard
-    deviation.
+    """Warn of initializers whose standard deviation does not suit the width. With width scaling, the list is empty,
+    because width scaling adapts the standard deviation.
     """
     width, preset = settings.get("hidden_size"), PRESETS.get(str(settings.get("backbone")))
     width = preset.fields["hidden_size"] if width is None and preset is not None else width

@@ -64,7 +64,7 @@ class Trial:
         return {name: _numbers([line.get(name, math.nan) for line in self.lines]) for name in _METRICS}
 
     def known(self, *columns: str) -> list[np.ndarray]:
-        """Return columns of ``metrics``. A line with NaN in any of these columns is missing."""
+        """Return columns of ``metrics``. Leave out lines with NaN in any of these columns."""
         found = [self.metrics[name] for name in columns]
         kept = ~np.any([np.isnan(values) for values in found], axis=0)
         return [values[kept] for values in found]

@@ -51,8 +51,8 @@ def report_of(kind: str, *, needs: str = "") -> Callable[[Page], Page]:
 
 
 def ending_of(*kinds: str, switch: str = "") -> Callable[[Ending], Ending]:
-    """Register a function that makes the text at the end of jobs of these kinds. With ``switch``, it is the text for
-    this command-line switch.
+    """Register a function that makes the text at the end of jobs of these kinds. With ``switch``, the function serves
+    only jobs with this command-line switch.
     """
 
     def register(ending: Ending) -> Ending:

@@ -24,7 +24,7 @@ from lamina.reports.style import Shown, colors
 
 
 def prepare(study: Study) -> tuple[pd.DataFrame, list[Shown], dict[str, str]]:
-    """Return the ranking, the placements for the figures, and the colors. A placement holds its trials at its best
+    """Return the ranking, the placements for the figures, and the colors. A placement holds only the trials at its best
     learning rate.
     """
     summary = summarize(study.results)

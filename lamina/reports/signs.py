@@ -1,4 +1,4 @@
-"""The signs of a failure in a run's records, and which of its alarms explains most."""
+"""Find a failure's signs in a run's records, and the alarm that explains most."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ TWICE = 2.0  # a gradient is back from a spike if its norm is at most so many ti
 
 @dataclass(frozen=True, kw_only=True)
 class Signs:
-    """The signs of a cause in a run's records.
+    """The facts in a run's records from which Lamina infers a cause.
 
     Attributes:
-        alarms: the alarms, oldest first; within a step, the alarm that explains most comes first.
-        rose: the first step at which the loss had risen; None if it never rose.
+        alarms: the alarms, oldest first. Within a step, the alarm that explains most comes first.
+        rose: the first step at which the loss rose and stayed up, or was not finite; None without such a step.
         losses: the training loss by step.
         rates: the learning rate by step.
         norms: the norm of the whole model's gradient by step.
         half: whether the model computes in float16; None if unknown.
-        clock: the number of the record at each step, if there are gaps between records. Lamina then counts records, not
+        clock: the record's number at each step, if the records have gaps. With this mapping, Lamina counts records, not
             steps.
-        view: the kind of record that another tool made (``VIEWS``); empty for Lamina's records.
+        view: the kind of another tool's record (``VIEWS``); empty for Lamina's records.
     """
 
     alarms: tuple[Alarm, ...]
@@ -54,7 +54,7 @@ class Signs:
 
     @cached_property
     def counted(self) -> Signs:
-        """The same signs, with the number of the record in place of each step."""
+        """Return the same signs with record numbers instead of steps."""
         if not self.clock:
             return self
         steps = sorted(self.clock)
@@ -71,10 +71,10 @@ class Signs:
 
     @cached_property
     def first(self) -> Alarm | None:
-        """The alarm that explains most (``first_before``).
+        """Return the alarm that explains most (``first_before``).
 
-        Instead of a spike that passed, Lamina takes the first alarm of the next event that is no such spike. Instead of
-        a risen gradient, Lamina takes an alarm of a rule in ``HARD`` (such as ``not_finite``) that follows soon.
+        If this alarm is part of a spike that passed, Lamina takes the first alarm of the next lasting event. If this
+        alarm is a risen gradient and an alarm of a rule in ``HARD`` follows soon, Lamina takes the later alarm.
         """
         of = self.counted
         first = first_before(of.alarms, of.rose)
@@ -88,7 +88,9 @@ class Signs:
 
     @property
     def passed_spike(self) -> Alarm | None:
-        """The first alarm of a spike that passed before the first anomaly (``first``); None without such a spike."""
+        """Return the first alarm of a spike that passed before the first anomaly (``first``); None without such a
+        spike.
+        """
         before = first_before(self.counted.alarms, self.counted.rose)
         alarm = None if before is None else self.alarms[self.counted.alarms.index(before)]
         passed = alarm is not None and self.first is not None and self.first.step > alarm.step + FOLLOWS
@@ -96,9 +98,10 @@ class Signs:
 
     @property
     def lasting(self) -> list[list[Alarm]]:
-        """The events of the alarms (``events``) without the spikes that passed.
+        """Return the events of the alarms (``events``), without spikes that passed.
 
-        An alarm for which no passed spike can be the reason (``outlasts_spikes``) begins an event of its own.
+        A passed spike cannot explain every alarm. An alarm that it cannot explain (``outlasts_spikes``) begins a new
+        event.
         """
         groups: list[list[Alarm]] = []
         for group in events(self.alarms):
@@ -108,7 +111,7 @@ class Signs:
         return [group for group, end in zip(groups, ends, strict=True) if not self._passed(group, end)]
 
     def _passed(self, alarms: Sequence[Alarm], end: int) -> bool:
-        """Return whether the alarms are a spike's, after which the loss and the gradient came back before ``end``."""
+        """Return whether the alarms belong to a spike, and the loss and the gradient came back down before ``end``."""
         if not alarms or not is_spike(alarms):
             return False
         begin, between = alarms[0].step, range(alarms[-1].step + 1, end)
@@ -119,7 +122,7 @@ class Signs:
 
     @cached_property
     def place(self) -> Alarm | None:
-        """The alarm that names the location of the fault (``place_of``)."""
+        """Return the alarm that names the fault's location (``place_of``)."""
         if self.first is None:
             return None
         of = self.counted

@@ -46,8 +46,8 @@ def compare(
     """Train every placement at every learning rate and seed. Returns the rows of results.csv, one row per trial.
 
     ``settings`` is a complete settings object, or a mapping with the settings to change. If a trial fails, diverges or
-    gets stuck, its row has this status. With ``resume``, Lamina skips ended trials, and resumes the other trials from
-    their last checkpoints.
+    gets stuck, its row shows this as the trial's status. With ``resume``, Lamina skips ended trials, and resumes the
+    other trials from their last checkpoints.
 
     Raises:
         UserError: a setting is invalid, Lamina cannot read the corpus, the output folder holds files, or the study to

@@ -233,7 +233,7 @@ def shares(table: Frame) -> Frame:
     """Keep the rows at equal fractions (shares) of each model's depth. Replace the layer's number by the share's
     number.
 
-    D is the number of blocks in the shallowest model. A model of L blocks has D shares, and the k-th share (k = 1 .. D)
+    D is the number of blocks in the shallowest model. A model of L blocks has D shares, and the k-th share (k = 1 to D)
     ends with block ceil(k L / D). Lamina keeps the rows of the last block in each share, and all rows outside the
     blocks.
     """
@@ -246,8 +246,8 @@ def shares(table: Frame) -> Frame:
 def verdict(rows: Frame, settings: CoordCheckSettings) -> Json:
     """Return the content of result.json: the worst verdict (flat, grows, shrinks or broken) and its modules.
 
-    Two outputs may shrink with the size n, down to n^-1/2, because training makes them grow again. They are the logits
-    under muP and the residual stream under CompleteP, which is initially a sum of L random branches divided by L.
+    Two outputs may shrink with the size n, down to n^-1/2, because training makes them grow again. These outputs are
+    the logits under muP and the residual stream under CompleteP (initially a sum of L random branches divided by L).
     Lamina accepts such slopes.
     """
     sizes = rows[rows["metric"] == "size"]

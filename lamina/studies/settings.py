@@ -493,5 +493,7 @@ class TransferSettings(RunSettings, PlacementSettings, RatesSettings, SeedsSetti
         return int(resolve_backbone(self.backbone).hidden_size)
 
     def command(self) -> str:
-        """Return the command line for these settings. It omits the base width, because the proxy's width implies it."""
+        """Return the command line for these settings. The line omits the base width, because the proxy's width implies
+        the base width.
+        """
         return super().command().replace(f" --base-width {self.base_width}", "")

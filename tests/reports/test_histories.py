@@ -253,7 +253,7 @@ def test_what_is_no_history_is_one_line(tmp_path, refused):
     (tmp_path / "empty.wandb").write_bytes(b"")
     for name in ("empty.csv", "empty.jsonl", "events.out.tfevents.1"):
         (tmp_path / name).write_bytes(b"")
-    cases = dict.fromkeys(("notes.txt", "number.json", "empty.csv", "empty.jsonl"), "neither JSON, nor a table")
+    cases = dict.fromkeys(("notes.txt", "number.json", "empty.csv", "empty.jsonl"), "Lamina finds no JSON, no table")
     cases |= {"cut.json": "is not readable", "deep.json": "is not readable", "far.jsonl": "is too large"}
     cases |= {"accuracy.csv": "no loss and no gradient norm", "apart.jsonl": "(with all parameters at the same steps)"}
     if importlib.util.find_spec("tensorboard"):

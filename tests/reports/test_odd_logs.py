@@ -42,7 +42,11 @@ def test_a_file_that_is_called_a_loss_holds_one(tmp_path, name):
             + "INFO:  name = crf_loss/transition:0, shape = (10, 10)\n",
             "holds no loss",
         ),
-        ("job.out", "0it [00:00, ?it/s]\r176it [00:00, 1758.01it/s]\r352it [00:00, 625.91it/s]", "neither JSON, nor"),
+        (
+            "job.out",
+            "0it [00:00, ?it/s]\r176it [00:00, 1758.01it/s]\r352it [00:00, 625.91it/s]",
+            "Lamina finds no JSON",
+        ),
         ("run.ipynb", json.dumps({"cells": [{"outputs": []}], "nbformat": 4}), "outputs of this notebook have no loss"),
     ],
 )

@@ -171,7 +171,7 @@ def test_a_log_that_begins_with_a_bracket_is_not_called_json(tmp_path, refused):
     path = tmp_path / "log.txt"
     path.write_text("[2017-10-18 18:14:31] training started\n[2017-10-18 18:14:32] nothing else\n")
     said = refused("diagnose", path)
-    assert "neither JSON" in said
+    assert "Lamina finds no JSON" in said
     assert "JSONDecodeError" not in said
 
 

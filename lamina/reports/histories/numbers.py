@@ -12,7 +12,7 @@ Bins: TypeAlias = Any
 
 NUMBER = r"[-+]?(?:\d+(?:[.,]\d+)+|\d+\.?|\.\d+)(?:[eE][-+]?\d+)?(?:[kKMB](?![\w/]))?|[-+]?(?:nan|inf(?:inity)?)\b"
 WHOLE = r"\d+(?:,\d{3})*(?:\.(?:0+|\d+(?=[eEkM])))?(?:[eE]\+?\d+)?(?:[kKM](?=it|\b))?(?!\.?\d)"
-"""A step. 1,000, 1.0e+02 and 12k are whole numbers. 0.17 is not a whole number but a time."""
+"""A regular expression for steps, such as 1,000, 1.0e+02 and 12k. Numbers such as 0.17 are times and do not match."""
 
 _SUFFIXES = {"k": 1e3, "m": 1e6, "b": 1e9}
 _THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d*)?(?:[eE][-+]?\d+)?")

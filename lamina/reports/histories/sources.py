@@ -58,8 +58,8 @@ _LARGE, _LONGEST = 2**20, 2**26  # bytes from which a file is read in pieces, an
 
 
 def recorded_in(folder: Path) -> Path | None:
-    """Return the path to read in another tool's folder. It is a trainer's file, a database, or a folder with W&B's or
-    TensorBoard's files.
+    """Return the path to read in another tool's folder. The path is a trainer's file, a database, or a folder with
+    W&B's or TensorBoard's files.
     """
     if (folder / CONFIG).exists() and (folder / "layers").exists():
         return None
@@ -200,7 +200,7 @@ def _of_text(data: bytes, name: str) -> Columns:
     if whole is not None and re.match(r"\s*[\[{]\s*[\"\[{]", text):
         raise whole
     raise UserError(
-        f"{_not_a_table(text)}neither JSON, nor a table with a header, nor lines with a loss or a gradient norm",
+        f"{_not_a_table(text)}Lamina finds no JSON, no table with a header and no lines with a loss or a gradient norm",
         "Give a training log, trainer_state.json, a CSV or JSON history, or files of TensorBoard, W&B or trackio. A "
         'log needs lines such as "step 10 loss 2.3 grad_norm 0.5".',
     )
@@ -351,7 +351,7 @@ def _not_a_table(text: str) -> str:
         return ""
     return (
         f"the first row has {len(cells)} cells, but the header has {len(header[1])} cells. If the row's numbers have "
-        "decimal commas, write decimal points, or separate the cells by ';'. The text is "
+        "decimal commas, write decimal points, or separate the cells by ';'. "
     )
 
 
