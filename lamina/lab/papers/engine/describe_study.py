@@ -96,7 +96,7 @@ def dry_run_text(settings: StudySettings) -> str:
 
 
 def _later(plan: StudyPlan) -> list[str]:
-    """Describe the stages after pretraining. The totals of the pretraining do not include these stages."""
+    """Describe the stages after pretraining. The totals of pretraining do not include these stages."""
     lines = []
     counts = plan.stages()
     for stage in plan.scale.stages:

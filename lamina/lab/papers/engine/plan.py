@@ -36,7 +36,7 @@ class Arm:
     settings: Json
 
     def trial(self, scale: Scale, learning_rate: float | None, seed: int) -> Settings:
-        """Return the settings of one trial. Raises UserError that names the setting if a setting is invalid."""
+        """Return the settings of one trial. Raises UserError with the setting's name if a setting is invalid."""
         varied: Json = {} if learning_rate is None else {"learning_rate": learning_rate}
         if scale.tuning is not None and seed in scale.tuning_seeds:
             varied |= scale.tuning.settings

@@ -1,8 +1,8 @@
 """Compare settings on equal terms: at equal pretraining loss, or at equal KL to the initial model.
 
-If a setting ended pretraining at a lower loss, this loss alone may explain a better result later. So Lamina pretrains
-the other setting longer, and compares the two settings at equal loss. At equal steps, a policy whose logits move faster
-has an advantage. So Lamina compares policies at equal KL.
+If a setting ended pretraining at a lower loss, this loss alone may explain a better result later. Lamina therefore
+pretrains the other setting longer, and compares the two settings at equal loss. At equal steps, a policy whose logits
+move faster has an advantage. Lamina therefore compares policies at equal KL.
 """
 
 from __future__ import annotations
