@@ -194,7 +194,7 @@ class Tasks:
         data = f"its data{f' ({where})' if where else ''}"
         return (
             f"tasks: {name!r}: {data} is not on this machine, and Lamina cannot reach the hub. Connect to a "
-            "network, or give a folder with the data by --data-dir (`make eval-data` builds such a folder)."
+            "network, or give the folder of the data with --data-dir (`make eval-data` builds such a folder)."
         )
 
 

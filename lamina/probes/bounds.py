@@ -412,8 +412,8 @@ class Bounds(ShortProbe):
 class LastLayer:
     """The last layer's feed-forward and the norms between its down-projection and the layer's output.
 
-    ``statement`` is c1 without such a norm (Pre-LN), c2 with a norm on the output before the sum (Peri-LN), c3 with a
-    norm on the sum (Post-LN), and c2_c3 with both norms.
+    ``statement`` is c1 if no norm follows the down-projection (Pre-LN), c2 for a norm on the module's output (Peri-LN),
+    c3 for a norm on the sum (Post-LN), and c2_c3 for both norms.
     """
 
     site: LayerSite

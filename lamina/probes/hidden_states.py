@@ -44,7 +44,7 @@ class HiddenStates(Probe):
     - token_variance: the variance over a token's channels, averaged over tokens.
     - mean, abs_mean, rms: the mean of x, the mean of |x|, and the root of the mean of x^2.
     - variance_step: Var(x^(l+1)) - Var(x^l) for layer l (Peri-LN Eq 4: constant for Peri-LN).
-    - abs_max: the largest |x|. The columns channel, position and token show its location.
+    - abs_max: the largest |x|. The columns channel, position and token locate the largest |x|.
     - top_magnitude: the largest, second largest, ... |x| of a sequence (``index`` counts from 1), averaged over
       sequences.
     - median: the exact median |x| of a sequence (the lower of two middle values), averaged over sequences.

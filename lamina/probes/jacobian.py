@@ -191,7 +191,7 @@ class JacobianProbe(ShortProbe):
                 self._search(-1, "model", "jacobian", search)
 
     def _block(self, block: LayerCall, *, path: bool) -> dict[str, torch.Tensor]:
-        """Measure a block's norms by role, [sequences]; ``path`` adds the residual path's norm."""
+        """Measure a block's norms by role, [sequences]. If ``path`` is true, also measure the residual path's norm."""
         layer, x = block.site.index, block.stream
         jacobian = Jacobian(block, x)
         norms = {}

@@ -303,7 +303,7 @@ def _which(layer: float, size: int) -> str:
 
 
 def _could_go(group: Frame, whole: float, unit: str) -> list[str]:
-    """Name the layers whose harm is below 1 % of the whole model's value, or within the noise."""
+    """Name the layers whose harm is below 1 % of the whole model's value, or below two standard errors."""
     errors = group["standard_error"].replace(math.inf, math.nan)  # of one sequence it is unknown
     border = (2 * errors.fillna(0.0)).clip(lower=0.01 * abs(whole))
     harmless = group[group["value"] < border]

@@ -125,7 +125,7 @@ class LogitLens(Probe):
         return pd.DataFrame(rows, columns=COLUMNS)
 
     def _sequence(self, context: Context, inputs: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
-        """Sum METRICS over one sequence's predicted tokens, [states, metrics]; also returns their number."""
+        """Return METRICS summed over one sequence's predicted tokens, [states, metrics], and the number of tokens."""
         ids = inputs["input_ids"]
         mask = inputs.get("attention_mask", torch.ones_like(ids))[0].bool()
         if self._causal:

@@ -30,7 +30,7 @@ class Ranks(Probe):
     - stable_rank: sum s^2 / max s^2.
     - effective_rank: exp(-sum p ln p) with p = s / sum s (Roy & Vetterli 2007).
 
-    If the model has several streams, each layer mixes them with a matrix [n, n]. Rows with role streams hold the
+    If the model has n streams, each layer mixes the streams with a matrix [n, n]. Rows with role streams hold the
     effective_rank of the matrices' product over layers 0 to ``layer``, averaged over tokens. A rank of 1 means that the
     mixing keeps only one mean of the residual streams. A rank of n means that all streams stay distinct. Lamina ignores
     norms on the streams.

@@ -55,7 +55,7 @@ class Spectra(Probe):
     Rows of a layer (sublayer feed_forward):
 
     - role = a projection's path within the layer (``mlp.up_proj``): ``condition_number`` is s_max / s_min (FuseNorm Fig
-      10). If one matrix stacks gate and up, the rows ``[0]`` and ``[1]`` describe its two halves.
+      10). If one matrix stacks gate and up, the rows ``[0]`` and ``[1]`` describe the two halves.
     - roles pre (the nonlinearity's input) and post (the down-projection's input): the ranks of the activations'
       covariance. ``hard_rank`` is the participation ratio of the covariance's eigenvalues, divided by D_ff.
       ``soft_rank`` is exp(entropy) of these eigenvalues, divided by D_ff. ``edr`` is 200 h s / (h + s) of the hard rank

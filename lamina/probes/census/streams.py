@@ -316,7 +316,7 @@ def _unit(x: torch.Tensor) -> torch.Tensor:
 
 
 def _norms_apart(x: torch.Tensor, y: torch.Tensor) -> tuple[str, ...] | None:
-    """Mark y's streams [tokens, n, width] that are norms of x's streams; None if a stream is neither same nor norm."""
+    """Mark y's streams [tokens, n, width] that are norms of x's streams; None if a stream has changed otherwise."""
     norms = []
     for before, after in zip(x.unbind(1), y.unbind(1), strict=True):
         same = torch.equal(before, after)

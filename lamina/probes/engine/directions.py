@@ -25,8 +25,8 @@ _SMALLEST_BUDGET = 2**26
 _SHORTEST = 1e-30  # a vector of zeros (an untrained class token) has no direction: cosine 0 with all others
 _NORMED = "The state after {} is a norm's output (Post-LN), so its length is fixed and only its direction changes."
 _INNER = (
-    "The residual stream is normalized inside {} but not after them (HybridNorm), so Lamina compares the layers' "
-    "outputs before this norm."
+    "A norm inside {} acts on the residual stream, but no norm acts on a layer's output (HybridNorm). Lamina compares "
+    "the layers' outputs."
 )
 
 

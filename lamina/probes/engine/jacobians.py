@@ -133,7 +133,8 @@ def largest_singular_value(
 
     Power iteration uses only the latest vector, but Lanczos uses all vectors so far. Lanczos therefore needs far fewer
     products if the singular values are close together, as in a Jacobian near the identity. Lamina keeps all 2 *
-    iterations vectors, and orthogonalizes each new vector against them. Only the bidiagonal matrix is in float64.
+    iterations vectors, and makes each new vector orthogonal to the earlier vectors. Only the bidiagonal matrix is in
+    float64.
     """
     number("tolerance", tolerance, 0.0, open_low=True)
     whole_number("iterations", iterations)

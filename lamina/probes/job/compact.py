@@ -18,7 +18,7 @@ _ARRAYS = ("x", "y", "text", "hovertext", "customdata", "ids")
 
 
 def compact(figure: go.Figure) -> tuple[go.Figure, str]:
-    """Return the figure for a page, and a sentence on what it omits ("" if nothing).
+    """Return the figure for a page, and a sentence on the omitted data ("" for a complete figure).
 
     Lamina thins heat maps of more than MOST_CELLS rows or columns, figures of more than MOST_LINES lines, and lines of
     more than MOST_POINTS points. Lamina keeps evenly spaced entries, including the first and the last, and escapes

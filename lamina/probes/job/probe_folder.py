@@ -125,7 +125,7 @@ def finished(folder: Path, specs: dict[str, str]) -> dict[str, Json]:
 
 
 class Measuring:
-    """A checkpoint with its inputs. The constructor loads both, and ``run`` measures and writes.
+    """A checkpoint with its inputs. The constructor loads the checkpoint and the inputs. ``run`` measures and writes.
 
     ``specs`` maps each requested probe's name to the user's text, such as ``angular_distance(tokens=all)``. ``done``
     holds the results of earlier finished probes.
@@ -359,7 +359,7 @@ def describe(model: nn.Module, structure: Structure) -> dict[str, object]:
 
 
 def _runs(texts: Sequence[str]) -> str:
-    """Return the text if all layers have the same text. Otherwise, return each text with its layers."""
+    """Return the text if all layers have the same text. If the texts differ, return each text with its layers."""
     runs = [(text, [i for i, _ in run]) for text, run in groupby(enumerate(texts), key=lambda each: each[1])]
     if len(runs) == 1:
         return texts[0]

@@ -508,7 +508,7 @@ def _chains(record: Trace) -> list[list[Call]]:
 
 
 def _families(record: Trace) -> list[list[Call]]:
-    """Find the calls that add to a residual stream, and group them by their parent call."""
+    """Find the calls that add to a residual stream, and group the calls by parent call."""
     families: dict[int, list[Call]] = {}
     for call in record.calls:
         if call.parent is not None and _carries_stream(call, record):

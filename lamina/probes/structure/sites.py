@@ -177,7 +177,7 @@ class LayerSite:
 
 @dataclass(frozen=True, eq=False)
 class Structure:
-    """A model's layers in the order in which they run, and the modules around them.
+    """A model's layers in order of execution, and the modules around the layers.
 
     ``outside`` lists the modules outside ``layers``: "embedding" modules run before the layers, "readout" modules run
     after the layers, and "other" modules are in other lists of layers. If the final norm does not read the residual

@@ -81,7 +81,7 @@ class Op:
 
 @dataclass(eq=False)
 class Trace:
-    """The record of one forward pass: its calls in the order in which they began, its operations, and its tensors."""
+    """The record of one forward pass: the calls in order of their start, the operations, and the tensors."""
 
     calls: list[Call] = field(default_factory=list)
     ops: list[Op] = field(default_factory=list)
