@@ -59,14 +59,14 @@ _OLDER = (  # words of older records, and today's words for the same
     (r"^not past the loss of a table of bigrams \(in brackets\): (.*)", _bigrams),
     (r"(\d+ of \d+) stuck \(share that failed: 95 % ", r"\1 runs got stuck (95 % interval of the share that failed: "),
     (r"(\d+ of \d+) short \(too few steps to tell\)", r"\1 runs are too short to tell"),
-    (r"^(.+?): (\d+ of \d+ runs (?:got|are|diverged))", r"in \1, \2"),
+    (r"^(.+?): (\d+ of \d+ runs (?:got|are|diverged))", r"in the setting \1, \2"),
     (
         r"^(.+) is not above chance: (\w+) from ([\d.]+ %) \(95 %\), chance ([\d.]+ %)",
         r"\2 is not clearly above chance (\4). The 95 % interval starts at: \1 (\3)",
     ),
     (
         r"^(.+): the policy has not moved: its reward's gain is from (\S+) \(95 %\)",
-        r"in \1, the reward has not clearly risen (the 95 % interval of the rise starts at \2)",
+        r"in the setting \1, the reward has not clearly risen (the 95 % interval of the rise starts at \2)",
     ),
     (r"^decided at scale (\w+)", r"this claim needs scale \1"),
     (

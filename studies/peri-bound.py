@@ -38,8 +38,8 @@ def peri_bound(trials: Trials) -> Finding:
 
 
 @claim(
-    says="In Pre-LN, the norm of a token's gradient with respect to the last down-projection's weights is ||h|| times "
-    "the norm of the gradient at the projection's output (h is the projection's input)",
+    says="For each token in Pre-LN, the gradient norm of the last down-projection's weights is ||h|| times the "
+    "gradient norm of the projection's output (h is the projection's input)",
     paper="Eq 6 and 11: the gradient is proportional to h, without damping",
     quantity="gradient norm divided by its formula",
     exact=True,

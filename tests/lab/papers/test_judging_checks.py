@@ -114,7 +114,9 @@ def test_runs_that_failed_are_ranked_last_and_counted():
     found = lower(both, "keel", than="pre_ln")
     assert (found.verdict, found.seeds) == ("inconclusive", 5), "five pairs of ranks cannot show it: p 0.0625"
     assert found.p == pytest.approx(2 * 0.5**5)
-    assert found.note == "in pre_ln, 1 of 5 runs diverged (95 % interval of the share that failed: 1% to 72%)"
+    assert (
+        found.note == "in the setting pre_ln, 1 of 5 runs diverged (95 % interval of the share that failed: 1% to 72%)"
+    )
     assert found.ours.startswith(
         "keel vs pre_ln, failed runs ranked last: lower in 5 of 5 pairs, median difference -0.0195"
     )
@@ -149,7 +151,7 @@ def test_two_arms_that_have_not_learned_have_no_order(check):
 
 def test_runs_that_are_short_are_compared_and_counted():
     table = trials(rows("a", [3.51, 3.52, 3.5], ["short", "short", "finished"]), rows("b", [3.6, 3.62, 3.61]))
-    assert lower(table, "a", than="b").note == "in a, 2 of 3 runs are too short to tell"
+    assert lower(table, "a", than="b").note == "in the setting a, 2 of 3 runs are too short to tell"
 
 
 def test_an_arm_that_does_not_train_is_worse_than_any_that_does():

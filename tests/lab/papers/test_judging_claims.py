@@ -273,7 +273,7 @@ def test_both_policies_must_have_moved():
     moved = both(eval_reward=1.0).assign(reward_gain=[0.5, 0.6, 0.4, 0.5, 0.55, 0.45, 0.1, -0.2, 0.2, -0.1, 0.0, 0.1])
     found = verdict(moved)
     assert found.verdict == "needs scale"
-    assert "in pre_ln, the reward has not clearly risen" in found.note
+    assert "in the setting pre_ln, the reward has not clearly risen" in found.note
     assert "keel" not in found.note
 
 

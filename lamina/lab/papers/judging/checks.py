@@ -93,7 +93,7 @@ class _Arm:
             parts[-1] += f" (95 % interval of the share that failed: {low:.0%} to {high:.0%})"
         parts += [f"{self.short} of {self.runs} runs are too short to tell"] if self.short else []
         parts += [f"Lamina leaves out {self.broken} with an error or an interruption"] if self.broken else []
-        return f"in {self.name}, {', '.join(parts)}" if parts else ""
+        return f"in the setting {self.name}, {', '.join(parts)}" if parts else ""
 
 
 def lower(

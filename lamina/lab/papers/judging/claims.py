@@ -127,7 +127,8 @@ def _unmoved(rows: Frame, arms: Sequence[str]) -> Iterator[str]:
     for arm, part in _each(rows, arms) if _GAIN in rows else ():
         gains = part[_GAIN].dropna().tolist()
         if len(gains) >= TOO_FEW and (low := t_interval(gains)[0]) <= 0:
-            yield f"in {arm}, the reward has not clearly risen (the 95 % interval of the rise starts at {low:.2g})"
+            start = f"the 95 % interval of the rise starts at {low:.2g}"
+            yield f"in the setting {arm}, the reward has not clearly risen ({start})"
 
 
 def _badly_tuned(rows: Frame, beyond: Frame, arms: Sequence[str], reads: Reads) -> Iterator[str]:
