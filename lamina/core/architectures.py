@@ -1,9 +1,9 @@
 """A table of the model types of transformers that Lamina supports. This module does not load torch.
 
 Each row lists the roles of a type's weights (for initialization) and the type's placement (for the conversion of
-checkpoints). Tests check each type: with the same weights and placement, Lamina's logits equal transformers' logits. To
-load a saved model, Lamina also needs the names of the type's modules and heads. These names are in ``ADAPTERS`` of
-modeling/modeling_lamina.py, which Lamina saves beside the checkpoint.
+checkpoints). Tests check each type: with the same weights and placement, Lamina's logits equal transformers' logits.
+The names of a type's modules and heads are in ``ADAPTERS`` of modeling/modeling_lamina.py. Lamina saves that file
+beside each checkpoint, because a saved model needs these names to load.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Conversion:
     Args:
         placement: the placement with its options, as ``lamina.placements.resolve`` reads it.
         norms: a mapping from the name of a norm or learned scale in transformers to its position in Lamina's block.
-        options: a mapping from the placement's options to the configuration's fields that hold their values. The option
-            ``wiring`` becomes "parallel" if its field is true.
+        options: a mapping from a placement's option to the configuration's field with the option's value. The option
+            ``wiring`` becomes "parallel" if the field is true.
         one_norm: whether parallel branches share one norm, which the checkpoint stores as the attention's norm.
         gain_offset: the number to add to a stored gain: Gemma stores w and multiplies by 1 + w.
         rounds: a clause for messages about a rounding difference between transformers and Lamina. In float32, the
@@ -46,8 +46,8 @@ class Architecture:
 
     Args:
         title: the model type's name in prose.
-        roles: a mapping from the attribute name of a module to the role of the module's weight. If sub-layers use one
-            name for different roles, the key begins with the sub-layer's name ("attention.Wo").
+        roles: a mapping from the attribute name of a module to the role of the module's weight. If the attention and
+            the feed-forward use the same name, the key begins with the sub-layer's name ("attention.Wo").
     """
 
     title: str
@@ -59,7 +59,7 @@ _PRE_LN = Conversion(
     placement="pre_ln",
     norms={"input_layernorm": "attention.pre_norm", "post_attention_layernorm": "feed_forward.pre_norm"},
 )
-_GAIN = "multiplies by its norms' gains in float32 and then rounds, whereas Lamina rounds first"
+_GAIN = "applies the norms' gains in float32 and then rounds, whereas Lamina rounds before it applies the gains"
 _OLMO2 = Conversion(
     placement="olmo2(qk_norm=off)",
     norms={"post_attention_layernorm": "attention.out_norm", "post_feedforward_layernorm": "feed_forward.out_norm"},
@@ -120,7 +120,7 @@ _PHI = replace(_COHERE, rounds=_ADDS)
 # Why other types are neither wired nor converted.
 UNCONVERTED = dict.fromkeys(
     ("codegen", "falcon", "gpt_neo", "gpt_neox_japanese", "gptj"),
-    "its layers return more than the residual stream, so Lamina cannot replace them",
+    "the layers of this model type return more than the residual stream, so Lamina cannot replace the layers",
 )
 # The usual names in decoders, in those that are not in the table, too.
 _DECODER = {

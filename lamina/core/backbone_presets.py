@@ -49,12 +49,12 @@ def _vit(name: str, width: int, heads: int) -> Preset:
 
 _MIX_VIT = "Mix-LN Table 4 (ImageNet-1K); sizes of DeiT, which the table does not print"
 _MIX = "Mix-LN Table 7 and its repository"
-_MIX_250M = "Mix-LN's repository; Table 7 says width 1024, which gives 355M parameters, 768 gives 247M"
+_MIX_250M = "Mix-LN's repository; width 768 gives 247M parameters, and Table 7's width 1024 gives 355M"
 _FUSE = "FuseNorm App B"
 _PROXY = "FuseNorm Figure 4's 310M proxy, 64 layers of width 640; heads of 64, FFN fitted to 310M (not printed)"
 _PERI = "Peri-LN Section 4; FFN 4 d (the text states none; 4 d fits its parameter counts)"
 _DEEP = "FuseNorm's 128 blocks; width and FFN derived from 6.5B (not printed)"
-_STRESS = "FuseNorm's stress test; heads of 64 and FFN 8 d / 3 (not printed)"
+_STRESS = "FuseNorm's stress test; head width 64 and FFN width 8 d / 3 (not printed)"
 _KEEL = "Keel Section 5.3, {} layers = sub-layers; vocabulary not printed"
 _MOE = "FuseNorm's MoE: sizes of DeepSeek-V2-Lite (labeled 16B-A2.4B), V3's routing (sigmoid, Moonlight's 2.446)"
 _MOE_FIELDS = {
@@ -157,5 +157,5 @@ def get(name: str) -> Preset:
 
 
 def is_place(name: str) -> bool:
-    """Return whether a name that is not a preset may be a folder or a model on the hub."""
+    """Return whether a name is an existing folder or has the form of a hub name. Return False for presets."""
     return name not in PRESETS and (os.path.isdir(name) or _ON_THE_HUB.fullmatch(name) is not None)

@@ -13,7 +13,7 @@ from urllib.request import getproxies
 
 
 def hub_resolves() -> bool:
-    """Return whether DNS knows the hub's host name; always True behind a proxy, because the proxy looks up names."""
+    """Return whether DNS knows the hub's host name. Return True behind a proxy, because the proxy looks up names."""
     from huggingface_hub import constants
 
     if getproxies():

@@ -25,7 +25,7 @@ WITH_GAIN = ("value", "attention_out", "feed_forward_in", "feed_forward_out")
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """The facts about a weight that an initializer may need; the defaults fit a block's query projection.
+    """The facts about a weight that an initializer may need. The defaults describe a block's query projection.
 
     ``layer`` is the block's index, from 0; -1 outside the blocks. ``wiring`` is the sub-layer's record in the plan.
     ``num_layers`` is the number of blocks.
@@ -63,7 +63,7 @@ def scaled(weight: Facts, std: float) -> float:
 
 
 def deepnorm(weight: Facts, std: float) -> float:
-    """Xavier normal; value, attention-out and FFN weights have gain beta, others have gain 1 (DeepNet Fig 2)."""
+    """Xavier normal. Value, attention-out and FFN weights have gain beta. Other weights have gain 1 (DeepNet Fig 2)."""
     if weight.layer < 0:
         return std
     gain = 1.0
@@ -130,13 +130,13 @@ def check(init: str) -> tuple[str, float]:
 
 
 def unsuited(init: str, hidden_size: int) -> tuple[float, float] | None:
-    """Return the standard deviations of an initializer and of SmallInit if the initializer does not suit the width.
+    """If an initializer does not suit the width, return its standard deviation and SmallInit's standard deviation.
 
-    An initializer suits a width d if a weight changes the size of a norm's output by at most a factor of about two. The
-    standard deviation of such an initializer lies between half of SmallInit's sqrt(2 / (5 d)) (Nguyen & Salazar 2019,
-    arXiv 1910.05895, Sec 2.2) and twice LeCun's sqrt(1 / d) (LeCun et al. 1998, Eq 16). GPT-2's standard deviation of
-    0.02 equals SmallInit's at width 1,000. GPT-2's value does not suit widths below 250 or above 10,000. Returns None
-    if the initializer suits the width, or if the name is unknown.
+    An initializer suits a width d if a weight changes the RMS of a norm's output by at most a factor of about two. The
+    lowest suitable standard deviation is half of SmallInit's sqrt(2 / (5 d)) (Nguyen & Salazar 2019, arXiv 1910.05895,
+    Sec 2.2). The highest is twice LeCun's sqrt(1 / d) (LeCun et al. 1998, Eq 16). GPT-2's standard deviation of 0.02
+    equals SmallInit's at width 1,000. GPT-2's value does not suit widths below 250 or above 10,000. Returns None if
+    the initializer suits the width, or if the name is unknown.
     """
     try:
         name, base = check(init)

@@ -31,8 +31,8 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
 def holm(ps: Sequence[float]) -> list[float]:
     """Adjust p values by Holm's step-down method; the result keeps the input's order.
 
-    The i-th smallest of n p values is multiplied by n - i + 1. The result is raised to the next smaller p value's
-    result if it is lower, and is at most 1. A NaN counts as 1.
+    The i-th smallest of n p values is multiplied by n - i + 1. Adjusted p values do not fall as p grows, and are at
+    most 1. Lamina treats NaN as 1.
     """
     ps = [1.0 if math.isnan(p) else p for p in ps]
     adjusted, largest = [0.0] * len(ps), 0.0

@@ -1,6 +1,6 @@
-"""Run a callback once another package is imported; if the package is already imported, run the callback at once.
+"""Run a callback after the import of another package. If the package is already imported, run the callback at once.
 
-With such callbacks, `import lamina` needs to load no other package, and users may import packages in any order.
+So `import lamina` loads no other package, and users may import packages in any order.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 
 class _Finder(NamedTuple):
-    """An import finder that finds no module itself, but runs a callback after the import of a given module."""
+    """An import finder that runs a callback after the import of ``module``."""
 
     module: str
     then: Callable[[ModuleType], None]

@@ -1,9 +1,9 @@
 """PEFT's defaults for Lamina models, so that `LoraConfig()` and similar configurations need no ``target_modules``.
 
-PEFT has one table per method, with a row per model type. All backbones of Lamina have the type "lamina". For each
-module that a method adapts in a Llama, Lamina's row lists the module's name in every backbone of core/architectures.py.
-Each name means the same module in all backbones, and PEFT skips names that a model lacks. If PEFT adds a method, Lamina
-also adds a row to that method's table.
+PEFT has one table per method, with a row per model type. All backbones of Lamina have the type "lamina". A method's
+row for Llama lists the modules that the method adapts. Lamina's row lists the same modules under the names in every
+backbone of core/architectures.py. Each name means the same module in all backbones, and PEFT skips names that a model
+lacks. If PEFT adds a method, Lamina also adds a row to that method's table.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NORMS = ("pre_norm", "key_norm", "value_norm", "out_norm", "post_norm", "embedd
 
 
 def targets(of_llama: Iterable[str]) -> list[str]:
-    """List the names, in Lamina models, of the linear layers and norms that PEFT adapts in a Llama."""
+    """Return the module names in Lamina models for the linear layers and norms that PEFT adapts in a Llama."""
     from lamina.core.architectures import ROLES  # here, so that `import lamina` stays light
 
     names: set[str] = set()

@@ -12,7 +12,7 @@ from lamina.errors import printable
 EVERY = 10.0
 """Seconds between two lines."""
 PACED, PACED_STEPS = 1.0, 3
-"""The least numbers of seconds and steps over which Lamina measures the pace."""
+"""Lamina measures the pace over at least this many seconds and steps."""
 
 
 def has_bars() -> bool:
@@ -29,7 +29,7 @@ class ProgressLines:
         self._seen: deque[tuple[float, int]] = deque()  # when how much was done, since half of the time that passed
 
     def see(self, done: int, numbers: Mapping[str, str] | None = None) -> None:
-        """If a line is due, write a line with the progress, the numbers and the time left."""
+        """Write a line with the progress, the numbers and the time left, at most every ``every`` seconds."""
         now = time.monotonic()
         if done > (self._seen[-1][1] if self._seen else 0):  # the time before the first step is start-up
             self._seen.append((now, done))

@@ -31,7 +31,7 @@ class Registry(Generic[Entry]):
 
     Args:
         kind: the noun for an entry ("placement"), for the messages.
-        modules: a function that returns the names of Lamina's modules, which register their entries on import.
+        modules: a function that returns the names of the modules to import. An import registers the module's entries.
         plugins: the group of entry points under which installed packages add entries.
     """
 
@@ -43,7 +43,8 @@ class Registry(Generic[Entry]):
         self._failure: UserError | None = None
 
     def add(self, name: str, entry: Entry, owner: str) -> None:
-        """Register an entry that the module ``owner`` defines. Decorators can call ``add``, because it loads no module.
+        """Register an entry that the module ``owner`` defines. Decorators can call ``add``, because ``add`` imports no
+        module.
 
         Raises UserError if another module has registered the name (``refuse_namesake``).
         """
@@ -53,7 +54,7 @@ class Registry(Generic[Entry]):
     def registered(self, name: str) -> Entry | None:
         """Return the entry that a name already has; None if no entry has the name.
 
-        Decorators can call this method, because it loads no module.
+        Decorators can call this method, because this method imports no module.
         """
         return self._entries[name][0] if name in self._entries else None
 

@@ -12,10 +12,11 @@ from typing import Literal, TypeAlias
 
 @dataclass(frozen=True, kw_only=True)
 class WidthScheme:
-    """The exponents e of the factors n^e for embedding, hidden weights and output head; n is the width.
+    """Exponents of the width n: each factor is n^e, with an exponent e for the embedding, hidden weights and output
+    head.
 
-    ``multiplier`` (the paper's -a) applies to the weight in the forward pass, ``std`` (-b) to the weight's initial
-    standard deviation, and ``rate`` (-c) to Adam's learning rate.
+    ``multiplier`` (the paper's -a) is for the weight in the forward pass. ``std`` (-b) is for the initial standard
+    deviation. ``rate`` (-c) is for Adam's learning rate.
     """
 
     multiplier: tuple[float, float, float]

@@ -48,7 +48,8 @@ def split(text: str, kind: str) -> list[str]:
 def _parts(text: str, *, whole: bool) -> Iterator[str | None]:
     """Split at commas outside brackets and quotes, without empty parts. Yield None last if a bracket or quote is open.
 
-    If ``whole`` is true, the text is a list of options. Otherwise, it is a list of specs with options in parentheses.
+    If ``whole`` is true, the text is a list of options. Otherwise, the text is a list of specs with options in
+    parentheses.
     """
     expected: list[str] = []  # the closing characters of the open brackets, or of the open quote
     start, before = 0, "," if whole else ""

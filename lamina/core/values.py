@@ -42,7 +42,7 @@ Examples: TypeAlias = PathLike | Sequence[Mapping[str, object]] | Rows
 
 
 def takes(kind: object) -> Callable[[C], C]:
-    """Mark a check with the types that Python callers may also pass for its setting."""
+    """Decorate a check with the types that Python callers may pass for the setting."""
 
     def note(check: C) -> C:
         check.__dict__["takes"] = kind
@@ -52,7 +52,9 @@ def takes(kind: object) -> Callable[[C], C]:
 
 
 def taken(check: object) -> Any:
-    """Return the types that this check accepts from Python callers, or None if it accepts only the setting's type."""
+    """Return the types that a check accepts from Python callers. Return None if the check accepts only the setting's
+    type.
+    """
     return getattr(check, "takes", getattr(getattr(check, "func", None), "takes", None))
 
 
@@ -77,7 +79,9 @@ LONGEST_NAME, LONGEST_PATH = 255, 3800  # bytes of a name in a folder, and of a 
 
 
 def whole_number(name: str, value: object, low: int = 1, *, says: str = "") -> int:
-    """Return the value if it is a whole number from ``low`` to the field's limit; ``says`` begins the message."""
+    """Return a whole number from ``low`` to the field's limit. Raises UserError that begins with ``says`` for other
+    values.
+    """
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise UserError(f"{says}{name}: {_shown(value)}. Give a whole number of at least {low}.")
     if value > (high := LIMITS.get(name, MOST)):
@@ -86,7 +90,7 @@ def whole_number(name: str, value: object, low: int = 1, *, says: str = "") -> i
 
 
 def seed_number(name: str, value: object) -> int:
-    """Return the value if it is a whole number that every random generator accepts as a seed."""
+    """Return a whole number that every random generator accepts as a seed. Raises UserError for other values."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= SEED_LIMIT:
         raise UserError(f"{name}: {_shown(value)}. Give a whole number from 0 to {SEED_LIMIT}.")
     return value
@@ -95,7 +99,9 @@ def seed_number(name: str, value: object) -> int:
 def number(
     name: str, value: object, low: float, high: float = math.inf, *, open_low: bool = False, open_high: bool = False
 ) -> float:
-    """Return the value if it is a finite number from ``low`` to ``high``; ``open_low`` excludes ``low`` itself."""
+    """Return a finite number from ``low`` to ``high``. ``open_low`` excludes ``low``. Raises UserError for other
+    values.
+    """
     if is_finite(value):
         too_low = value <= low if open_low else value < low
         too_high = value >= high if open_high else value > high
@@ -108,7 +114,9 @@ def number(
 
 
 def steps_or_share(name: str, value: object, *, open_low: bool = False) -> float:
-    """Return the value if it is a whole number of steps, or a share (below 1) of all steps; ``open_low`` excludes 0."""
+    """Return a whole number of steps, or a share (below 1) of all steps. ``open_low`` excludes 0. Raises UserError
+    otherwise.
+    """
     span = number(name, value, 0.0, open_low=open_low)
     if span >= 1 and span != int(span):
         raise UserError(f"{name}: {_shown(value)}. Give a whole number of steps, or a share below 1 of all steps.")
@@ -116,7 +124,7 @@ def steps_or_share(name: str, value: object, *, open_low: bool = False) -> float
 
 
 def is_finite(value: object) -> TypeGuard[int | float]:
-    """Return whether a value is a number that a float can hold; False for a bool, NaN and infinity."""
+    """Return whether a value is a finite number that a float can hold. Return False for bools."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     try:
@@ -129,7 +137,7 @@ SPECIAL = "is a pipe, a socket or a device"
 
 
 def is_special(place: str | Path) -> bool:
-    """Return whether a path leads to a pipe, a socket or a device, whose reader might wait forever."""
+    """Return whether a path leads to a pipe, a socket or a device. (A reader of such a path might wait forever.)"""
     try:
         mode = os.stat(place).st_mode
     except (OSError, ValueError):
@@ -174,7 +182,7 @@ def path(name: str, value: object) -> str:
     if not written or isinstance(written, bytes):
         raise UserError(f"{name}: {_shown(written)}. Give a path.")
     if "\0" in written:
-        raise UserError(f"{name}: {_shown(written)} holds a NUL character. Remove it.")
+        raise UserError(f"{name}: {_shown(written)} holds a NUL character. Remove this character.")
     if len(encoded) > LONGEST_PATH or any(len(part) > LONGEST_NAME for part in encoded.split(os.fsencode(os.sep))):
         raise UserError(
             f"{name}: {_shown(written)} is too long. Give a path of at most {LONGEST_PATH} bytes, with names of "
@@ -223,9 +231,9 @@ def in_order(names: Iterable[str]) -> list[str]:
 
 
 def nearby(missing: str | Path) -> str:
-    """For a missing path, return ``; FOLDER has NAMES``: the nearest existing parent folder and its content.
+    """Return a hint for a missing path: ``; FOLDER has NAMES``, with the nearest existing parent folder's content.
 
-    Returns "" if this folder is the current folder, the home folder or the root.
+    Returns "" if the nearest parent folder is the current folder, the home folder or the root.
     """
     parents = Path(os.path.expanduser(missing)).parents
     folder = next((parent for parent in parents if os.access(parent, os.R_OK | os.X_OK)), Path())
@@ -253,7 +261,7 @@ def text(name: str, value: object) -> str:
     if not isinstance(value, str):
         raise UserError(f"{name}: {_shown(value)}. Give a text.")
     if "\0" in value:
-        raise UserError(f"{name}: {_shown(value)} holds a NUL character. Remove it.")
+        raise UserError(f"{name}: {_shown(value)} holds a NUL character. Remove this character.")
     return value
 
 
@@ -306,12 +314,12 @@ def comma_separated(name: str, value: object) -> str:
 
 
 def entries(listed: str | None) -> list[str]:
-    """Split a comma-separated text into its non-empty entries; an empty list for None."""
+    """Split a comma-separated text into non-empty entries. Return an empty list for None."""
     return [part for part in map(str.strip, (listed or "").split(",")) if part]
 
 
 def factors(name: str, value: object) -> str | None:
-    """Return the text if it consists of comma-separated finite numbers, in which a number may occur twice."""
+    """Return the text if it is a list of comma-separated finite numbers. A number may occur twice."""
     if value is None:
         return None
     text = comma_separated(name, value)

@@ -52,7 +52,9 @@ def read_mapping(path: Path, needed: str = "lines NAME: VALUE") -> Json:
         with path.open("rb") as file:
             content = file.read(LARGEST + 1)
         if len(content) > LARGEST:
-            raise UserError(f"{source} is too large for a YAML file of settings. Shorten it to {LARGEST // 2**20} MiB.")
+            raise UserError(
+                f"{source} is too large for a YAML file of settings. Shorten the file to {LARGEST // 2**20} MiB."
+            )
         text = content.decode("utf-8")
         _bounded(source, text)
         data = yaml.load(text, Loader=_Strict)
@@ -70,7 +72,7 @@ def read_mapping(path: Path, needed: str = "lines NAME: VALUE") -> Json:
 
 
 def _bounded(source: str, text: str) -> None:
-    """Raise UserError for a file that is nested too deep or has too many values, before building any of them."""
+    """Raise UserError for a file that is nested too deep or has too many values, before Lamina builds the values."""
     sizes: dict[str, int] = {}  # of what an anchor names, its aliases written out
     open_: list[tuple[str | None, int]] = [(None, 0)]
     for event in yaml.parse(text, Loader=_Loader):
@@ -83,7 +85,8 @@ def _bounded(source: str, text: str) -> None:
         if isinstance(event, yaml.AliasEvent):
             if anchor not in sizes:
                 raise UserError(
-                    f"{source}: the alias *{anchor} has no anchor before it, or is inside its own anchor. Remove it."
+                    f"{source}: the alias *{anchor} has no earlier anchor, or is inside the anchor's value. Remove "
+                    "this alias."
                 )
             size, anchor = sizes[anchor], None
         elif isinstance(event, yaml.ScalarEvent):
@@ -95,6 +98,4 @@ def _bounded(source: str, text: str) -> None:
         name, count = open_[-1]
         open_[-1] = (name, count + size)
         if count + size > MOST_VALUES:
-            raise UserError(
-                f"{source} has more than {MOST_VALUES} values, if each alias counts as its content. Shorten the file."
-            )
+            raise UserError(f"{source} has more than {MOST_VALUES} values, with each alias expanded. Shorten the file.")

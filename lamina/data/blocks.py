@@ -39,7 +39,7 @@ class TokenBlock(TypedDict):
 
 
 class PartShare(TypedDict):
-    """A corpus's contribution to a mix; a streamed corpus has no ``epochs``."""
+    """The blocks that a corpus contributes to a mix. A streamed corpus has no ``epochs``."""
 
     wanted: float
     share: float
@@ -48,11 +48,11 @@ class PartShare(TypedDict):
 
 
 class ItemSource(Dataset[T], Generic[T], ABC):
-    """Items by number; each is a mapping from the model's arguments to tensors.
+    """A source of numbered items. An item is a mapping from the model's arguments to tensors.
 
     Attributes:
-        in_order: whether item ``i`` is the i-th item that a run trains on, and the items never end (a stream, a mix).
-            Otherwise, the items are a finite set, which the run shuffles.
+        in_order: true for a stream or a mix: item ``i`` is the run's i-th training item, and the items never end.
+            False for a finite set, which the run shuffles.
     """
 
     in_order: bool = False
@@ -70,14 +70,16 @@ class ItemSource(Dataset[T], Generic[T], ABC):
 
     @abstractmethod
     def sample(self, count: int) -> torch.Tensor:
-        """Return the model's main input for up to ``count`` evenly spread items, always the same: [items, ...]."""
+        """Return the model's main input for up to ``count`` evenly spread items, [items, ...]. Every call returns the
+        same items.
+        """
 
     def for_run(self, seed: int) -> ItemSource[T]:
-        """Return the source from which a run with this seed draws its items."""
+        """Return the source for a run with the seed ``seed``."""
         return self
 
     def realized(self, spans: Sequence[tuple[int, int]]) -> dict[str, PartShare]:
-        """Return each corpus's contribution to the items in ``spans`` (start, end); empty for a single corpus."""
+        """Return each corpus's share of the items in ``spans`` (start, end). Return {} for a single corpus."""
         return {}
 
     def state_dict(self, index: int) -> object:
@@ -89,18 +91,18 @@ class ItemSource(Dataset[T], Generic[T], ABC):
     def load_state_dict(self, state: object, *, verbose: bool = True) -> None:
         """Continue from a ``state_dict``; None starts from the beginning.
 
-        With ``verbose``, Lamina logs each time that the corpus ends and reading begins again.
+        With ``verbose``, Lamina logs when the corpus ends and its reading begins again.
         """
 
 
 class BlockSource(ItemSource[TokenBlock], ABC):
-    """A source of token blocks. An index gives one :class:`TokenBlock`; ``sample`` gives the token ids of several
+    """A source of token blocks. ``source[i]`` is a :class:`TokenBlock`. ``sample`` returns the token ids of several
     blocks, [blocks, sequence_length].
 
     Attributes:
-        parts: the sources of a mix and their shares; a single corpus is its only part.
-        known: the token ids that are available without reading a stream, [blocks, sequence_length] of unsigned
-            integers: all ids of a prepared corpus, some ids of a stream.
+        parts: the sources of a mix and their shares. A single corpus has one part: the corpus.
+        known: the token ids in memory or in the cache, [blocks, sequence_length] of unsigned integers. They are all
+            ids of a prepared corpus, or some ids of a stream.
     """
 
     @property
@@ -116,7 +118,7 @@ class BlockSource(ItemSource[TokenBlock], ABC):
         return torch.from_numpy(known[spread(len(known), count)].astype(np.int64))
 
     def frequencies(self, vocab_size: int, count: int) -> np.ndarray:
-        """Estimate each id's frequency from ``count`` blocks per corpus, with add-one smoothing, [vocab_size].
+        """Estimate the token frequencies [vocab_size] from ``count`` blocks per corpus, with add-one smoothing.
 
         A mix weights each corpus by its share.
         """
@@ -130,7 +132,7 @@ class BlockSource(ItemSource[TokenBlock], ABC):
 
     @abstractmethod
     def rows(self, indices: Sequence[int]) -> np.ndarray:
-        """Return the ids of these blocks, each block once, [blocks, sequence_length].
+        """Return the token ids of the blocks ``indices``, [blocks, sequence_length]. Repeated indices count once.
 
         For a stream, return the known text instead, because a run reads a stream only once.
         """
@@ -251,10 +253,11 @@ def perplexity(loss: float) -> float:
 
 
 def bits_per_byte(loss_per_token: float, stats: BlockStats) -> float:
-    """Return bits per UTF-8 byte of text: ``loss * eval_tokens / (eval_bytes * ln 2)``, comparable across tokenizers.
+    """Return bits per UTF-8 byte: ``loss * eval_tokens / (eval_bytes * ln 2)``. The result is comparable across
+    tokenizers.
 
-    The result makes three approximations, each below one percent for blocks of useful length. The result uses the mean
-    loss over the predicted tokens (all except the first of each block) for all tokens. End-of-text tokens cost bits but
+    The result makes three approximations, each below one percent for blocks of useful length. The first token of each
+    block has no prediction, so Lamina assumes the other tokens' mean loss for it. End-of-text tokens cost bits but
     have no bytes. The dropped remainder counts as if it had as many bytes per token as the rest.
 
     Args:
@@ -294,10 +297,11 @@ def pair_entropy(train: np.ndarray, held_out: np.ndarray, vocab_size: int) -> fl
     """Return the cross-entropy, in nats per token, of held-out tokens under a table of the train split's token pairs.
 
     Like a model, the table predicts all tokens of a block but the first. The table is smoothed after Witten and Bell
-    (1991): p(v | u) = (c(u, v) + n(u) p(v)) / (c(u) + n(u)). Here c are the counts of pairs, n(u) is the number of
-    different tokens after u, and p(v) is the frequency of v with add-one smoothing. To save memory, Lamina counts only
-    the pairs whose first token also begins a held-out pair. Lamina does not count pairs that end in padding (the id
-    ``vocab_size``). For the arguments, see ``unigram_entropy``.
+    (1991): p(v | u) = (c(u, v) + n(u) p(v)) / (c(u) + n(u)). c(u, v) is the count of the pair, c(u) is the count of
+    all pairs that begin with u, n(u) is the number of different tokens after u, and p(v) is the frequency of v with
+    add-one smoothing. To save memory, Lamina counts only the pairs whose first token also begins a held-out pair.
+    Lamina does not count pairs that end in padding (the id ``vocab_size``). For the arguments, see
+    ``unigram_entropy``.
     """
     wanted = held_out.astype(np.int64)
     real = wanted[:, 1:] < vocab_size
@@ -341,7 +345,7 @@ class DrawnItems(ItemSource[T]):
         return torch.Generator().manual_seed((self.seed * 1_000_003 + position * 7_919 + 17) % _SEEDS)
 
     def number(self, position: int) -> int:
-        """Return the index in ``source`` of the item at a position."""
+        """Return the index in ``source`` of the item that a run draws at ``position``."""
         if not self.training or self.source.in_order:
             return position
         turn, index = divmod(position // self.repeats, len(self.source))
@@ -368,11 +372,11 @@ class DrawnItems(ItemSource[T]):
 
 
 class MixedBlocks(BlockSource):
-    """Blocks of several corpora in one order: item ``i`` is the i-th block that a run trains on.
+    """A mix of several corpora's blocks in training order: item ``i`` is the run's i-th block.
 
-    After any n blocks, each part has contributed its share of n, to within one block. With a ``seed``, each epoch of a
-    part shuffles the part's blocks again. Without a seed, the blocks keep the part's order. The order depends only on
-    the parts, the shares and the seed, so a run that resumes at block i sees the same blocks.
+    After n blocks, a part with the share s has contributed s * n blocks, to within one block. With a ``seed``, each
+    epoch of a part shuffles the part's blocks again. Without a seed, the blocks keep the part's order. The order
+    depends only on the parts, the shares and the seed, so a run that resumes at block i sees the same blocks.
     """
 
     in_order = True
@@ -389,7 +393,7 @@ class MixedBlocks(BlockSource):
         return list(zip(self.shares, self.blocks, strict=True))
 
     def for_run(self, seed: int, length: int = 2**62) -> MixedBlocks:
-        """Return the same mix for a run with this seed: shuffled, and practically endless."""
+        """Return the mix for a run with the seed ``seed``. Its blocks are shuffled, and do not end during a run."""
         return MixedBlocks(list(zip(self.names, self.shares, self.blocks, strict=True)), length, seed)
 
     def __len__(self) -> int:
@@ -484,10 +488,11 @@ def _share_of(blocks: int, share: Fraction) -> int:
 
 
 def mix(parts: Sequence[Part], blocks: Sequence[Blocks]) -> Blocks:
-    """Mix several corpora's train and eval splits, with the same shares in both splits. Return a single pair unchanged.
+    """Mix several corpora's train and eval splits, with the same shares in both splits. A single corpus stays
+    unchanged.
 
-    The held-out split has as many blocks as the shares allow without repeating a block. ``train`` is as long as all
-    parts together. ``MixedBlocks.for_run`` gives the order and length for a run.
+    No held-out block repeats, so the shares limit the number of held-out blocks. The length of ``train`` is the sum of
+    the parts' lengths. ``MixedBlocks.for_run`` gives the order and length for a run.
     """
     if len(blocks) == 1:
         return blocks[0]

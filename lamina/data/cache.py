@@ -1,4 +1,6 @@
-"""The cache of costly results. Each result has a folder, which is named by a hash and never half written."""
+"""The cache of costly results. Each result has a folder whose name is a hash. Lamina publishes a folder only when it
+is complete.
+"""
 
 from __future__ import annotations
 
@@ -28,18 +30,16 @@ _whole: dict[Path, list[tuple[str, int, int]]] = {}
 
 
 def cache_root(cache_dir: Path | str | None = None) -> Path:
-    """Return the cache's folder: ``cache_dir`` if given, otherwise ``$LAMINA_CACHE`` if set, otherwise
-    ``~/.cache/lamina``.
-    """
+    """Return the cache's folder: ``cache_dir``, or ``$LAMINA_CACHE``, or ``~/.cache/lamina``, in this order."""
     if cache_dir:
         return home("cache_dir", cache_dir)
     return home("LAMINA_CACHE", os.environ.get("LAMINA_CACHE") or "~/.cache/lamina")
 
 
 def is_whole(folder: Path) -> bool:
-    """Return whether a folder is unchanged since it was published, according to its files' digests.
+    """Return whether a folder's files still have the digests in the folder's manifest.
 
-    If the folder is damaged, log this. Each process reads the files once, and reads them again if they change.
+    Log a warning for a damaged folder. A process reads the files again only if a file's size or time has changed.
     """
     if not folder.exists():
         return False
@@ -60,8 +60,8 @@ def is_whole(folder: Path) -> bool:
 
 
 def publish(folder: Path, write: Callable[[Path], object]) -> None:
-    """Create ``folder`` unless it is complete. ``write`` fills a draft, to which Lamina adds a manifest before it
-    renames the draft in one step.
+    """Create ``folder`` unless it is complete. ``write`` fills a draft folder. Then Lamina adds a manifest and renames
+    the draft.
 
     Several processes may publish a folder at once: the first process to finish publishes the folder for all. An error
     in ``write`` leaves nothing behind. ``publish`` replaces a damaged folder, and deletes drafts of killed processes.
@@ -96,7 +96,7 @@ def publish(folder: Path, write: Callable[[Path], object]) -> None:
 
 
 def _sweep(parent: Path) -> None:
-    """Delete drafts of killed processes: those of this host at once, those of other hosts after a day."""
+    """Delete the drafts of killed processes: at once if they ran on this host, and after a day if on another host."""
     for path in parent.glob(".*"):
         match = _DRAFT.fullmatch(path.name)
         if match is None:

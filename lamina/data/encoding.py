@@ -20,7 +20,7 @@ from lamina.data.split import Segment
 def ids_are_bytes(tokenizer: Json) -> bool:
     """Return whether a serialized tokenizer (tokenizer.json) maps every text to its UTF-8 bytes.
 
-    Text maps to bytes if the id of each byte's character is the byte, and if no step changes or joins bytes.
+    The id of each byte must equal the byte, and no step of the tokenizer may change or join bytes.
     """
     model, pre_tokenizer = tokenizer["model"], tokenizer["pre_tokenizer"] or {}
     vocabulary = model.get("vocab") or {}
@@ -48,7 +48,7 @@ def vocab_size_of(tokenizer: PreTrainedTokenizerBase) -> int:
 def known(token: int, size: int | None, source: str, notes: list[str] | None) -> int | None:
     """Return the end-of-text token, or None if the model's vocabulary of ``size`` lacks it.
 
-    A vocabulary of 256 bytes lacks the token. Lamina then omits the token, and adds a line to ``notes``, which begins
+    A vocabulary of 256 bytes lacks the token, so Lamina omits the token. Lamina adds a line to ``notes`` that begins
     with ``source``.
     """
     if size is None or token < size:
@@ -94,7 +94,7 @@ class TextEncoder:
         return [np.array(ids, dtype=self.dtype) for ids in cast("list[list[int]]", encoded["input_ids"])]
 
     def content_hash(self) -> str:
-        """Hash everything that decides the ids of texts, including the end-of-text id."""
+        """Hash the tokenizer, including the end-of-text id. Equal hashes mean equal token ids for every text."""
         digest = hashlib.sha256(f"{self.tokenizer.eos_token_id}\0{self.vocab_size}\0".encode())
         if self.backend is not None:
             digest.update(self.backend.to_str().encode())
@@ -110,8 +110,8 @@ class TextEncoder:
 class TokenJoiner:
     """Joins segments into one sequence of tokens, with an end-of-text token before a segment that begins a new text.
 
-    A segment begins a new text if it belongs to another document, if text of the other split precedes it, or if you
-    called :meth:`jump`. No end-of-text token precedes the first segment.
+    A segment begins a new text in three cases: the segment belongs to another document, text of the other split came
+    before, or you called :meth:`jump`. No end-of-text token precedes the first segment.
 
     Attributes:
         last: the document and the character at which the last segment ended; None before the first segment.
@@ -148,7 +148,8 @@ class TokenJoiner:
 
 
 class RowJoiner(TokenJoiner):
-    """Turns each segment into a row: its tokens and an end-of-text token, cut or padded to ``sequence_length``.
+    """Turns each segment into a row: the segment's tokens and an end-of-text token. The row is cut or padded to
+    ``sequence_length``.
 
     The padding has the id ``vocab_size``, which no token has. Lamina drops a row of fewer than two tokens, because the
     row has no token to predict.
@@ -162,7 +163,7 @@ class RowJoiner(TokenJoiner):
         self.sequence_length, self.cut = sequence_length, 0
 
     def encode(self) -> np.ndarray:
-        """Return the rows of the segments that were added since the last call, one after the other."""
+        """Return the rows of the segments added since the last call, concatenated."""
         shape, padding = (len(self._texts), self.sequence_length), self.encoder.vocab_size
         rows = np.full(shape, padding, dtype=self.encoder.padded_dtype)
         for row, ids in zip(rows, self.encoder.encode(self._texts) if self._texts else (), strict=True):

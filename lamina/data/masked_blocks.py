@@ -59,7 +59,7 @@ class MaskedBlocks(DrawnItems[TokenBlock]):
 
 
 def with_mask_token(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """Return the tokenizer. If the tokenizer has no mask token, add a mask token first."""
+    """Return the tokenizer, with an added mask token if the tokenizer has no mask token."""
     if tokenizer.mask_token is None:
         tokenizer.add_special_tokens({"mask_token": MASK})
     return tokenizer

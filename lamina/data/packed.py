@@ -106,7 +106,7 @@ class PaddedBlocks(PackedBlocks):
         return self._lengths
 
     def sample(self, count: int) -> torch.Tensor:
-        """Return up to ``count`` blocks without padding, made by joining the texts of evenly spread rows."""
+        """Join the texts of evenly spread rows into up to ``count`` blocks without padding."""
         length = self.shape[1]
         rows = self.array[spread(len(self), math.ceil(2 * count * length / self.lengths.mean()))]
         text = rows[rows != self.padding].astype(np.int64)
@@ -137,12 +137,12 @@ def prepare_blocks(
 ) -> tuple[Blocks, PreTrainedTokenizerFast]:
     """Tokenize a corpus, hold out a part, and pack both parts into blocks, or read the blocks from the cache.
 
-    Lamina cuts the corpus at line ends into pieces of 1 to 64 thousand characters (fewer in tiny corpora), and holds
-    out every n-th piece. The eval split is therefore spread over the whole corpus, and no training block contains eval
-    text. In each split, an end-of-text token separates documents. If pieces of the other split lie between two pieces,
-    an end-of-text token replaces these pieces.
+    Lamina cuts the corpus at line ends into pieces of 1,024 to 65,536 characters (tiny corpora: shorter pieces).
+    Lamina holds out every n-th piece. The eval split is therefore spread over the whole corpus, and no training block
+    contains eval text. In each split, an end-of-text token separates documents. An end-of-text token also stands where
+    a split leaves out pieces of the other split.
 
-    If ``eval_fraction`` of a small corpus would not fill one block, Lamina holds out more.
+    Lamina holds out more than ``eval_fraction`` of a small corpus, to fill at least one block.
 
     Args:
         corpus: see :meth:`lamina.data.Corpus.parse`.
@@ -151,8 +151,8 @@ def prepare_blocks(
         eval_fraction: the held-out share of the text, above 0 and up to 0.5.
         text_field: the field of .jsonl rows that holds the text.
         cache_dir: default ``$LAMINA_CACHE`` or ``~/.cache/lamina``.
-        padded: give each document a separate row, which is cut or padded to ``sequence_length``. Each document belongs
-            to the split of the piece in which the document begins.
+        padded: give each document a separate row, which is cut or padded to ``sequence_length``. The piece with a
+            document's beginning decides the document's split.
         progress: show a progress bar on a terminal after two seconds.
 
     Raises:
@@ -163,7 +163,7 @@ def prepare_blocks(
     root = cache_root(cache_dir)
     text = Corpus.parse(corpus, text_field)
     if padded and len(text.parts) > 1:
-        raise UserError(f"corpus: {corpus!r} is a mix. Give one corpus, or leave out --packing off.")
+        raise UserError(f"corpus: {corpus!r} is a mix. Give one corpus, or remove --packing off.")
     tokenizer = load_tokenizer(tokenizer_spec, corpus=text, cache_dir=root, eval_fraction=eval_fraction)
     encoder = TextEncoder(tokenizer)
     packing = _Packing(encoder=encoder, sequence_length=sequence_length, padded=padded, progress=progress)
@@ -183,7 +183,7 @@ class _Packing:
     progress: bool
 
     def blocks(self, corpus: SingleCorpus, root: Path, eval_fraction: float, trained: bool) -> Blocks:
-        """Return a corpus's blocks from the cache in ``root``, packing them first if they are missing.
+        """Return a corpus's blocks from the cache in ``root``. If the cache lacks the blocks, pack the corpus first.
 
         ``trained`` says whether the tokenizer was trained on the corpus without its held-out part.
         """
@@ -193,7 +193,7 @@ class _Packing:
         def write(draft: Path) -> Json:
             packed, fraction = self._pack(draft, corpus, eval_fraction)
             if fraction != eval_fraction:
-                small = "%s is small, so Lamina holds out the share %g instead of %g, to fill a block%s"
+                small = "%s is small. To fill a block, Lamina holds out the share %g instead of %g%s"
                 seen = "; Lamina trained the BPE tokenizer partly on held-out text" if trained else ""
                 logger.warning(small, corpus.spec, fraction, eval_fraction, seen)
             train, held_out = self._open(draft)
@@ -222,7 +222,7 @@ class _Packing:
         return [_opened(path, self.encoder, self.sequence_length, padded=self.padded) for path in paths]
 
     def _pack(self, draft: Path, corpus: SingleCorpus, fraction: float) -> tuple[Packed, float]:
-        """Pack a corpus, and return the held-out share, which is larger for a small corpus."""
+        """Pack a corpus. Return the packed files and the held-out share, which a small corpus increases."""
         total, length = count_chars(corpus), self.sequence_length
         options = {"total_chars": total, "padded": self.padded, "progress": self.progress}
         while True:
@@ -232,7 +232,7 @@ class _Packing:
             if self.padded and (fraction >= 0.5 or packed.documents < 2):
                 raise UserError(
                     f"corpus: {corpus.spec!r} has too few documents for training and evaluation ({packed.documents}). "
-                    "Give a .jsonl file with a document per row, or leave out --packing off."
+                    "Give a .jsonl file with a document per row, or remove --packing off."
                 )
             if not self.padded and (fraction >= 0.5 or packed.all_tokens < 2 * length):
                 raise UserError(
@@ -243,7 +243,9 @@ class _Packing:
 
 
 def _cached(root: Path, key: str, write: Callable[[Path], Json]) -> tuple[Path, Json]:
-    """Return a cache folder and the content of its meta.json; ``write`` fills a missing folder and returns it."""
+    """Return a cache folder and the content of its meta.json. ``write`` fills a missing folder and returns this
+    content.
+    """
     folder = root / "blocks" / key[:32]
     publish(folder, lambda draft: (draft / _META).write_text(json.dumps(write(draft), indent=1), encoding="utf-8"))
     return folder, read_json(folder / _META)
@@ -273,7 +275,9 @@ class SplitFile:
         self.tokens += int(np.count_nonzero(ids < self.joiner.encoder.vocab_size))
 
     def finish(self, sequence_length: int) -> int:
-        """Cut the file to whole blocks, reduce ``tokens`` and ``bytes`` in proportion, and return the old tokens."""
+        """Cut the file to whole blocks, reduce ``tokens`` and ``bytes`` in proportion, and return the uncut number of
+        tokens.
+        """
         self.flush()
         every = self.tokens
         if isinstance(self.joiner, RowJoiner):
@@ -307,9 +311,9 @@ def pack(
 ) -> Packed:
     """Tokenize a corpus and write the blocks of both splits, [blocks, sequence_length] of the encoder's dtype.
 
-    Lamina holds out the share ``fraction`` of the corpus. With ``padded``, each block is one document, and its dtype is
-    ``padded_dtype``. The progress bar counts characters. The bar appears after two seconds, and only on a terminal.
-    Raises OSError if the disk is full.
+    Lamina holds out the share ``fraction`` of the corpus. With ``padded``, each block is one document, and the blocks
+    have the dtype ``padded_dtype``. The progress bar counts characters. The bar appears after two seconds, and only on
+    a terminal. Raises OSError if the disk is full.
     """
     documents = 0
     quiet = not (progress and has_bars())

@@ -18,7 +18,7 @@ _PIECES_AT_LEAST = 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
-    """A stretch of one document's text within one piece.
+    """The part of a document's text that lies in one piece.
 
     ``document`` and ``piece`` are numbers from 0. ``start`` counts characters from the beginning of the document.
     """
@@ -40,10 +40,10 @@ class Segment:
 
 
 def piece_chars(total_chars: int) -> int:
-    """Return the characters per piece: 1 to 64 thousand, or fewer if the text would have less than about 20 pieces.
+    """Return the characters per piece: 1,024 to 65,536, or fewer if a short text would have less than about 20 pieces.
 
-    Many pieces make the held-out text representative, and long pieces keep more context. A few hundred pieces have both
-    advantages.
+    Many pieces make the held-out text representative, and long pieces keep more context. So Lamina aims at a few
+    hundred pieces.
     """
     size = min(max(total_chars // _PIECES_WANTED, _SMALLEST_PIECE), _LARGEST_PIECE)
     return max(1, min(size, total_chars // _PIECES_AT_LEAST))
@@ -61,13 +61,13 @@ def is_held_out(piece: int, eval_fraction: float) -> bool:
 class Splitter:
     """Cuts documents into segments, one document after another.
 
-    Between two documents, the fields are the Splitter's whole state.
+    To continue from a position between two documents, it suffices to restore these fields.
 
     Attributes:
-        piece: the number of the piece that is being filled.
-        filled: the number of characters in this piece so far.
+        piece: the number of the current piece.
+        filled: the number of characters in the current piece so far.
         document: the number of the last document.
-        position: the number of characters that have been cut from this document.
+        position: the number of characters already cut from the last document.
     """
 
     piece: int = 0

@@ -64,16 +64,16 @@ def stream_blocks(
 ) -> tuple[Blocks, PreTrainedTokenizerFast]:
     """Return blocks of a corpus without preparing them first; ``train`` is an endless :class:`StreamedBlocks`.
 
-    The held-out pieces fill ``eval_blocks``. The pieces come from the beginnings of up to 64 files, and are spread over
-    64 million characters. Lamina never trains on these pieces. The unigram entropy is the cross-entropy of the held-out
-    pieces under the token frequencies of other text. The other text lies between the held-out pieces, and has twice as
-    many tokens. ``stats.train_tokens``, ``train_bytes`` and ``documents`` are unknown, and therefore 0.
+    The held-out pieces fill ``eval_blocks``. The held-out pieces come from the beginnings of up to 64 files, from at
+    most 64 million characters. Lamina never trains on these pieces. The unigram entropy is the cross-entropy of the
+    held-out pieces under the token frequencies of the training text between these pieces, up to twice as many tokens.
+    ``stats.train_tokens``, ``train_bytes`` and ``documents`` are unknown, and therefore 0.
 
     :func:`lamina.data.packed.prepare_blocks` documents the errors and all arguments except these:
 
     Args:
-        tokenizer_spec: ``bytes``, or a tokenizer of transformers. ``bpe:SIZE`` is an error, because it would read the
-            whole corpus first.
+        tokenizer_spec: ``bytes``, or a tokenizer of transformers. ``bpe:SIZE`` is an error, because training a BPE
+            reads the whole corpus first.
         eval_fraction: the largest share of the scanned text that Lamina holds out.
         eval_blocks: the number of blocks to hold out, at least 64 (0: 1,000 blocks).
         buffer: the number of consecutive blocks that Lamina shuffles together; 1 keeps the order of the corpus.
@@ -81,7 +81,7 @@ def stream_blocks(
     check_split(sequence_length, eval_fraction)
     if is_trained(tokenizer_spec):
         raise UserError(
-            f"tokenizer: {tokenizer_spec!r} needs the whole corpus, but --streaming never holds all of it. Give "
+            f"tokenizer: {tokenizer_spec!r} needs the whole corpus, but --streaming reads the corpus in parts. Give "
             "bytes, a transformers tokenizer, or the folder model/ of a run on a part of the corpus."
         )
     text = Corpus.parse(corpus, text_field)
@@ -150,7 +150,7 @@ class Division:
         fraction: the share of the scanned pieces that is held out.
         held_out: the text to evaluate on.
         known: a part of the training text, between the held-out pieces.
-        limits: for each shard with held-out pieces, the number of pieces up to the last held-out piece.
+        limits: for each shard with held-out pieces, the number of pieces up to and including the last held-out piece.
     """
 
     chars: int
@@ -208,7 +208,7 @@ def hold_out(
 
 
 def _pieces(shards: Shards, division: Division, blocks: int, sequence_length: int) -> Iterator[tuple[int, Segment]]:
-    """Yield segments with their shards until enough is held out, about equally from up to 64 shards."""
+    """Yield (shard, segment) until enough text is held out. Up to 64 shards contribute about equally."""
     count = len(shards.shards)
     per_shard = math.ceil(blocks / min(count, _SHARDS)) * sequence_length if count else 0
     for shard in np.random.default_rng(0).permutation(count).tolist():
@@ -228,12 +228,13 @@ class Place:
     Attributes:
         turn: the number of times that the corpus has been read to its end.
         shard: the index of the shard in this turn's order.
-        position: the position of the shard's next document, as the shard encodes it; None at the shard's beginning.
+        position: the position of the next document, in the shard's format. None is the shard's beginning.
         split: the Splitter's state before it reads the shard's next document.
         segments: the number of segments that have been read from the shard's next document.
         last: the document and the character at which the last packed segment ended (as in TokenJoiner).
         carry: the tokens that do not fill a block yet.
-        skip: the number of blocks after this position that the stream has already returned, and so skips.
+        skip: the number of blocks after this position that the stream has already returned. The stream skips these
+            blocks.
     """
 
     turn: int = 0
@@ -256,9 +257,9 @@ class TokenStream:
     Args:
         shards: the shards of the corpus, read one after the other.
         chars: characters per piece.
-        held_out: for each shard with held-out pieces, the number of pieces up to the last held-out piece.
+        held_out: for each shard with held-out pieces, the number of pieces up to and including the last held-out piece.
         eval_fraction: the held-out share of the pieces that ``held_out`` counts.
-        seed: the seed that shuffles the shards in each turn; None keeps their order.
+        seed: the seed that shuffles the shards in each turn. None keeps the shards' order.
     """
 
     corpus: str
@@ -289,7 +290,9 @@ class TokenStream:
             carry, skip, before = ids[whole * length :], 0, after
 
     def _batches(self, place: Place) -> Iterator[tuple[Place, np.ndarray]]:
-        """Yield the tokens of about a million characters, and the Place after them without ``carry`` and ``skip``."""
+        """Yield (Place, tokens) for about a million characters at a time. The Place follows the tokens, without
+        ``carry`` and ``skip``.
+        """
         turn, first = place.turn, place.shard
         joiner = TokenJoiner(self.encoder, None if place.last is None else cast("tuple[int, int]", tuple(place.last)))
         while True:
@@ -331,8 +334,8 @@ class StreamedBlocks(BlockSource):
     """The blocks of a stream by number. A run must read the blocks in order; item ``i`` is the run's i-th block.
 
     Lamina shuffles each group of ``buffer`` consecutive blocks; the order depends only on the seed and the group's
-    number. Memory holds one chunk of blocks while a thread reads the next chunk. The object keeps the Places of the
-    last chunks, so ``state_dict`` can return a Place at or shortly before any block that training has reached.
+    number. Memory holds one chunk of blocks while a thread reads the next chunk. StreamedBlocks keeps the Places of
+    the last chunks. So ``state_dict`` can return a Place shortly before the block that training has reached.
 
     Args:
         buffer: the number of consecutive blocks that Lamina shuffles together; 1 keeps the order.
@@ -391,7 +394,7 @@ class StreamedBlocks(BlockSource):
             self._coming = None
             if self.verbose and self._anchors[self._next].turn == 0 < after.turn:
                 logger.warning(
-                    "corpus %s ends between blocks %d and %d of this run, and Lamina then reads it again",
+                    "corpus %s ends between blocks %d and %d of this run. Then Lamina reads the corpus again",
                     *(self.stream.corpus, self._next * self.size, (self._next + 1) * self.size - 1),
                 )
             self._held, self._next = (self._next, chunk), self._next + 1
@@ -402,7 +405,7 @@ class StreamedBlocks(BlockSource):
         return self._held[1]
 
     def _drop(self) -> None:
-        """Forget all chunks. If a thread is reading a chunk, first wait for the thread, which uses the generator."""
+        """Forget all chunks. If a thread is reading a chunk, wait until the thread has finished."""
         if (coming := getattr(self, "_coming", None)) is not None and not coming.cancel():
             coming.exception()
         self._held: tuple[int, np.ndarray] = (-1, np.empty(0))
@@ -413,6 +416,8 @@ class StreamedBlocks(BlockSource):
 
 @atexit.register
 def _stop_reading() -> None:
-    """Close all files before the interpreter unloads the modules that closing a file needs."""
+    """Close all files before the interpreter ends, because closing a file needs modules that the interpreter
+    unloads.
+    """
     for blocks in list(_READING):
         blocks._drop()

@@ -63,8 +63,9 @@ def load_tokenizer(
     """Load a tokenizer, or train one, with an end-of-text token and a padding token.
 
     Args:
-        spec: ``bytes`` (the ids 0 to 255 are the UTF-8 bytes, 256 is ``<|endoftext|>``); ``bpe:SIZE`` (a byte-level BPE
-            trained on the corpus without its held-out part, cached); or a folder, a tokenizer.json or a hub name.
+        spec: ``bytes`` (ids 0 to 255 are UTF-8 bytes, and 256 is ``<|endoftext|>``), ``bpe:SIZE`` (a cached byte-level
+            BPE, which Lamina trains on the corpus without the held-out part), a folder, a tokenizer.json, or a hub
+            name.
         corpus: the text for the training of a BPE (default: the embedded corpus); other tokenizers ignore the corpus.
         cache_dir: the folder of trained tokenizers; default ``$LAMINA_CACHE`` or ``~/.cache/lamina``.
         eval_fraction: the held-out share of the corpus, on which Lamina does not train a BPE. Give ``prepare_blocks``

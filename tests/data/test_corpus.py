@@ -215,9 +215,7 @@ def test_rows_that_are_read_as_plain_text_are_warned_of(tmp_path, caplog, text, 
         assert [document.text for document in corpus.documents()] == [text]
         list(corpus.shards().shards[0].read())
         assert (
-            caplog.text.count(
-                "reads this file as plain text, braces included, although it has JSON rows with the field 'text'"
-            )
+            caplog.text.count("reads this file as plain text, although it contains JSON rows with the field 'text'")
             == 1
         )
 

@@ -248,7 +248,7 @@ def test_where_the_text_is_read_again_is_said_once_and_right(text, caplog):
     blocks = streamed(text)
     count = one_pass(blocks)
     take(blocks.train, 0, 3 * count)
-    (said,) = [r.getMessage() for r in caplog.records if "reads it again" in r.getMessage()]
+    (said,) = [r.getMessage() for r in caplog.records if "reads the corpus again" in r.getMessage()]
     first, last = (int(word) for word in said.split() if word.isdigit())
     assert first - 1 <= count <= last + 1
     assert str(text) in said

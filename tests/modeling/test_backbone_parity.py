@@ -192,7 +192,7 @@ def test_a_backbone_that_cannot_be_wired_is_refused_by_name(model_type):
         "t5": {"d_model": 32, "d_ff": 48, "num_heads": 4, "d_kv": 8},
         "bert": SIZES,
     }[model_type]
-    why = "its layers return more" if model_type == "gptj" else "there is no module"
+    why = "the layers of this model type return more" if model_type == "gptj" else "there is no module"
     with pytest.raises(UserError, match=f"^backbone '{model_type}': .*{why}"):
         lamina.build(AutoConfig.for_model(model_type, **small), "pre_ln", num_layers=2)
 

@@ -117,7 +117,8 @@ def test_the_wrong_direction_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("model_type", "why"), [("gpt2", " .allowed: apertus, .*llama"), ("gptj", ": its layers return more")]
+    ("model_type", "why"),
+    [("gpt2", " .allowed: apertus, .*llama"), ("gptj", ": the layers of this model type return more")],
 )
 def test_an_architecture_that_cannot_be_converted_is_refused(model_type, why, tmp_path):
     config = AutoConfig.for_model(model_type, n_embd=16, n_layer=1, n_head=2, rotary_dim=4, vocab_size=VOCABULARY)

@@ -33,8 +33,8 @@ FileState = tuple[int, int]
 
 _HASHED_BYTES = 2**30
 Position = tuple[int, int]
-"""The beginning of a file's next document: the byte in the text (in .parquet files, the row), and the number of lines,
-rows or parts before.
+"""The position of a file's next document: the byte in the text (in .parquet files, the row), and the number of earlier
+lines, rows or parts.
 """
 
 _ROWS = 1024
@@ -42,11 +42,13 @@ _OPENING = re.compile(r"\s*(?:\[\s*)?\{")
 
 
 class NotTextError(Exception):
-    """The file is not readable as text. Lamina skips such a file in a folder, and rejects it if the user named it."""
+    """The file is not readable as text. In a folder, Lamina skips the file. If the user named the file, Lamina rejects
+    it.
+    """
 
 
 def inner_suffix(path: Path) -> str:
-    """Return a file's suffix in lower case, without the suffix of the compression: ``.jsonl`` for ``rows.jsonl.gz``."""
+    """Return a file's suffix in lower case, without a compression suffix: ``.jsonl`` for ``rows.jsonl.gz``."""
     name = path.name.lower()
     for suffix in _SUFFIXES:
         name = name.removesuffix(suffix)
@@ -54,9 +56,9 @@ def inner_suffix(path: Path) -> str:
 
 
 def compression(path: Path) -> str | None:
-    """Return a file's compression, judging by its first bytes; None if it is not compressed.
+    """Return a file's compression according to the file's first bytes. Return None for an uncompressed file.
 
-    Raises NotTextError if the name has the suffix of a compressed file, but the content is not compressed.
+    Raises NotTextError for an uncompressed file with a compression suffix, such as .gz.
     """
     with path.open("rb") as file:
         head = file.read(8)
@@ -97,11 +99,12 @@ def _decompression_errors() -> tuple[type[Exception], ...]:
 def open_text(path: Path, start: int = 0) -> Iterator[TextIO]:
     r"""Open a file, decompressed, as UTF-8 text without byte order mark and with unchanged line ends (``\n``).
 
-    ``start`` is the byte of the text to begin at; Lamina decompresses a compressed file up to this byte.
+    ``start`` is the first byte to read, counted in the decompressed text.
 
     Raises:
-        NotTextError: the file is binary, not UTF-8 or damaged; also raised inside the with block.
-        UserError: zstandard is needed and not installed, or reading the file is not permitted.
+        NotTextError: the file is binary, not UTF-8 or damaged. The error may also come from reads inside the with
+            block.
+        UserError: the file needs zstandard, which is not installed, or the user may not read the file.
     """
     damaged = _decompression_errors()
     try:
@@ -142,7 +145,8 @@ def encodable_text(text: str) -> str:
 def walk(root: Path, linked: list[Path] | None = None) -> list[Path]:
     """List the files below a folder, sorted by relative name, without hidden files and folders.
 
-    The list includes links to files. Links to folders go into ``linked`` instead, because they may lead in a circle.
+    The list includes links to files. Lamina does not follow links to folders, because links may lead in a circle.
+    Lamina adds these links to ``linked``.
 
     Raises UserError for a folder that Lamina may not read.
     """
@@ -163,7 +167,7 @@ def walk(root: Path, linked: list[Path] | None = None) -> list[Path]:
 
 
 def hash_files(digest: hashlib._Hash, root: Path) -> None:
-    """Add the relative name and the content of a file, or of all files below a folder, to ``digest``."""
+    """Add each file's relative name and content to ``digest``."""
     for path in walk(root) if root.is_dir() else [root]:
         name = os.fsencode(path.relative_to(root if root.is_dir() else root.parent).as_posix())
         try:
@@ -182,9 +186,8 @@ def state_of(path: Path) -> FileState:
 
 
 def fingerprint_of_large(root: Path, paths: Sequence[Path], states: Sequence[FileState], text_field: str) -> str | None:
-    """Hash the names, sizes and times of change of files with a total above 1 GiB.
-
-    Returns None for smaller files, whose content itself can be hashed.
+    """Hash the files' names, sizes and times of change if the files have more than 1 GiB together. Otherwise, return
+    None, because Lamina can hash the content.
     """
     if sum(size for size, _ in states) <= _HASHED_BYTES:
         return None
@@ -198,8 +201,8 @@ def fingerprint_of_large(root: Path, paths: Sequence[Path], states: Sequence[Fil
 class Document:
     """A self-contained text: a file, or a row of a .jsonl file, a .parquet file or a dataset.
 
-    A long file (more than 16 million characters; one million when streamed) comes as several Documents. ``continues``
-    is true for all these Documents except the first, and only these may consist of white space alone.
+    A file of more than 16 million characters (when streamed: one million) becomes several Documents. ``continues`` is
+    true for the second and later Documents. Only a Document with ``continues`` may be white space alone.
     """
 
     text: str
@@ -217,10 +220,10 @@ def read_file(
     """Yield a file's documents from the position ``start`` on, each with the position after the document.
 
     Args:
-        path: the file's path; its suffix decides whether Lamina reads it as rows or as plain text.
+        path: the file's path. The suffix decides whether Lamina reads rows or plain text.
         text_field: the field of a row that holds its text.
-        part_chars: the length in characters of the parts in which plain text comes.
-        on_rows: called if Lamina reads the file as plain text, but it begins with a JSON row that has the field.
+        part_chars: the number of characters per part of a plain text.
+        on_rows: called if a plain text begins with a JSON row that has the field.
 
     Raises:
         NotTextError: the file is binary, not UTF-8, damaged, or not a valid .parquet file.
@@ -245,7 +248,7 @@ def with_text(documents: Iterable[tuple[Document, P]]) -> Iterator[tuple[Documen
 def _parts(
     path: Path, text_field: str, start: Position, part_chars: int, on_rows: Callable[[], None]
 ) -> Iterator[tuple[Document, Position]]:
-    """Yield parts of about ``part_chars`` characters. A part ends at the end of a line if a line ends nearby."""
+    """Yield parts of about ``part_chars`` characters. A part ends at a line end, unless the line is very long."""
     offset, number = start
     with open_text(path, offset) as text:
         while part := text.read(part_chars):
@@ -259,7 +262,9 @@ def _parts(
 
 
 def _begins_with_row(text: str, text_field: str) -> bool:
-    """Return whether a text begins with a JSON object, alone or first in a list, that has a text in the field."""
+    """Return whether a text begins with a JSON object, or a list of JSON objects, whose field ``text_field`` is a
+    text.
+    """
     opening = _OPENING.match(text)
     if opening is None:
         return False
@@ -296,7 +301,7 @@ def _rows(path: Path, text_field: str, start: Position) -> Iterator[tuple[Docume
 
 
 def _table(path: Path, text_field: str, start: Position) -> Iterator[tuple[Document, Position]]:
-    """Yield the rows of a .parquet file, at most one row group at a time; null is an empty text."""
+    """Yield the rows of a .parquet file. Memory holds at most one row group. A null becomes an empty text."""
     import pyarrow
     from pyarrow import parquet
 

@@ -25,7 +25,7 @@ ALLOWED = "hf:NAME[:CONFIG][@SPLIT]"
 class HubSource:
     """The parts of ``hf:NAME[:CONFIG][@SPLIT]``; ``folder`` is set if NAME is a local folder.
 
-    ``field`` is the setting that names the source; every message begins with it.
+    Every message begins with ``field``, the name of the user's setting.
     """
 
     spec: str
@@ -59,7 +59,7 @@ def parse(spec: str, field: str = "corpus") -> HubSource:
 
 
 def load(source: HubSource) -> Dataset:
-    """Load one split: the requested split, otherwise the split ``train``, otherwise the only split.
+    """Load one split: the split that the name requests, or ``train``, or the dataset's only split.
 
     Raises UserError if datasets is not installed, the hub is unreachable, or the dataset or split does not exist.
     """
@@ -67,8 +67,8 @@ def load(source: HubSource) -> Dataset:
 
 
 def load_splits(source: HubSource, held_out: Sequence[str]) -> list[Dataset]:
-    """Load the split to train on and the first existing split of ``held_out``, or only the split that the user
-    requested.
+    """Load the training split and the first existing split of ``held_out``. If the name requests a split, load only
+    this split.
 
     Raises UserError as :func:`load` does.
     """
@@ -93,9 +93,9 @@ def stream(source: HubSource) -> tuple[IterableDataset, str]:
 
 
 def texts(spec: str, rows: Iterable[Mapping[str, object]], text_field: str) -> Iterator[str]:
-    """Yield the texts in a dataset's column, row by row; null is an empty text.
+    """Yield the texts in a dataset's column, row by row. A null becomes an empty text.
 
-    Raises UserError if the column does not exist or holds something other than text.
+    Raises UserError if the column does not exist, or if a value is not a text.
     """
     for row in rows:
         if text_field not in row:
@@ -121,7 +121,7 @@ def _loaded(source: HubSource, *, streaming: bool = False) -> Loaded:
         return datasets.load_dataset(str(source.folder), source.config, split=source.split, streaming=streaming)
     # datasets, huggingface_hub, fsspec and httpx raise dozens of types; only the text matters to the user
     except Exception as error:
-        reason = one_line(error) if reachable else "the hub cannot be reached, and no copy of it is on this machine"
+        reason = one_line(error) if reachable else "the hub cannot be reached, and this machine has no copy"
         raise UserError(
             f"{source.field}: {source.spec!r} could not be loaded ({reason}). Check the name ({ALLOWED}) and the "
             "network, or give a local file."
