@@ -1,4 +1,4 @@
-"""Once both packages are imported (in either order), transformers' Auto classes load saved Lamina models.
+"""After the import of lamina and transformers (in any order), transformers' Auto classes load saved Lamina models.
 
 Registering a configuration class would load torch, so Lamina gives transformers a table instead. When you first load a
 "lamina" model, the table imports ``lamina.modeling``, which registers the classes.
@@ -11,7 +11,7 @@ from types import ModuleType
 
 
 class _Configurations(dict):
-    """A copy of transformers' table of configurations that imports Lamina's models when asked for "lamina"."""
+    """A copy of transformers' table of configurations. A look-up of "lamina" imports Lamina's models."""
 
     def __contains__(self, key: object) -> bool:
         if key == "lamina" and not super().__contains__(key):

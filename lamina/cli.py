@@ -113,7 +113,7 @@ def _interrupted(command: str = "") -> int:
 
 
 def _fail(message: str, code: int, *, reported: bool = False) -> int:
-    """Print the message, unless it is already reported; returns ``code``."""
+    """Return ``code``. Print the message unless it is already reported."""
     if not reported:
         show_error(message)
     return code

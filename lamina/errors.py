@@ -53,7 +53,9 @@ class UserError(ValueError):
 
 @contextmanager
 def renamed_setting(old: str, new: str = "") -> Iterator[None]:
-    """Make UserErrors in the context name the setting ``new`` instead of ``old``, or no setting if ``new`` is empty."""
+    """Replace the setting's name ``old`` with ``new`` in UserErrors of the context. An empty ``new`` removes the
+    name.
+    """
     try:
         yield
     except UserError as error:
@@ -77,7 +79,7 @@ class TrialsFailed(UserError):
 
 
 def nearest_name(name: str, allowed: Iterable[str], *, cutoff: float = 0.6) -> str | None:
-    """Return the allowed name nearest to a misspelled name; None if no name reaches the similarity ``cutoff``."""
+    """Return the allowed name nearest to a misspelled name. Return None if no name is as similar as ``cutoff``."""
     if len(name) > 100:
         return None  # no misspelled name, and the search takes the square of its length
     names, plain = list(allowed), name.lower().replace("-", "_")  # Peri-LN
@@ -103,8 +105,8 @@ def did_you_mean(name: str | None) -> str:
 def unknown(field: str, value: str, allowed: Iterable[str], owner: str = "") -> UserError:
     """Return the error for an unknown name.
 
-    The message lists the allowed names and suggests the nearest one. If you give ``owner``, to which the names belong,
-    the message begins with it.
+    The message lists the allowed names and suggests the nearest name. With ``owner`` (the owner of the names), the
+    message begins with ``owner``.
     """
     names = sorted(allowed)
     listed = ", ".join(names) if len(names) <= 40 else f"one of {len(names)} names, {names[0]} to {names[-1]}"
@@ -123,7 +125,9 @@ def shortened(text: str, longest: int) -> str:
 
 
 def out_of_memory(error: BaseException | None) -> str | None:
-    """Return "out of memory" or "out of memory on the GPU" if a lack of memory caused the exception, otherwise None."""
+    """Return "out of memory" or "out of memory on the GPU" for an exception from a lack of memory. Return None
+    otherwise.
+    """
     while error is not None:
         text = f"{type(error).__name__}: {error}"
         if "CUDA out of memory" in text or "MPS backend out of memory" in text:
@@ -137,7 +141,7 @@ def out_of_memory(error: BaseException | None) -> str | None:
 
 
 def mark_reported(error: BaseException) -> None:
-    """Mark an exception that another process of the run reports, so that the run prints it only once."""
+    """Mark an exception that another process of the run reports. So the run prints the exception only once."""
     error.__dict__["already_reported"] = True
 
 

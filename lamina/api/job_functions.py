@@ -112,7 +112,7 @@ def _documentation(row: JobRow) -> str:
 
 
 def _refuse(row: JobRow, given: Json, folder: Path | None, modes: Json) -> None:
-    """Raise UserError, before torch is loaded, for an output folder with files or settings that are invalid."""
+    """Raise UserError for an output folder with files or for invalid settings, before Lamina loads torch."""
     if folder is not None:
         for name in row.inputs:
             models = given.get(name)
@@ -131,7 +131,7 @@ def _refuse(row: JobRow, given: Json, folder: Path | None, modes: Json) -> None:
 
 @contextmanager
 def _page_of(folder: Path | None) -> Iterator[None]:
-    """At the end of the context, write the page, also if the work was interrupted but left a result."""
+    """Write the page at the end of the context. After Ctrl-C, write the page if the folder holds a result."""
     try:
         yield
     except KeyboardInterrupt:

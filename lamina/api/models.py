@@ -47,7 +47,8 @@ def generate(
             the last message.
         chat: treat a text prompt as a user message, and answer it.
         system: the system message, if ``chat`` is set.
-        max_new_tokens: the maximum number of new tokens; fewer if a model with learned positions runs out of positions.
+        max_new_tokens: the maximum number of new tokens. A model with learned positions may stop earlier, at its last
+            position.
         temperature: the sampling temperature; 0 always takes the likeliest token.
         top_p: sample from the likeliest tokens, until their probabilities sum to this number above 0 and at most 1
             (None: the model's default).
@@ -230,8 +231,8 @@ def prune(
         layers: the layers to remove, counted from 0: a list, or a text such as "3,5-7".
         by: the measure by which Lamina chooses ``drop`` layers, if you do not give ``layers``. "angular_distance"
             chooses the contiguous block of layers that changes the hidden states' direction least (Gromov et al. 2024).
-            "layer_drop" chooses the layers whose single removal raises the loss least. PROBE.METRIC (any other metric)
-            chooses the layers with the metric's lowest values.
+            "layer_drop" chooses the layers with the smallest rise of the loss when Lamina removes one layer at a time.
+            PROBE.METRIC (any other metric) chooses the layers with the metric's lowest values.
         drop: the number of layers to remove.
         overwrite: first delete the files that Lamina wrote into ``output``.
         text_settings: settings of `lamina probe`: corpus, tokenizer, sequences, sequence_length, batch_size, device.
@@ -302,14 +303,14 @@ def placement_of(model: nn.Module | PreTrainedConfig | str | PathLike[str], *, l
     """Identify a model's placement by measuring it, as `lamina placements --of MODEL` does.
 
     Args:
-        model: a transformers or Lamina model, a run's folder, or a folder with config.json. You can also give a
-            configuration, a transformers model type or a name on the hub: Lamina then builds a model with random
-            weights. From the hub, Lamina downloads only config.json. Lamina runs no code from a checkpoint's folder.
-        layers: the module path of the list of layers (such as ``model.layers``), if Lamina finds the wrong list.
+        model: a transformers or Lamina model, a run's folder, or a folder with config.json. For a configuration, a
+            transformers model type or a name on the hub, Lamina builds a model with random weights. From the hub,
+            Lamina downloads only config.json. Lamina runs no code from a checkpoint's folder.
+        layers: the module path of the list of layers, such as ``model.layers`` (default: Lamina finds the list).
 
     Returns: The placement, and the evidence for the placement. ``placement`` is a name with options that
-        ``lamina.placements.resolve`` takes. ``match`` lists the model's differences from this placement. ``unknown`` is
-        the reason if Lamina found no placement. ``text()`` is the command's output.
+        ``lamina.placements.resolve`` takes. ``match`` lists the differences between the model and this placement. If
+        Lamina found no placement, ``unknown`` is the reason. ``text()`` is the command's output.
 
     Raises:
         UserError: (a ValueError) for a path that holds no model, or a configuration from which no model can be built.
@@ -331,13 +332,13 @@ def diagnose(run: str | PathLike[str], against: str | PathLike[str] | None = Non
     Args:
         run: the folder of a run, a folder with a subfolder per pipeline stage, or another tool's history (a file, a
             folder, or "-" for a pipe).
-        against: another run. Lamina then reports the first step and layer at which the two runs differ by more than the
+        against: another run. Lamina compares the runs and reports the first step and layer with a difference above the
             noise.
         which: the name of the run, if the file or folder has several runs.
 
     Raises:
-        UserError: (a ValueError) if the records cannot be read, hold neither a loss nor a gradient norm, or hold
-            several runs, or if two runs have no common step.
+        UserError: (a ValueError) for unreadable records, for records without a loss and a gradient norm, for several
+            runs without ``which``, or for two runs without a common step.
     """
     if against is not None:
         return _compared(Path(path("run", run)), Path(path("against", against)))
@@ -352,7 +353,7 @@ def diagnose(run: str | PathLike[str], against: str | PathLike[str] | None = Non
         folder = whole.with_name(f"{whole.name}-lamina")
         read = [f"Read from {source}: {import_history(source, folder, which)}."]
     elif which:
-        raise UserError(f"which: {which!r} names no run, because {str(folder)!r} holds a single run. Leave which out.")
+        raise UserError(f"which: {which!r} has no effect, because {str(folder)!r} holds only one run. Leave which out.")
     evidence = gather(folder)
     texts = [*answer(evidence).sentences, *read]
     try:

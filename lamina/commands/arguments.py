@@ -54,18 +54,17 @@ class Argument:
 
     Attributes:
         name: the name of the setting or option.
-        kind: the type of the value; for a mapping, each use of the flag adds one entry, ``KEY=VALUE``.
+        kind: the type of the value. If the type is a mapping, each use of the flag adds one entry, ``KEY=VALUE``.
         flags: the option's flags; empty for a positional argument.
-        default: the default in the help, and the value of an option that the user leaves out. A setting that the user
-            leaves out gets no value.
-        metavar: the placeholder in the help, such as FILE; if empty, the type gives the placeholder.
+        default: the default in the help. An option that the user leaves out gets this value; a setting gets no value.
+        metavar: the placeholder in the help, such as FILE (default: a placeholder for the type).
         is_setting: whether the option is a field of the command's settings record.
         is_needed: whether the command requires this positional argument.
         is_list: whether the option takes all words up to the next flag.
-        adds: whether a repeated flag adds a value to the earlier values instead of replacing them.
-        files: for a mapping of another library's options, the source files that declare which options are text.
-        key: the option of another library that the flag sets inside a mapping; empty for Lamina's options.
-        alone: the value, as text, that the option takes if no word follows the flag, as after ``--resume``.
+        adds: whether a repeated flag adds a value. Otherwise, the last value counts.
+        files: for another library's options, the source files that declare the options' types.
+        key: the name of another library's option, which the flag sets inside a mapping. Lamina's options have "".
+        alone: the option's value (as text) if no word follows the flag, as in ``--resume``.
     """
 
     name: str
@@ -92,10 +91,10 @@ class Argument:
         """Read the option's value from the command line into ``values``. Raises UserError.
 
         Args:
-            flag: the flag on the command line; for a switch, it may begin with ``--no-``.
-            inner: the part of the flag after a dot, which is a mapping's key.
+            flag: the flag on the command line. The flag of a switch may begin with ``--no-``.
+            inner: the mapping's key: the part of the flag after the dot.
             text: the text after an equals sign; None without an equals sign.
-            left: the words after the flag; the method removes the words that it reads.
+            left: the words after the flag. The method removes the words that belong to the option.
         """
         names = "/".join(self.flags)
         if self.kind is bool:
@@ -103,7 +102,9 @@ class Argument:
             if has_negative and text is None and left and left[0].lower() in _SWITCH:
                 text = left.pop(0)
             if text is not None and not (has_negative and text.lower() in _SWITCH):
-                fix = " is not true or false." if has_negative else ", but the flag takes no value. Leave it out."
+                fix = (
+                    " is not true or false." if has_negative else ", but the flag takes no value. Leave the value out."
+                )
                 raise UserError(f"{names}: {shortened(repr(text), 200)}{fix}")
             values[self.name] = (not flag.startswith("--no-")) == _SWITCH[(text or "true").lower()]
             return
@@ -199,7 +200,8 @@ class Parser:
     def add_settings(self, record: type[Settings], positional: Sequence[str] = ()) -> None:
         """Add a flag for each field (``--num-layers`` for ``num_layers``), and ``--config`` for a YAML file.
 
-        The fields in ``positional`` have no flag. If such a name ends in "...", the field takes any number of words.
+        The fields in ``positional`` have no flag. A field whose entry in ``positional`` ends in "..." takes any number
+        of words.
         """
         self.record = record
         self.add_flag("--config", "a YAML file with any of these settings", metavar="YAML")
@@ -223,10 +225,10 @@ class Parser:
     def add_flag(
         self, flag: str, about: str, default: object = None, metavar: str = "", *, name: str = "", kind: object = str
     ) -> None:
-        """Add a flag: a switch if the default is a boolean, otherwise a flag with a value of the default's type.
+        """Add a flag. If the default is a boolean, the flag is a switch. Otherwise, the value has the default's type.
 
         Args:
-            metavar: the placeholder in the help; if empty, the type gives the placeholder.
+            metavar: the placeholder in the help (default: a placeholder for the type).
             name: the option's name, if it differs from the flag's name.
             kind: the type of the value, if there is no default.
         """
@@ -236,7 +238,7 @@ class Parser:
         self.arguments.append(Argument(name, kind, about, flags, default, metavar, adds=default == []))
 
     def add_text_flags(self) -> None:
-        """Add flags that choose the text on which Lamina measures a trained model, as `lamina probe` has them."""
+        """Add `lamina probe`'s flags for the text on which Lamina measures a trained model."""
         self.add_flag("--corpus", "embedded, a .txt/.jsonl file, a folder, hf:NAME", "embedded", "TEXT")
         self.add_flag("--tokenizer", "tokenizer to use if the model has none", metavar="TEXT")
         self.add_flag("--sequences", "number of text blocks", 64)
@@ -320,7 +322,9 @@ class Parser:
         return UserError(f"unknown option {shortened(flag, 80)}{hint} (see `{self.prog} --help{full}`)")
 
     def _argument(self, flag: str) -> Argument | None:
-        """Find the option of a flag, which may have another library's name or set an option of another library."""
+        """Find the option of a flag. The flag may be another library's name for the option, or an option of another
+        library.
+        """
         by_flag = {ours: argument for argument in self.arguments for ours in argument.flags}
         if flag in by_flag or not flag.startswith("--"):
             return by_flag.get(flag)
@@ -337,7 +341,7 @@ class Parser:
         raise SystemExit(0)
 
     def format_help(self, *, in_full: bool = False) -> str:
-        """Return the help text with the main settings, or if ``in_full`` is true, with all settings in groups."""
+        """Return the help text with the main settings. With ``in_full``, the text has all settings in groups."""
         main = () if in_full or self.record is None else self.record.main
         rows: dict[str, list[tuple[int, str]]] = {group: [] for group in ORDER}
         hidden = 0
@@ -361,7 +365,7 @@ class Parser:
 
 
 def _is_value(word: str) -> bool:
-    """Return whether the word after a flag is its value, which may be a negative number or a sentence."""
+    """Return whether the word after a flag is the flag's value. A value may be a negative number or a sentence."""
     return not word.startswith("-") or word == "-" or " " in word or re.fullmatch(_NEGATIVE, word) is not None
 
 

@@ -24,7 +24,7 @@ def parser() -> Parser:
         "diagnose",
         "Find out why a run went wrong: the likely cause, its step and layer, and what to change. Lamina writes a\n"
         "page with charts beside the record.\n\n"
-        "RUN is a folder that Lamina, lamina.watch or lamina.LayerMonitor wrote. It can also be another tool's\n"
+        "RUN is a folder that Lamina, lamina.watch or lamina.LayerMonitor wrote. RUN can also be another tool's\n"
         "record: a trainer's log, trainer_state.json or its folder, a CSV or JSON history, or files of TensorBoard,\n"
         "W&B or trackio. A recorded loss is enough. If you add AGAINST, Lamina compares two runs and names the first\n"
         "step and layer that differ. Compare two runs when you port a model, change a kernel or the precision, or\n"

@@ -23,8 +23,9 @@ def parser() -> Parser:
     flags = Parser(
         "emit",
         "Write the code of a placement (where the norms sit) as one file for your own trainer. The file holds the\n"
-        "block, the constants for your depth, and the matching initializer. It does not import Lamina, so you can\n"
-        "commit it to your repository. For TRL or transformers, you need no file: build the model with lamina.build.",
+        "block, the constants for your depth, and the matching initializer. The file does not import Lamina, so you "
+        "can\ncommit it to your repository. For TRL or transformers, you need no file: build the model with "
+        "lamina.build.",
         EXAMPLES,
         "PLACEMENT ",
     )

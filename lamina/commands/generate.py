@@ -27,7 +27,9 @@ def parser() -> Parser:
     flags.add_flag("--max-new-tokens", "maximum number of new tokens", 120)
     flags.add_flag("--temperature", "sampling temperature; 0 always takes the likeliest token", 0.8)
     flags.add_flag(
-        "--top-p", "sample only from the likeliest tokens with this total probability (above 0, at most 1)", kind=float
+        "--top-p",
+        "sample only from the likeliest tokens, up to this total probability (above 0, at most 1)",
+        kind=float,
     )
     flags.add_flag("--stop", "end the answer at this text (repeat the flag for more texts)", [])
     flags.add_flag("--system", "with --chat, the system message")
@@ -42,7 +44,7 @@ def run(argv: list[str]) -> int:
     names = ("max_new_tokens", "temperature", "top_p", "stop", "seed", "trust_remote_code")
     sampling = {name: getattr(options, name) for name in names}
     if options.system is not None and not options.chat:
-        raise UserError(f"system: {options.system!r} has no effect here. Add --chat, or leave it out.")
+        raise UserError(f"system: {options.system!r} has no effect here. Add --chat, or leave --system out.")
     turns = [] if options.system is None else [{"role": "system", "content": options.system}]
     if options.chat:
         _converse(options.model, turns, options.prompt, **sampling)
@@ -52,7 +54,8 @@ def run(argv: list[str]) -> int:
 
 
 def _converse(model: str, turns: list[dict[str, str]], prompt: str | None, **sampling: Any) -> None:
-    """Answer the prompt. Without a prompt, answer each line of standard input until an empty line or the input's end.
+    """Answer the prompt. Without a prompt, answer the lines of standard input, until an empty line or the end of the
+    input.
 
     An answer appears on the screen while it is generated.
     """

@@ -20,8 +20,8 @@ EXAMPLES = """
 def parser() -> Parser:
     about = (
         "Put another placement on a trained decoder. Lamina keeps the weights and fits the new norms' gains on one\n"
-        "half of a text, so that each sub-layer's output changes little. It prints the loss before and after on the\n"
-        "other half. To train the remaining difference away, run `lamina pretrain --from`."
+        "half of a text, so that each sub-layer's output changes little. Lamina prints the loss before and after\n"
+        "on the other half. To reduce the remaining difference, train with `lamina pretrain --from`."
     )
     flags = Parser("graft", about, EXAMPLES, "MODEL ")
     flags.add_word("model", "a folder with a decoder that `lamina convert` takes, or with a Lamina model")

@@ -30,7 +30,7 @@ def parser() -> Parser:
     flags = Parser(
         "placements",
         "List the placements, show one in full, or find a model's placement. Lamina never runs code from a\n"
-        "checkpoint's folder. From the hub, it downloads only config.json.",
+        "checkpoint's folder. From the hub, Lamina downloads only config.json.",
         EXAMPLES,
         "[NAME] ",
     )
@@ -42,7 +42,7 @@ def parser() -> Parser:
     flags.add_flag("--of", about, metavar="MODEL")
     flags.add_flag(
         "--layers",
-        "with --of, the module path of the list of layers (such as model.layers), if Lamina finds the wrong list",
+        "with --of, the module path of the list of layers, such as model.layers (default: Lamina finds the list)",
         metavar="PATH",
     )
     flags.add_flag("--json", "with --of, print the placement and the evidence as JSON", False)
@@ -54,7 +54,9 @@ def run(argv: list[str]) -> int:
     idle, allowed = (("layers", "json"), "with") if options.of is None else (("svg",), "without")
     for name in idle:
         if value := getattr(options, name):
-            raise UserError(f"{name}: {value!r} has no effect here. Give it {allowed} --of, or leave it out.")
+            raise UserError(
+                f"{name}: {value!r} has no effect here. Use {name} only {allowed} --of, or leave {name} out."
+            )
     if options.of is not None:
         if options.name is not None:
             raise UserError(f"--of: {options.of!r} contradicts the placement {options.name!r}. Give one of them.")

@@ -1,4 +1,4 @@
-"""Run a job from the command line, whichever job the user names. The job's entry in the catalog is a ``JobRow``.
+"""Run any job from the command line. The job's entry in the catalog is a ``JobRow``.
 
 This module parses the command line, calls the job's Python function, and prints the result.
 """

@@ -50,9 +50,9 @@ generation: gen_kwargs; data_dir: include_path
 
 
 def meaning(name: str, offered: Collection[str], *, near: bool = False) -> str | None:
-    """Return the first offered setting that means the same as another library's name; None if there is no such setting.
+    """Return the first offered setting with the meaning of another library's name. Return None if no setting has it.
 
-    With ``near``, a setting that means roughly the same also counts.
+    With ``near``, a setting with a similar meaning also counts.
     """
     rows = [*TAKEN.items(), *(NEAR.items() if near else ())]
     ours = (setting for setting, others in rows if name in others)
@@ -63,7 +63,8 @@ def meaning(name: str, offered: Collection[str], *, near: bool = False) -> str |
 def _declared(files: tuple[str, ...]) -> Mapping[str, str]:
     """Map the options of other libraries to their types, as text, without importing the libraries.
 
-    Each of ``files`` is an option's name (with no known type), or a source file, whose classes' fields count.
+    An entry of ``files`` is an option's name, whose type is unknown, or a source file. The fields of the file's
+    classes are options.
     """
     names = {file: "" for file in files if "/" not in file}
     for package, _, rest in (file.partition("/") for file in files if "/" in file):
@@ -75,14 +76,18 @@ def _declared(files: tuple[str, ...]) -> Mapping[str, str]:
 
 
 def is_text(option: str, files: tuple[str, ...]) -> bool:
-    """Return whether another library declares an option as text, so that YAML must not read its value as a number."""
+    """Return whether another library declares an option as text. Lamina must then not read the value as a YAML
+    number.
+    """
     return _declared(files).get(option, "").strip() in ("str", "str | None", "Optional[str]")
 
 
 def passed_on(name: str, offered: Collection[str], outside: Mapping[str, tuple[str, ...]]) -> tuple[str, str] | None:
-    """Return the setting that passes another library's option on, and the option's name; otherwise None.
+    """Return the setting that passes on another library's option, and the option's name. Return None for unknown
+    options.
 
-    Like ``Settings.outside``, ``outside`` maps a setting to another library's options, or to files that declare them.
+    ``outside`` maps a setting to another library's options, or to the files that declare the options
+    (``Settings.outside``).
     """
     if name not in offered and meaning(name, offered, near=True) is None:
         for setting, files in outside.items():
@@ -94,7 +99,7 @@ def passed_on(name: str, offered: Collection[str], outside: Mapping[str, tuple[s
 def suggestion(name: str, offered: Collection[str]) -> str | None:
     """Return the offered setting whose name or alias is nearest to an unknown name.
 
-    If the name is another library's name, return the setting with the same meaning, or None without such a setting.
+    For a name from another library, return the setting with the same meaning. Return None if no setting has it.
     """
     others = {other for names in (*TAKEN.values(), *NEAR.values()) for other in names}
     settings_by_name = {

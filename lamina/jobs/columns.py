@@ -19,10 +19,10 @@ class Column:
         name: the key in result.json, and the name of the column in results.csv.
         title: the column's heading on the pages.
         format: how the pages print the number; None for a text.
-        aggregate: how the ranking combines a placement's seeds: by their mean, by their maximum, by the first seed's
-            text, or by a rule in ``lamina.reports.ranking`` ("own"). None leaves the column out of the ranking.
-        measured: whether every run measures the column's value. If not, only some runs measure it, or the value comes
-            from the settings or from the job.
+        aggregate: how the ranking combines a placement's seeds: "mean", "max", "first" (the first seed's text), or
+            "own" (a rule in ``lamina.reports.ranking``). None leaves the column out of the ranking.
+        measured: whether every run measures the column's value. If false, only some runs measure the value, or the
+            settings or the job give it.
         in_ranking: the column's position from the left in the table of placements; 0 leaves the column out of that
             table.
         in_trials: whether the table of all trials has the column.

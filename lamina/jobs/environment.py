@@ -62,7 +62,9 @@ def git_revision() -> str | None:
 
 
 def gpu_names() -> list[str]:
-    """Read the names of NVIDIA GPUs from the driver's files, without torch; empty without GPUs."""
+    """Read the names of NVIDIA GPUs from the driver's files, without torch. Return [] on a machine without NVIDIA
+    GPUs.
+    """
     told = [path.read_text(encoding="utf-8") for path in sorted(_DRIVER.glob("*/information"))]
     return [name[1] for text in told if (name := re.search(r"^Model:\s*(.+)$", text, re.MULTILINE))]
 

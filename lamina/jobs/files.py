@@ -160,7 +160,7 @@ def read_result(folder: Path) -> Json | None:
 
 
 def read_seal(path: Path, data: Json) -> Json | None:
-    """Return the seal (hashes of other files) in a JSON file's ``data``, without the file's own digest.
+    """Return the seal in a JSON file's ``data``: the hashes of other files, without this file's digest.
 
     Returns None for an older version's file or empty data. Raises UserError if somebody altered the hashed data.
     """
@@ -171,8 +171,8 @@ def read_seal(path: Path, data: Json) -> Json | None:
     digest = seal.pop(DIGEST, None)
     if digest != digest_of_json({**data, SEAL: seal}):
         raise UserError(
-            f"{str(path)!r}: altered (its digest does not match). Restore the original file, or remove it: "
-            "--resume computes missing files again."
+            f"{str(path)!r}: altered (its digest does not match). Restore the original file. Or remove the "
+            "altered file: --resume computes missing files again."
         )
     return seal
 

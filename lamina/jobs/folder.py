@@ -46,7 +46,9 @@ def in_use(folder: Path) -> bool:
 
 
 def _is_beginning(child: Path) -> bool:
-    """Return whether a job writes this file before its first record: a lock, environment.json, a half-written file."""
+    """Return whether ``child`` is a file that a job writes before the first record: a lock, environment.json, or a
+    half-written file.
+    """
     if child.name in _APART or any(child.name.startswith(f".{name}.") for name in (ENVIRONMENT, CONFIG, STUDY)):
         return True
     return child.name == ENVIRONMENT and _is_environment(child)
@@ -63,7 +65,7 @@ def _is_environment(path: Path) -> bool:
 def refuse(folder: Path, *, resume: Resume, overwrite: bool, resumes: bool = True, flag: str = "--{}") -> None:
     """Raise the UserError that ``hold`` would raise for this folder, without locking or changing the folder.
 
-    ``resumes``: whether the command has --resume. ``flag``: how users type an option's name, such as ``--{}``.
+    ``resumes`` says whether the command has --resume. ``flag`` is the form of an option for users, such as ``--{}``.
     """
     if resume not in (True, False, "auto"):
         raise UserError(f"resume: {resume!r} (allowed: true, false, auto)")
@@ -76,14 +78,14 @@ def refuse(folder: Path, *, resume: Resume, overwrite: bool, resumes: bool = Tru
             raise nothing_to_resume(folder)
         return
     if not (resume or overwrite):
-        further = f"{flag.format('resume')} to continue its job, or " if resumes else ""
+        further = f"{flag.format('resume')} to continue the folder's job, or " if resumes else ""
         raise UserError(
             f"output: the folder {str(folder)!r} is not empty. Choose an empty or new folder, or add {further}"
-            f"{flag.format('overwrite')} to replace it."
+            f"{flag.format('overwrite')} to replace the content."
         )
     if not _is_ours(folder):
         # Never delete the user's own files, or mix ours with them: many programs keep a config.yaml.
-        consequence = "--resume has nothing to continue" if resume else "--overwrite leaves it alone"
+        consequence = "--resume has nothing to continue" if resume else "--overwrite does not delete them"
         raise UserError(
             f"output: {str(folder)!r} holds files that Lamina did not write, so {consequence}. Choose another folder."
         )
@@ -91,11 +93,11 @@ def refuse(folder: Path, *, resume: Resume, overwrite: bool, resumes: bool = Tru
     old = old_content(folder)
     if overwrite and os.path.lexists(old) and not (folder / REPLACES).is_file():
         raise UserError(
-            f"output: --overwrite first renames the folder to {str(old)!r}, which exists. Move it, or choose another "
-            "folder."
+            f"output: --overwrite first renames the folder to {str(old)!r}, which exists. Move that folder, or choose "
+            "another output folder."
         )
     if overwrite and Path.cwd().is_relative_to(real_path(folder)):
-        raise UserError(f"output: {str(folder)!r} holds the current folder. Run the command from outside of it.")
+        raise UserError(f"output: {str(folder)!r} holds the current folder. Run the command in another folder.")
 
 
 def nothing_to_resume(folder: Path) -> UserError:
@@ -110,16 +112,17 @@ def nothing_to_resume(folder: Path) -> UserError:
 def hold(
     folder: Path, *, resume: Resume = False, overwrite: bool = False, wait: float = 0.0, flag: str = "--{}"
 ) -> Iterator[bool]:
-    """Lock a job's folder and claim it for writing; yield whether the folder holds a job to resume.
+    """Lock a job's folder for writing. Yield whether the folder holds a job to resume.
 
-    With ``overwrite``, Lamina renames a folder with content to NAME.old, and deletes NAME.old at the first checkpoint
-    (see ``drop_old``) or result. If the job ends without a checkpoint or result, NAME.old stays, and Lamina logs this.
+    With ``overwrite``, Lamina renames a folder with content to NAME.old. At the first checkpoint (see ``drop_old``) or
+    result, Lamina deletes NAME.old. If the job ends without a checkpoint or result, Lamina keeps NAME.old and logs a
+    warning.
 
     If an error ends a new job before its first record, Lamina deletes what the job has written.
 
     Raises UserError if the path is not a folder, if another process holds the folder, or if Lamina did not write the
-    folder's content. Also raises UserError if the folder has content and neither ``resume`` nor ``overwrite`` is set,
-    or if ``resume`` finds nothing to resume.
+    folder's content. Raises UserError for a folder with content unless ``resume`` or ``overwrite`` is set, and for
+    ``resume`` without a job to resume.
     """
     if overwrite and in_use(folder):
         with lock(folder, wait=wait):
@@ -151,7 +154,7 @@ def hold(
 
 
 def old_content(folder: Path) -> Path:
-    """Return the folder NAME.old, where --overwrite keeps the old content until there is a new result."""
+    """Return the folder NAME.old. With --overwrite, NAME.old keeps the old content until the new job has a result."""
     folder = real_path(folder)
     return folder.with_name(f"{folder.name}.old")
 
@@ -164,7 +167,9 @@ def drop_old(folder: Path) -> None:
 
 
 def _set_aside(folder: Path) -> None:
-    """Rename a folder to NAME.old; if NAME.old exists and the folder has no result yet, empty the folder."""
+    """Rename a folder to NAME.old. If NAME.old already holds replaced content and the folder has no result, empty the
+    folder.
+    """
     old = old_content(folder)
     if (folder / REPLACES).is_file() and old.exists():
         if not has_result(folder):
@@ -225,8 +230,8 @@ def _is_ours(folder: Path) -> bool:
 def lock(folder: Path, *, wait: float = 0.0) -> Iterator[None]:
     """Lock the folder against other processes, after a wait of up to ``wait`` seconds.
 
-    Raises UserError if another process holds the lock. Also raises UserError if a file with which Lamina manages the
-    folder is a link. Without ``fcntl`` (on Windows), do nothing.
+    Raises UserError if another process holds the lock. Also raises UserError if the lock file, or another file that
+    Lamina uses to manage the folder, is a link. Without ``fcntl`` (on Windows), do nothing.
     """
     _make(folder)
     for name in _APART:
@@ -246,7 +251,7 @@ def _make(folder: Path) -> None:
 
 
 def is_locked(folder: Path) -> bool:
-    """Return whether a process is working in the folder; False without ``fcntl`` (Windows)."""
+    """Return whether a process has locked the folder. Return False on Windows, which has no ``fcntl``."""
     try:
         import fcntl
 
@@ -280,7 +285,8 @@ def _flock(folder: Path, wait: float) -> Iterator[None]:
             except BlockingIOError:
                 if time.monotonic() >= deadline:
                     raise UserError(
-                        f"output: another process writes into {str(folder)!r}. Wait for it, or choose another folder."
+                        f"output: another process writes into {str(folder)!r}. Wait until that process ends, or "
+                        "choose another folder."
                     ) from None
                 time.sleep(0.2)
         yield
@@ -297,7 +303,8 @@ def _open_lock(path: Path) -> int:
             raise _is_link(path) from None
         if error.errno == errno.EISDIR:
             raise UserError(
-                f"output: {str(path)!r} is a folder, but Lamina needs this name for its lock file. Move it away."
+                f"output: {str(path)!r} is a folder, but Lamina needs this name for its lock file. Move that folder "
+                "away."
             ) from None
         raise
 

@@ -1,4 +1,4 @@
-"""A job and its folder: ``with open_job(...) as job`` locks the folder, claims it, and records its kind."""
+"""A job and its folder: ``with open_job(...) as job`` locks the folder and records the job's kind."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ResumePolicy:
     ) -> dict[str, object]:
         """Return the stored settings with the user's changes.
 
-        For a setting that may not change, the user's value ``auto`` means the stored value.
+        If a setting may not change, the value ``auto`` stands for the stored value.
 
         Args:
             stored: the folder's settings.
@@ -51,7 +51,7 @@ class ResumePolicy:
             defaults: the values of settings that neither ``stored`` nor ``given`` has.
 
         Raises:
-            UserError: the user changed a setting that may not change. The message names the first such setting.
+            UserError: the user changed a setting that may not change. The message names the setting.
         """
         given = {name: value for name, value in given.items() if value != "auto" or name in self.free}
         for name, value in given.items():
@@ -69,7 +69,7 @@ class Job(Generic[S]):
     """A job's settings and its folder. ``open_job`` makes a Job, and ``with`` locks the folder.
 
     Attributes:
-        settings: the complete settings; for a resumed job, the stored settings with the allowed changes.
+        settings: the complete settings. A resumed job has the stored settings with the allowed changes.
         given: the user's settings by name; None if the caller gave a complete settings object.
         resumes: whether the folder holds something to resume.
     """
@@ -130,7 +130,7 @@ def open_job(
     For further checks of --resume, see training/checkpointing/resuming.py (runs) and studies/record.py (studies).
 
     Args:
-        given: a complete settings object, or a mapping of only the user's settings.
+        given: a complete settings object, or a mapping with the settings that the user gave.
         resume: whether to resume the job in the folder; "auto" resumes if the folder holds a job.
         overwrite: whether to replace the folder's content.
         policy: the settings that a resumed job may change.

@@ -50,7 +50,7 @@ def sync_and_hash(path: Path) -> Entry:
 
 
 def checksum(listed: Mapping[str, Entry]) -> str:
-    """Return the manifest's checksum: the SHA-256 of its list of files."""
+    """Return the checksum for a manifest: the SHA-256 of the list of files."""
     return hashlib.sha256(json.dumps(sorted((n, *e) for n, e in listed.items())).encode()).hexdigest()
 
 
@@ -81,9 +81,10 @@ def listed(folder: Path) -> dict[str, Entry]:
 
 
 def what_is_broken(folder: Path, *, content: bool = True) -> str | None:
-    """Describe the first file in the manifest that is missing, cut short or altered; None if all files are intact.
+    """Describe the manifest's first missing, cut or altered file. Return None if all files are intact.
 
-    The function ignores files outside the manifest (see ``strays``). Without ``content``, it compares only sizes.
+    The function ignores files outside the manifest (see ``strays``). Without ``content``, the function compares only
+    sizes.
     """
     try:
         files = listed(folder)
@@ -124,7 +125,7 @@ def refuse_damaged(folder: Path) -> None:
 
 @lru_cache(maxsize=64)
 def _damage(folder: Path, files: tuple[tuple[str, int, int, int], ...]) -> str | None:
-    """Describe what is wrong with a saved model; cached until a size or time in ``files`` changes."""
+    """Describe the fault of a saved model. Lamina caches the answer until an entry of ``files`` changes."""
     broken = what_is_broken(folder)
     if broken is None:
         foreign = [n for n in strays(folder) if not (n.endswith(_PLAIN) or Path(n).name.startswith("."))]
@@ -133,7 +134,7 @@ def _damage(folder: Path, files: tuple[tuple[str, int, int, int], ...]) -> str |
 
 
 def _of_another_run(folder: Path) -> str | None:
-    """If result.json beside a run's model has another model's hash, return a clause that says so; otherwise None."""
+    """Return a fault if result.json beside a run's model has the hash of another model. Otherwise, return None."""
     try:
         sealed = json.loads((folder.parent / RESULT).read_text(encoding="utf-8"))["seal"]["files"]
     except (OSError, *NOT_A_MANIFEST):  # no run's, or an older version's
@@ -144,7 +145,7 @@ def _of_another_run(folder: Path) -> str | None:
 
 
 def model_folder(path: str | Path) -> Path:
-    """Return the folder of a saved model: the subfolder model/ of a run's folder, otherwise the folder itself."""
+    """Return the folder of a saved model: the subfolder model/ of a run's folder, or ``path`` if there is no model/."""
     inner = Path(path) / MODEL
     return inner if any((inner / name).is_file() for name in ("config.json", MANIFEST)) else Path(path)
 

@@ -1,7 +1,7 @@
 """The description of a job as data (its row). From the row, Lamina makes the job's command and Python function.
 
-To add a job, add its settings, its function, its page (``lamina.reports.registry.report_of``), the text that it prints
-(``ending_of``) and its row, all in the job's package. Import heavy packages inside the row's functions.
+A new job needs settings, a function, a page (``lamina.reports.registry.report_of``), the text to print
+(``ending_of``), and a row. Put these parts into the job's package. Import heavy packages inside the row's functions.
 ``lamina.catalog`` lists the rows.
 """
 
@@ -27,7 +27,7 @@ Given = Mapping[str, object]
 
 
 class Modes(TypedDict, total=False):
-    """The options that every job takes besides its settings: resume, overwrite and the progress bar."""
+    """The options of every job that are not settings: resume, overwrite and the progress bar."""
 
     resume: Resume
     overwrite: bool
@@ -39,11 +39,10 @@ class Switch:
     """A flag of a job that is not a setting.
 
     Attributes:
-        prints: whether the flag changes the text that the command prints at the end. ``ending_of(kind, switch=name)``
-            registers this text.
-        draws: whether the flag also saves the page's figures as pictures. With ``draws``, the Python function has the
-            flag.
-        passed: whether ``JobRow.run`` takes the switch. With ``passed``, the Python function has the flag.
+        prints: whether the flag changes the text that the command prints at the end. Register the text with
+            ``ending_of(kind, switch=name)``.
+        draws: whether the flag also saves the page's figures as pictures. The Python function then has the flag, too.
+        passed: whether ``JobRow.run`` takes the switch. The Python function then has the flag, too.
         fails: a function of the result that says whether the exit code is 1.
     """
 

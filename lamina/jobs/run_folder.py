@@ -24,7 +24,9 @@ class RunFolder:
         return parse_lines(self.path / METRICS)[0]
 
     def last_step(self) -> int:
-        """Return the step of the last record, reading only the end of metrics.jsonl; 0 without records."""
+        """Return the step of the last record in metrics.jsonl. Return 0 without records. Lamina reads only the end of
+        the file.
+        """
         path = self.path / METRICS
         try:
             with path.open("rb") as file:
@@ -52,9 +54,9 @@ class RunFolder:
 
 
 def parse_lines(path: Path) -> tuple[list[Json], str | None]:
-    """Parse a growing file of JSON records, each with a step; return them and the file's first fault.
+    """Parse a growing file of JSON records with steps. Return the records and the file's first fault.
 
-    A line without a step is a fault, and the result lacks this line. A step below the previous record's step is also a
+    A line without a step is a fault, and Lamina leaves the line out. A step below the previous record's step is also a
     fault, except in a file of rollbacks. An incomplete last line, which a killed run leaves, is not a fault. A missing
     file holds no records.
     """

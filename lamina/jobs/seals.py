@@ -1,6 +1,6 @@
-"""The seal of a folder: result.json holds a digest of itself, the key of the trial, and the hash of each record file.
+"""The seal of a folder: result.json holds its own digest, the trial's key, and the hash of each record file.
 
-So Lamina notices an edited digit, or a file from another trial, when it reads the folder.
+So a reader of the folder notices an edited digit, or a file from another trial.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def write_result(folder: Path, result: Mapping[str, object]) -> None:
 
 
 def write_with_seal(folder: Path, name: str, data: Mapping[str, object], patterns: Iterable[str]) -> None:
-    """Write a JSON file with its own digest and the hash of each file in the folder that matches ``patterns``.
+    """Write a JSON file with a digest of itself and the hashes of the folder's files that match ``patterns``.
 
     Raises OSError.
     """
@@ -90,10 +90,10 @@ def seal_tables(folder: Path) -> None:
 
 
 def lift_seal(folder: Path) -> bool:
-    """Delete seal.json before the job writes its tables again; return whether the tables were unchanged.
+    """Delete seal.json before the job rewrites its tables. Return whether the tables were unchanged.
 
-    If a table was altered, log its name, and keep seal.json until the job has written the table again. Raises UserError
-    if study.yaml was altered, because the job cannot write this file again.
+    If a table was altered, log the table's name, and keep seal.json until the job has rewritten the table. Raises
+    UserError if study.yaml was altered, because the job cannot write this file again.
     """
     try:
         faults = altered(folder, SEALED, missing=False)
@@ -102,7 +102,7 @@ def lift_seal(folder: Path) -> bool:
     if STUDY in faults:
         refuse_tables(folder)
     for name, fault in faults.items():
-        logger.warning("%s: %s. Lamina writes the file again", folder / name, fault)
+        logger.warning("%s: %s. Lamina rewrites the file", folder / name, fault)
     if not faults:
         (folder / SEALED).unlink(missing_ok=True)
     return not faults
@@ -130,7 +130,8 @@ def hashes(folder: Path, patterns: Iterable[str]) -> dict[str, str]:
 
 
 def altered(folder: Path, by: str = RESULT, *, missing: bool = True) -> dict[str, str]:
-    """Map the path of each altered or missing record to its fault, by the hashes that the file ``by`` holds.
+    """Compare the records with the hashes in the file ``by``. Map the path of each altered or missing record to its
+    fault.
 
     The function does not check the model, because the model's own manifest has the hashes of its files. A missing file
     counts as a fault only if ``missing`` is true.
@@ -148,7 +149,7 @@ def altered(folder: Path, by: str = RESULT, *, missing: bool = True) -> dict[str
         if not path.is_file():
             faults |= {name: _MISSING} if missing else {}
         elif sha256(path) != digest and name == CONFIG:  # which has a digest of its own
-            faults[by] = f"not from the same run as the {CONFIG} in this folder, or one of the two files is altered"
+            faults[by] = f"from another run than the {CONFIG} in this folder, or one of these two files is altered"
         elif sha256(path) != digest and not (name == STUDY and _is_cut(path)):
             faults[name] = f"altered since Lamina wrote {by}, or from another run"
     if seal and by == RESULT:
@@ -164,14 +165,15 @@ def refuse_altered(folder: Path, by: str = RESULT, *, missing: bool = True) -> N
 
 def _refuse(folder: Path, by: str, faults: Mapping[str, str]) -> None:
     for name, fault in faults.items():
-        again = f"delete the folder {str(folder)!r} and run it again"
+        again = f"delete the folder {str(folder)!r} and run the job again"
         if by == SEALED and name not in (STUDY, *_OF_PREFLIGHT):
-            again = "add --resume to write it again"
+            again = "add --resume to rewrite the file"
         raise UserError(f"{str(folder / name)!r}: {fault}. Restore the original file, or {again}.")
 
 
 def refuse_page(folder: Path) -> None:
-    """Raise UserError if a job that has ended has an altered record. If the job has not ended, only log the record.
+    """Raise UserError if a job that has ended has an altered record. If the job has not ended, log the altered record
+    without an error.
 
     Call this function before you draw the job's page. The page omits missing records, and the log names these records.
     """
@@ -185,7 +187,7 @@ def refuse_page(folder: Path) -> None:
 
 
 def grown_records(folder: Path) -> dict[str, tuple[int, str]]:
-    """Return the size and SHA-256 of each file that grows during a run, and of the first line of metrics.jsonl."""
+    """Return the size and SHA-256 of each growing file of a run, and also of the first line of metrics.jsonl."""
     hashes_now = {name: ((folder / name).stat().st_size, digest) for name, digest in hashes(folder, GROWING).items()}
     if METRICS in hashes_now:
         with (folder / METRICS).open("rb") as file:
@@ -195,10 +197,10 @@ def grown_records(folder: Path) -> dict[str, tuple[int, str]]:
 
 
 def refuse_regrown(folder: Path, known: Mapping[str, tuple[int, str]], checkpoint: str) -> None:
-    """Raise UserError if the part of a record file that existed at a checkpoint has changed since.
+    """Raise UserError if a record file has changed in the part that it had at a checkpoint.
 
-    A missing record passes. A metrics.jsonl without its last lines also passes, because the resumed run logs them
-    again.
+    A missing record passes. A metrics.jsonl without the last lines also passes, because the resumed run logs these
+    lines again.
     """
     for entry, (size, digest) in known.items():
         name = METRICS if entry == _FIRST else entry
@@ -210,7 +212,7 @@ def refuse_regrown(folder: Path, known: Mapping[str, tuple[int, str]], checkpoin
         if _beginning(path, size) != digest:
             raise UserError(
                 f"resume: {name} in {str(folder)!r} has changed since {checkpoint} was saved. Restore the "
-                "original file, remove it, or begin again with --overwrite."
+                "original file, remove the changed file, or begin again with --overwrite."
             )
 
 
@@ -224,7 +226,9 @@ def _beginning(path: Path, size: int) -> str:
 
 
 def _is_cut(path: Path) -> bool:
-    """Return whether study.yaml contradicts its own digest, so that pages omit it and other readers raise an error."""
+    """Return whether study.yaml contradicts its digest. (Pages then omit the file, and other readers raise an
+    error.)
+    """
     try:
         read_sealed(path)
     except UserError:
@@ -236,12 +240,12 @@ def _is_cut(path: Path) -> bool:
 def hash_of(path: Path, *state: int) -> str:
     """Return a file's SHA-256.
 
-    A job's result needs the hashes of all record files, so Lamina caches them by size, modification time and inode.
+    Lamina caches the hash of each file by size, modification time and inode, because a result needs all hashes.
     """
     return sha256(path)
 
 
 def _trial(folder: Path) -> str | None:
-    """Return the key of the trial in the folder, if a store of trials holds the folder; otherwise None."""
+    """Return the key of the folder's trial. Return None if the folder is not in a store of trials."""
     identity = noted(folder / TRIAL)
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16] if identity else None

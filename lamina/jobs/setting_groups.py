@@ -40,8 +40,8 @@ class ProbesSettings(Settings, group="records"):
 
     probes: str = setting(
         "all",
-        "all, or comma-separated probes, each with its options: name(option=value); or a Python file with your "
-        "own probe, which Lamina executes",
+        "all, or comma-separated probes, each with options: name(option=value); or a Python file with your own probe "
+        "(Lamina executes the file)",
         comma_separated,
         decides=False,
     )

@@ -48,14 +48,14 @@ def setting(default: T, help: str, check: Check | None = None, *, decides: bool 
     """Declare a field of a settings record.
 
     Without ``check``, the type decides which values are allowed: a Literal's values, a bool, any text, a mapping. A
-    number needs a check. ``decides=False`` means that no computed number depends on the field, so a resumed job may
-    change it.
+    number needs a check. With ``decides=False``, a resumed job may change the field, because no computed number
+    depends on the field.
     """
     return _field(default, {"help": help, "check": check, "decides": decides})
 
 
 def changed(default: T, *, help: str | None = None, check: Check | None = None, decides: bool | None = None) -> T:
-    """Change an inherited field's default. If you give a help text, a check or ``decides``, change these too."""
+    """Change an inherited field's default, and also the help text, check or ``decides`` if you give them."""
     given = {"help": help, "check": check, "decides": decides, "changed": True}
     return _field(default, {key: value for key, value in given.items() if value is not None})
 
@@ -72,7 +72,7 @@ def at_least(low: int) -> Check:
 
 
 def between(low: float, high: float, *, open_low: bool = False, open_high: bool = False) -> Check:
-    """Make a check for finite numbers from ``low`` to ``high``; an open side excludes its bound."""
+    """Make a check for finite numbers from ``low`` to ``high``. ``open_low`` and ``open_high`` exclude the bounds."""
     return partial(number, low=low, high=high, open_low=open_low, open_high=open_high)
 
 
@@ -92,12 +92,12 @@ class Settings:
     """The base class of all settings records.
 
     ``command_name`` is the record's ``lamina`` command. ``without`` names inherited fields that the record does not
-    offer: these fields keep their defaults, and have neither a flag nor a key in YAML. ``order`` names the fields that
-    come first in files and help texts. The other fields follow base class by base class, and the record's new fields
-    come last. ``group``, a keyword of the class statement, is the heading of a group's flags in ``--help all``. The
-    settings class of a command has no ``group``. ``main`` names the ten settings that ``--help`` shows. ``needed``
-    names the settings that a job must have before it begins. If a setting holds another library's options, ``outside``
-    maps the setting to these options, or to the files that declare them.
+    offer. A field in ``without`` keeps the default, and has no flag and no YAML key. ``order`` names the fields that
+    come first in files and help texts. Then come the other inherited fields, in the order of the base classes, and
+    last the record's new fields. ``group`` is the heading of a group's flags in ``--help all``. It is a keyword of the
+    class statement. The settings class of a command has no ``group``. ``main`` names the ten settings that ``--help``
+    shows. ``needed`` names the settings that a job must have before it begins. ``outside`` is for settings that hold
+    another library's options. It maps such a setting to the options, or to the files that declare the options.
     """
 
     command_name: ClassVar[str] = ""
@@ -135,9 +135,9 @@ class Settings:
     def check_names(self) -> None:
         """Raise UserError for a missing file or an unknown name.
 
-        Lamina calls this method once, before a job begins. The method checks only settings that the user gives now,
-        because a folder's settings may name files that have moved. A subclass adds its checks after
-        ``super().check_names()``, and loads no torch.
+        Lamina calls this method once, before a job begins. The method checks only the settings of this call. A stored
+        setting may name a file that has moved. A subclass adds its checks after ``super().check_names()``, and loads
+        no torch.
         """
 
     @classmethod
@@ -177,21 +177,23 @@ class Settings:
         return frozenset(name for name in cls.names() if not cls.__dataclass_fields__[name].metadata["decides"])
 
     def require(self, *names: str) -> None:
-        """Raise UserError for the first of these settings without a value."""
+        """Raise UserError if a setting in ``names`` has no value."""
         for name in names:
             if getattr(self, name) is None:
                 flag = "from" if name == "from_model" else name.replace("_", "-")
                 raise UserError(f"{name.removesuffix('_model')}: none given. Add --{flag}: {self.help(name)}")
 
     def refuse_unused(self, *names: str, allowed: str, here: str = "here") -> None:
-        """Raise UserError for the first of these settings that differs from its default but has no effect."""
+        """Raise UserError if a setting in ``names`` differs from its default, because the setting has no effect."""
         for name in names:
             if (value := getattr(self, name)) != self.default(name):
-                raise UserError(f"{name}: {value!r} has no effect {here}. Give it {allowed}, or leave it out.")
+                raise UserError(
+                    f"{name}: {value!r} has no effect {here}. Use {name} only {allowed}, or leave {name} out."
+                )
 
     @classmethod
     def group_of(cls, name: str) -> str:
-        """Return the heading under which the help lists a field's flag; "" for a field of the command's own record."""
+        """Return the heading of a field's flag in the help. Return "" for a field of the command's own record."""
         declaring = [base for base in cls.__mro__ if name in inspect.get_annotations(base)]
         return declaring[-1].group
 
@@ -236,7 +238,9 @@ _OF_TYPES: dict[object, Check] = {bool: switch, str: text, dict: mapping}
 
 @cache
 def _checks_of(cls: type[Settings]) -> dict[str, tuple[Check, bool]]:
-    """Return each field's check (declared, or the check of the field's type), and whether the field may be None."""
+    """Return each field's check, and whether the field may be None. A field without a declared check has its type's
+    check.
+    """
     checks: dict[str, tuple[Check, bool]] = {}
     for name in (entry.name for entry in fields(cls)):
         hint = cls.kind(name)

@@ -15,7 +15,7 @@ WARNING_SIGNALS = tuple(getattr(signal, name) for name in ("SIGUSR1",) if hasatt
 
 @contextmanager
 def interruptible_imports(leave: Callable[[], int]) -> Iterator[None]:
-    """Inside the context, Ctrl-C during an import ends the process with the exit code that ``leave`` returns.
+    """Inside the context, Ctrl-C during an import ends the process. The exit code is the result of ``leave``.
 
     An import can lose a KeyboardInterrupt. ``__set_name__`` turns a KeyboardInterrupt into a RuntimeError, and
     transformers turns it into a ModuleNotFoundError. A weak reference's callback only prints the KeyboardInterrupt, and
@@ -41,7 +41,7 @@ def interruptible_imports(leave: Callable[[], int]) -> Iterator[None]:
 
 @contextmanager
 def handled(signals: tuple[signal.Signals, ...], handle: Callable[[int], None]) -> Iterator[None]:
-    """Call ``handle`` with the number of each arriving signal; ``handle`` may raise KeyboardInterrupt.
+    """Call ``handle`` with the number of each arriving signal. ``handle`` may raise KeyboardInterrupt.
 
     Outside the main thread, do nothing, because Python sets signal handlers only in the main thread.
     """
@@ -62,7 +62,9 @@ _parent: int | None = None
 
 
 def watch_parent(parent: int | None) -> None:
-    """Make ``orphaned`` return True once this process's parent is not ``parent``; for -1, at once; for None, never."""
+    """Let ``orphaned`` return True as soon as this process's parent differs from ``parent``. -1 differs always, None
+    never.
+    """
     global _parent
     _parent = parent
 

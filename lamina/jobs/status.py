@@ -10,7 +10,8 @@ class Status(StrEnum):
 
     Attributes:
         FINISHED: the run trained to the last step and learned.
-        SHORT: the run reached the last step without learning enough, but its loss was still falling: too few steps.
+        SHORT: the run reached the last step and did not learn enough, but the loss was still falling. It had too few
+            steps.
         STUCK: the run reached the last step, but the eval loss never fell ``stuck_margin`` below the unigram entropy.
         INTERRUPTED: Ctrl-C, a signal, or the end of the study stopped the run; you can resume it.
         DIVERGED: the divergence guard stopped the run.
@@ -34,5 +35,5 @@ ENDED = tuple(status.value for status in Status if status.ended)
 
 
 def severity(status: str) -> int:
-    """Return how bad a status is, 0 for the best; an unknown status counts as the worst."""
+    """Return a status's rank from best (0) to worst. An unknown status has the worst rank."""
     return list(Status).index(Status(status)) if status in set(Status) else len(Status)

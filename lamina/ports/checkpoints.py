@@ -84,7 +84,7 @@ def _read_olmo(folder: Path) -> ForeignCheckpoint:
         ("block_overrides", model.get("block_overrides"), None),
     ):
         if value != allowed:
-            raise UserError(f"config.json: model.{name} is {value!r}. Choose a checkpoint in which it is {allowed!r}.")
+            raise UserError(f"config.json: model.{name} is {value!r}. Choose a checkpoint with {allowed!r}.")
     heads, eps = mixer["n_heads"], float(norm.get("eps") or 1e-5)
     connections = depthbench.Connections(block, eps)
     config = LlamaConfig(
@@ -118,7 +118,7 @@ def _read_olmo(folder: Path) -> ForeignCheckpoint:
             if abs(float(tensor) - (expected := (int(scale[1]) + 1) ** -0.5)) > 1e-6:
                 raise UserError(
                     f"source: {name} is {float(tensor):.3g} instead of {expected:.3g}. The model was trained with "
-                    f"another factor. Choose a run of an OLMo-core version that sets it to {expected:.3g}."
+                    f"another factor. Choose a run of an OLMo-core version that uses {expected:.3g}."
                 )
         else:
             weights[re.sub(r"\.attention\.([qk])_norm\.", r".attention.w_\1.norm.", name)] = tensor
@@ -207,7 +207,7 @@ def _write_mlx(model: LaminaForCausalLM, folder: Path) -> None:
     config, plan = backbone_of(model.config), Plan.from_dict(model.config.plan or {})
     if config.model_type != "llama":
         raise UserError(
-            f"source: the file for mlx-lm has no modules of a {config.model_type!r} backbone. Choose a 'llama' model."
+            f"source: Lamina cannot write a {config.model_type!r} backbone for mlx-lm. Choose a 'llama' model."
         )
     file = f"{plan.placement}_model.py"
     (folder / file).write_text(emit(plan, "mlx", plan.num_layers).code, "utf-8")
@@ -227,13 +227,14 @@ def _read_torchtitan(folder: Path) -> ForeignCheckpoint:
     """Read one step's folder. torchtitan saves no sizes, so the folder must also have the Llama's config.json."""
     if not (folder / "config.json").is_file():
         raise UserError(
-            f"source: {str(folder)!r} holds no config.json, and torchtitan saves no sizes. Put the config.json "
-            "of a transformers Llama with the same sizes there."
+            f"source: {str(folder)!r} holds no config.json, and torchtitan saves no sizes. Add the config.json "
+            "of a transformers Llama with the same sizes to this folder."
         )
     fields: Json = json.loads((folder / "config.json").read_text("utf-8"))
     if fields.get("model_type") != "llama":
         raise UserError(
-            f"config.json: model_type is {fields.get('model_type')!r}. Put the config.json of a 'llama' model there."
+            f"config.json: model_type is {fields.get('model_type')!r}. Replace the file with the config.json of a "
+            "'llama' model."
         )
     config = LlamaConfig.from_dict(fields)
     weights = distributed(folder, "tok_embeddings.", "layers.", "norm.", "lm_head.")
@@ -251,7 +252,7 @@ def _write_torchtitan(model: LaminaForCausalLM, folder: Path) -> None:
     config = backbone_of(model.config)
     if config.model_type != "llama":
         raise UserError(
-            f"source: torchtitan has no blocks of a {config.model_type!r} backbone. Choose a 'llama' model."
+            f"source: Lamina cannot write a {config.model_type!r} backbone for torchtitan. Choose a 'llama' model."
         )
     (folder / "config.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n", "utf-8")
     save_distributed(dict(weights_for(model, "torchtitan")), checkpoint_id=folder, no_dist=True)
@@ -322,7 +323,7 @@ def convert(
 ) -> ConversionRecord:
     """If ``reads``, convert a trainer's checkpoint to a Lamina model; otherwise do the reverse.
 
-    Give ``placement`` if the checkpoint does not name it. If the conversion fails, the function raises UserError and
+    Give ``placement`` if the checkpoint names no placement. If the conversion fails, the function raises UserError and
     leaves ``output`` unchanged.
     """
     if reads:

@@ -47,7 +47,7 @@ class Connections:
             size = int(block.get("attnres_block_size") or 1)
             if size > 1 and size % 2:
                 raise UserError(
-                    f"config.json: model.block.attnres_block_size is {size}. Choose a checkpoint in which it is 1 "
+                    f"config.json: model.block.attnres_block_size is {size}. Choose a checkpoint with 1 "
                     "or an even number."
                 )
             self.spec = f"pre_ln(wiring=attn_res,size={size // 2})"
@@ -106,8 +106,8 @@ class Connections:
                 own.setdefault(place, {})[match[3]] = tensor
             elif plain in rest and not torch.equal(rest[plain], tensor):
                 raise UserError(
-                    f"tensor {name!r}: differs from {plain!r}, but both hold the same parameter. Give a checkpoint "
-                    "in which the two are equal."
+                    f"tensor {name!r}: differs from {plain!r}, but the two tensors are the same parameter. Give a "
+                    "checkpoint with equal tensors."
                 )
             else:
                 rest[plain] = tensor

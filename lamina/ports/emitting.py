@@ -74,7 +74,7 @@ def _environment() -> Environment:
     made.filters["wrap"] = lambda text: textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
 
     def ends(names: list[str]) -> str:
-        """Return the argument of ``endswith`` for these names."""
+        """Return ``names`` as code for the argument of ``endswith``."""
         quoted = ", ".join(f'"{name}"' for name in names)
         return quoted if len(names) == 1 else f"({quoted})"
 

@@ -26,9 +26,9 @@ from lamina.placements import Plan
 class ForeignCheckpoint:
     """A trainer's checkpoint: its weights, the configuration of the same model in transformers, and its placement.
 
-    ``placement`` is "" if the checkpoint does not name it; ``options`` are the placement's options that the checkpoint
-    holds. ``wiring`` holds, under Lamina's names, the weights that the target's table does not name. ``settled``
-    corrects the plan for this checkpoint.
+    ``placement`` is "" if the checkpoint names no placement. ``options`` are the placement options that the checkpoint
+    holds. ``wiring`` holds the weights that are not in the target's table, under Lamina's names. ``settled`` is a
+    function that corrects the plan for this checkpoint.
     """
 
     weights: Mapping[str, torch.Tensor]
@@ -41,9 +41,10 @@ class ForeignCheckpoint:
 
 
 class _Metadata(pickle.Unpickler):
-    """Reads a checkpoint's index, which is a pickle, and loads only harmless classes that an index needs.
+    """Reads a checkpoint's index. The index is a pickle, so the reader loads only the harmless classes of an index.
 
-    OLMo-core's index has its own class for a tensor's position in the files, which lacks a field of torch's class.
+    OLMo-core's index uses a class ``_StorageInfo`` that lacks a field of torch's class, so the reader replaces the
+    class.
     """
 
     def find_class(self, module: str, name: str, /) -> object:
@@ -80,7 +81,7 @@ def distributed(folder: Path, *prefixes: str) -> dict[str, torch.Tensor]:
     if not (folder / ".metadata").is_file():
         raise UserError(
             f"source: {str(folder)!r} holds no torch.distributed checkpoint: .metadata is missing. Give the folder "
-            "with that file."
+            "with the file .metadata."
         )
     reader = _Reader(folder)
     entries = reader.read_metadata().state_dict_metadata

@@ -136,7 +136,7 @@ def write(model: LaminaForCausalLM, folder: Path) -> None:
     config, plan = backbone_of(model.config), Plan.from_dict(model.config.plan or {})
     if config.model_type != "llama" or config.attention_bias or config.mlp_bias:
         raise UserError(
-            f"source: Lamina writes no {config.model_type!r} backbone of this kind for Megatron. Choose a 'llama' "
+            f"source: Lamina cannot write this {config.model_type!r} backbone for Megatron. Choose a 'llama' "
             "model without biases."
         )
     stored: dict[str, object] = {}

@@ -67,7 +67,7 @@ def assigned(target: str, value: str, indent: int = 8) -> list[str]:
 
 @dataclass(frozen=True)
 class _Factor:
-    """A scale of one sub-layer: the value and kind in every layer, and the scale's name in the block's code."""
+    """A scale of the attention or feed-forward: its values and kinds by layer, and its name in the block's code."""
 
     name: str
     starts: tuple[float, ...]
@@ -100,11 +100,11 @@ class Port:
         plan, halves = self.plan, [half for layer in self.plan.layers for half in (layer.attention, layer.feed_forward)]
         if plan.streams > 1:
             self._refused(
-                f"its residual path has {plan.streams} streams", "Choose a placement with one stream and no wiring"
+                f"the residual path has {plan.streams} streams", "Choose a placement with one stream and no wiring"
             )
         if plan.has_memory or any(half.reads_memory for half in halves):
             self._refused(
-                "its blocks read states of earlier blocks", "Choose a placement with one stream and no wiring"
+                "the blocks read states of earlier blocks", "Choose a placement with one stream and no wiring"
             )
         gates = {
             (half.coupling, half.gate_temperature, half.out_scale_learned) for half in halves if half.coupling != "none"
@@ -113,7 +113,7 @@ class Port:
             len(gates) > 1 or any(half.coupling == "none" for half in halves)
         ):
             self._refused(
-                "its gates differ between sub-layers", "Give all sub-layers one coupling and one gate_temperature"
+                "the gates differ between sub-layers", "Give all sub-layers one coupling and one gate_temperature"
             )
         for norm in self._all_norms():
             self.norm_kind(norm)
@@ -138,15 +138,13 @@ class Port:
         Raises UserError if the target has no constructor for the norm.
         """
         if not norm.learnable_gain and norm.initial_gain != 1.0:
-            self._refused(
-                f"it has a norm with the constant gain {norm.initial_gain}", "Choose learned gains, or a gain of 1"
-            )
+            self._refused(f"a norm has the constant gain {norm.initial_gain}", "Choose learned gains, or a gain of 1")
         if norm.eps:
-            self._refused(f"it has a norm with the epsilon {norm.eps}", "Leave eps out: the trainer's eps then applies")
+            self._refused(f"a norm has the epsilon {norm.eps}", "Leave eps out: the trainer's eps then applies")
         end = "_plain" if not norm.learnable_gain else "_zero" if norm.zero_centered else ""
         if (kind := norm.kind + end) not in self.target.norms:
             said = {"_plain": " without a gain", "_zero": " with gains of 1 + w", "": ""}[end]
-            self._refused(f"it has a norm of kind {norm.kind!r}{said}", "Choose a norm of kind 'backbone'")
+            self._refused(f"the plan has a norm of kind {norm.kind!r}{said}", "Choose a norm of kind 'backbone'")
         return kind
 
     def norm(self, norm: Norm | None, width: str = "") -> str:
@@ -217,7 +215,7 @@ class Port:
             specs = {getattr(layer, half).inner_norm for layer in self.plan.layers}
             if len(specs) > 1:
                 self._refused(
-                    f"its {half} has an inner_norm in some layers only",
+                    f"the {half} has an inner_norm in some layers only",
                     "Choose a placement with this norm in all layers or in none",
                 )
             if (spec := specs.pop()) is not None:
@@ -231,7 +229,7 @@ class Port:
 
     @cached_property
     def gate(self) -> Sublayer | None:
-        """Return layer 0's attention if its learned branch factor also sets the skip's factor; otherwise None."""
+        """Return layer 0's attention if it has a coupling and a learned branch factor. Otherwise, return None."""
         first = self.plan.layers[0].attention
         return first if first.coupling != "none" and first.out_scale_learned != "no" else None
 
@@ -300,7 +298,7 @@ class Port:
 
     @cached_property
     def reset_lines(self) -> list[str]:
-        """Return the lines that set learned scales and gains to their initial values; none if all start at 1."""
+        """Return the lines that set learned scales and gains to their initial values. Return [] if all start at 1."""
         lines = []
         set_to = self.target.code["set"]
         for factor in self.factors.values():
@@ -428,9 +426,9 @@ class Port:
 class Initialization:
     """The numbers of the placement's initializer: one standard deviation, and the differences by role.
 
-    ``std`` is the standard deviation; if it is None, the variance is ``variance`` / width. ``out`` divides the weights
-    at a branch's end. ``gains`` are Xavier's gains in the blocks, by role (None for another initializer). ``cut`` is
-    the number of standard deviations at which the distribution ends (None: no cut).
+    ``std`` is the standard deviation. If ``std`` is None, the variance is ``variance`` / width. Divide the weights of
+    a branch's last projection by ``out``. ``gains`` are Xavier's gains in the blocks by role, or None for other
+    initializers. ``cut`` is the number of standard deviations at which the distribution ends (None: no cut).
     """
 
     def __init__(self, plan: Plan, placement: Placement):
@@ -455,8 +453,7 @@ class Initialization:
             }
             if len(gains) > 1:
                 raise UserError(
-                    f"placement {plan.placement!r}: its weight_gain differs between layers. Give all layers the "
-                    "same value."
+                    f"placement {plan.placement!r}: weight_gain differs between layers. Give all layers the same value."
                 )
         elif std("query", 4000) != std("query"):
             self.std, self.variance = None, round(std("query") ** 2 * 1000, 12)
@@ -479,7 +476,9 @@ class Initialization:
 
 
 def _constant(sub: Sublayer, scale: str) -> float:
-    """Return a scale's initial value. A skip that is coupled with the branch's b has 1 - b or sqrt(1 - b^2)."""
+    """Return a scale's initial value. Under a coupling with the branch's factor b, the skip has 1 - b or sqrt(1 -
+    b^2).
+    """
     if scale == "skip_scale" and sub.coupling != "none":
         b = sub.out_scale
         return 1 - b if sub.coupling == "lerp" else math.sqrt(1 - b * b)
@@ -487,6 +486,6 @@ def _constant(sub: Sublayer, scale: str) -> float:
 
 
 def nameless(plan: Plan) -> Placement:
-    """Return a placement with empty texts for a plan, because the plan's placement may be unknown in this process."""
+    """Return a placement with empty texts for a plan. (This process may not know the plan's placement.)"""
     texts = dict.fromkeys(("title", "source", "initialization", "advice", "description"), "")
     return Placement(name=plan.placement, equation=(), options=(), make=lambda num_layers: plan, **texts)

@@ -24,15 +24,15 @@ class Target:
             ``vector`` and ``scalar`` create learned parameters.
         norms: the constructor of each kind of norm (see ``Port.norm_kind``).
         norm_names: the names of each sub-layer's norms, for pre_norm, out_norm and post_norm. With ``in_order``, a
-            plan's norms take the first names, whatever their positions.
+            plan's norms take the names in the listed order, regardless of position.
         made: the lines that create norms in the trainer's own block.
         halves: the names of the sub-layers in the names of learned scales, such as ``attention_skip_scale``.
-        weights: the trainer's name for each of Lamina's weights. The name of ``layers`` contains the index ``{layer}``;
-            ``attention`` and ``feed_forward`` hold the names inside the modules.
+        weights: a mapping from Lamina's weight names to the trainer's names. The entry ``layers`` contains the index
+            ``{layer}``. The entries ``attention`` and ``feed_forward`` have the names inside the modules.
         stacks: weights that the trainer keeps in one tensor: the tensor's name, and Lamina's names of the parts.
         layout: how the parts are stacked: in "rows", or in "groups" that hold each key head's queries, key and value.
         pairs: whether the rotary embedding rotates neighboring channels (true), or channels half a head apart (false).
-        roles: for the initializer, the names of the weights by role, without weights that keep the trainer's default.
+        roles: for the initializer, the names of the weights by role. Other weights keep the trainer's default.
         test: the parts of the trainer's test: the imports (``standard``: from the standard library), the code that
             builds the model, its logits, and the code that loads weights (default: ``load_state_dict``).
     """

@@ -32,7 +32,9 @@ _SCALES = ("skip_scale", "pre_scale", "out_scale", "gate")
 
 @dataclass(frozen=True, kw_only=True)
 class _Place:
-    """The position of a Lamina tensor in the trainer's tensor ``name``: its index ``part`` among ``parts`` parts."""
+    """The place of a Lamina tensor in the trainer's tensor ``name``, which has ``parts`` parts: this tensor is number
+    ``part``.
+    """
 
     name: str
     part: int = 0
@@ -89,7 +91,7 @@ class Names:
 
     def _without_place(self, key: str) -> UserError:
         return UserError(
-            f"tensor {key!r}: {self.target.title} has no weight for it. Choose a model with the backbone "
+            f"tensor {key!r}: {self.target.title} has no such weight. Choose a model with the backbone "
             "that the generated test builds."
         )
 
@@ -107,7 +109,7 @@ class Names:
     def to_ours(
         self, theirs: Mapping[str, torch.Tensor], wiring: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Return the trainer's tensors under Lamina's names. Raises UserError if a tensor is missing or left over.
+        """Return the trainer's tensors under Lamina's names. Raises UserError for a missing or unused tensor.
 
         The tensors in ``wiring`` already have Lamina's names.
         """
@@ -166,7 +168,9 @@ class Names:
 
 
 def _without_wiring(plan: Plan) -> Plan:
-    """Return the plan of one stream with the same norms and scales, for their names."""
+    """Return the plan with one stream and unchanged norms and scales. Lamina needs this plan for the names of the
+    weights.
+    """
     layers = [layer.map(lambda half: replace(half, streams=None, read="stream")) for layer in plan.layers]
     layers = [replace(layer, boundary=False, inner_boundary=False, sources=None) for layer in layers]
     plan = replace(plan, layers=tuple(layers), readout=None, final_sources=None)
@@ -174,7 +178,7 @@ def _without_wiring(plan: Plan) -> Plan:
 
 
 def in_halves(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Reorder rows [heads * head_dim, ...] so that neighbors end up half a head apart: the inverse of ``in_pairs``."""
+    """Invert ``in_pairs``: reorder rows [heads * head_dim, ...] so that neighbors are half a head apart afterwards."""
     return weight.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
 
 
@@ -202,7 +206,7 @@ def load_weights(
     """Copy the weights of ``target``'s model into a Lamina model of the same sizes and placement, in place.
 
     ``wiring`` holds, under Lamina's names, the weights that the target's table does not name. Raises UserError for a
-    tensor that is missing or left over, or has another shape.
+    missing, unused or wrongly shaped tensor.
     """
     ours = Names(_causal(model), target, writes=False).to_ours(weights, wiring)
     for name, value in model.state_dict().items():

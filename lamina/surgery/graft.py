@@ -3,8 +3,9 @@
 Lamina runs the old model on the text, then the new model on the same text, one sub-layer at a time. Lamina fits the
 gain of each new norm by least squares, channel by channel. The fit brings the norm's output near the old model's tensor
 at the same point: a module's input, a branch, or the residual stream. If a norm is removed or a skip gets a new factor,
-Lamina scales the weights of the projections around the module. If both placements have the same formulas, the models
-agree. If the formulas differ, the loss rises, because the new placement cannot express the old function exactly.
+Lamina scales the weights of the module's first or last projections instead. If both placements have the same formulas,
+the models agree. If the formulas differ, the loss rises, because the new placement cannot express the old function
+exactly.
 """
 
 from __future__ import annotations
@@ -152,7 +153,7 @@ def grafted(old: LaminaForCausalLM, plan: Plan, ids: torch.Tensor) -> tuple[Lami
 
 
 def _keep_values(old: LaminaForCausalLM, new: LaminaForCausalLM) -> None:
-    """Copy the old scales' values into learned scales, and convert gains to the form that the new norms store."""
+    """Copy the old scales' values into learned scales. If the new norms store the gain minus 1, convert the gains."""
     modules = dict(old.named_modules())
     for name, module in new.named_modules():
         before = modules.get(name)
@@ -171,12 +172,12 @@ def _keep_values(old: LaminaForCausalLM, new: LaminaForCausalLM) -> None:
 
 
 def _offset(norm: nn.Module) -> float:
-    """Return the number that a norm adds to its parameter to get the gain."""
+    """Return the gain minus the norm's parameter: 1 for a zero-centered norm, otherwise 0."""
     return 1.0 if getattr(norm, "zero_centered", False) else 0.0
 
 
 def _is_new(norm: nn.Module | None, before: nn.Module | None) -> bool:
-    """Return whether a norm has no counterpart in the old model, so that its gain must be fitted."""
+    """Return whether Lamina must fit a norm's gain, because the old model has no norm of the same type there."""
     if norm is None or before is None:
         return norm is not None
     return type(norm) is not type(before) or getattr(norm, "groups", 1) != getattr(before, "groups", 1)
@@ -220,9 +221,9 @@ def _keep(found: list[torch.Tensor]) -> Callable[[nn.Module, Args, Kwargs], None
 
 
 class _Matching:
-    """One pass through the new model, which fits each new norm and factor when the pass reaches it.
+    """One forward pass of the new model. The pass fits each new norm and factor just before their first use.
 
-    ``scale`` is the ratio of the new to the old model's stream if no norm is on the stream.
+    Without a norm on the stream, ``scale`` is the new model's stream divided by the old model's stream.
     """
 
     def __init__(self, old: LaminaForCausalLM, new: LaminaForCausalLM, told: Told):
@@ -260,7 +261,9 @@ class _Matching:
         self.fit(norm, args[0], args[0] if wanted is None else wanted)
 
     def fit(self, norm: nn.Module, x: torch.Tensor, wanted: torch.Tensor) -> None:
-        """Set a norm's gain (and bias) so that norm(x) is nearest to ``wanted``. Skip a norm without a gain."""
+        """Set a norm's gain (and bias) so that norm(x) is nearest to ``wanted``. Norms without a gain stay
+        unchanged.
+        """
         weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
         if not isinstance(weight, torch.Tensor):
             return
@@ -277,13 +280,16 @@ class _Matching:
         self.told["fitted"].append(self.names[norm])
 
     def scale_gain(self, norm: LaminaNorm, factor: Factor) -> None:
-        """Multiply the output of a norm in both models by a factor. Raises UserError if the norm has no gain."""
+        """Multiply the gain (and bias) of a norm that both models have by a factor. Raises UserError if the norm has
+        no gain.
+        """
         if is_one(factor):
             return
         if norm.weight is None:
             name = self.names[norm]
             raise UserError(
-                f"placement: {name} has no gain that could absorb a factor. Choose a placement with learnable gains."
+                f"placement: {name} has no gain that Lamina could multiply by a factor. Choose a placement with "
+                "learnable gains."
             )
         norm.weight.copy_((norm.weight + _offset(norm)) * factor - _offset(norm))
         if isinstance(bias := getattr(norm, "bias", None), torch.Tensor):
@@ -292,7 +298,9 @@ class _Matching:
 
 
 class _Step:
-    """A sub-layer of the new model, which computes what Residual.forward does and fits each part before its use."""
+    """A sub-layer of the new model. ``forward`` computes the same as Residual.forward, and fits each norm before its
+    use.
+    """
 
     def __init__(self, matching: _Matching, old: Residual, new: Residual, seen: _Seen, read: torch.Tensor):
         self.matching, self.old, self.new, self.seen, self.read = matching, old, new, seen, read
@@ -319,7 +327,9 @@ class _Step:
         return new.post_norm(total)
 
     def _entry(self, x: torch.Tensor, kwargs: Kwargs) -> torch.Tensor:
-        """Return the module's input. Projections absorb the effect of a norm that only the old model has."""
+        """Return the module's input. If only the old model has a norm here, scale the weights of the first
+        projections.
+        """
         new, old, matching = self.new, self.old, self.matching
         factor = over(old.pre_scale, new.pre_scale)
         if new.pre_norm is not None:
@@ -341,7 +351,9 @@ class _Step:
         return hidden
 
     def _branch(self, hidden: torch.Tensor, kwargs: Kwargs, factor: Factor, wanted: torch.Tensor) -> torch.Tensor:
-        """Return B(module(hidden)). The last projection absorbs a factor or norm that only the old model has."""
+        """Return B(module(hidden)). If only the old model has a factor or norm here, scale the last projection's
+        weights.
+        """
         new, old, matching = self.new, self.old, self.matching
         output = self._run(hidden, kwargs)
         if new.out_norm is not None:
@@ -368,7 +380,7 @@ class _Step:
     def _linears(
         self, hidden: torch.Tensor, kwargs: Kwargs, belongs: Callable[[torch.Tensor, torch.Tensor], bool]
     ) -> list[nn.Linear]:
-        """Return the module's linear layers whose input and output satisfy ``belongs``."""
+        """Return the module's linear layers for which ``belongs(input, output)`` is true."""
         linears: list[nn.Linear] = []
 
         def see(linear: nn.Linear, args: Args, output: torch.Tensor) -> None:
@@ -384,7 +396,7 @@ class _Step:
         name = self.matching.names[self.new.module]
         if float((expected - actual).abs().max()) > _FOLDED * float(expected.abs().max()):
             raise UserError(
-                f"placement: {name} has projections that cannot absorb a factor. Choose a placement that "
+                f"placement: Lamina cannot move a factor into the weights of {name}. Choose a placement that "
                 "normalizes the module's input and output."
             )
         self.matching.told["folded"].append(name)

@@ -94,7 +94,9 @@ def prune(
     context.warn_of_unread()
     count = context.structure.num_layers
     if context.structure.has_memory:
-        raise UserError(f"model: {source!r} reads earlier layers' states by their index. Choose another model.")
+        raise UserError(
+            f"model: {source!r} reads the states of earlier layers, whose numbers would change. Choose another model."
+        )
     with evaluating(context.model):
         gone, measured = (refuse_twice(layers), {}) if by is None else chosen_layers(context, by, drop)
         _refuse_layers(gone, count)
@@ -111,7 +113,9 @@ def prune(
             again = saved(model, draft, stored, dtype=torch.float32)
         except UserError as error:
             why = by_index() or str(error).replace(str(draft), str(output))
-            raise UserError(f"layers: the model does not load without {ranges(gone)}: {why}. Choose others.") from error
+            raise UserError(
+                f"layers: the model does not load without {ranges(gone)}: {why}. Choose other layers."
+            ) from error
         context.model = context.base = nn.Module.to(again, context.device)
         difference = _difference(context, few, expected, gone, by_index)
         record: Pruning = {
@@ -133,11 +137,11 @@ def prune(
 
 def _refuse_layers(gone: Sequence[int], count: int) -> None:
     if outside := [layer for layer in gone if layer >= count]:
-        raise UserError(
-            f"layers: the model has no layer {ranges(outside)}. Choose some of its layers, 0 to {count - 1}."
-        )
+        raise UserError(f"layers: the model has no layer {ranges(outside)}. Choose layers from 0 to {count - 1}.")
     if not 0 < len(gone) < count:
-        raise UserError(f"layers: {len(gone)} of {count} layers cannot be removed. Choose some of them, not all.")
+        raise UserError(
+            f"layers: {len(gone)} of {count} layers cannot be removed. Choose at least one layer, and fewer than all."
+        )
 
 
 def mean_loss(context: Context) -> tuple[float, int]:
@@ -148,7 +152,9 @@ def mean_loss(context: Context) -> tuple[float, int]:
 
 
 def chosen_layers(context: Context, by: str, drop: int) -> tuple[list[int], dict[str, float]]:
-    """Select the layers to remove. Returns the layers, and the measure by layer (for a group, by its first layer)."""
+    """Select the layers to remove. Returns the layers and a dict from a layer to its measure. A group's key is its
+    first layer.
+    """
     count = context.structure.num_layers
     if not 0 < drop < count:
         raise UserError(f"drop: {drop} of {count} layers cannot be removed. Give a number from 1 to {count - 1}.")
@@ -180,15 +186,15 @@ def _by_layer(values: pd.Series) -> dict[str, float]:
 
 
 def cut_layers(context: Context, gone: Sequence[int]) -> None:
-    """Remove layers from the context's model and configuration. Raises UserError if the layers are not in a separate
-    list.
+    """Remove layers from the context's model and configuration. Raises UserError unless one ModuleList holds exactly
+    the layers.
     """
     model, sites = context.model, context.structure.layers
     parents = {site.path.rpartition(".")[0] for site in sites}
     holder = model.get_submodule(parents.pop()) if len(parents) == 1 else None
     if not isinstance(holder, nn.ModuleList) or len(holder) != len(sites):
         raise UserError(
-            f"model: the layers of {type(model).__name__} are not in a separate list. Choose another model."
+            f"model: the layers of {type(model).__name__} are not all in one separate ModuleList. Choose another model."
         )
     kept = [index for index in range(len(holder)) if index not in set(gone)]
     layers = [holder[index] for index in kept]
@@ -204,7 +210,9 @@ def cut_layers(context: Context, gone: Sequence[int]) -> None:
 
 
 def _by_index(cls: type[PreTrainedModel], config: PreTrainedConfig, holder: str, count: int) -> str:
-    """Name the configuration's fields that give some layers another kind by their index; empty if there are none."""
+    """Name the configuration's fields that choose a layer's kind by the layer's index. Return "" if no field does
+    this.
+    """
 
     def kinds(changed: PreTrainedConfig) -> list[str]:
         with torch.device("meta"):
@@ -243,14 +251,14 @@ def _difference(
     gone: Sequence[int],
     by_index: Callable[[], str],
 ) -> float:
-    """Return the largest difference between the written model's and the expected logits. Raises UserError if it is too
-    large.
+    """Return the largest difference between the written model's logits and the expected logits. Raises UserError for a
+    difference above the tolerance.
     """
     with torch.no_grad():
         difference = float((context.forward(few).logits.float() - expected).abs().max())
     if not difference <= _SAME * float(expected.abs().max()):
         raise UserError(
-            f"layers: after the removal of {ranges(gone)}, the written model's logits differ by {difference:.3g} "
-            f"from the expected logits: {by_index() or 'its layers depend on their index'}. Choose other layers."
+            f"layers: after the removal of {ranges(gone)}, the written model's logits are wrong by {difference:.3g}: "
+            f"{by_index() or 'the layers depend on their index'}. Choose other layers."
         )
     return difference

@@ -65,7 +65,10 @@ REFUSED = [
     (["pretrain", "--tokenizer", "bpe:0"], "tokenizer"),
     (["pretrain", "--output", ""], "output: ''"),
     (["pretrain", "--pause-step", "9", "--steps", "3"], "pause_step: 9 is after the last step, 3. Give at most 3"),
-    (["pretrain", "--rollback-factor", "0.1"], "has no effect here. Give it with --rollback, or leave it out."),
+    (
+        ["pretrain", "--rollback-factor", "0.1"],
+        "has no effect here. Use rollback_factor only with --rollback, or leave rollback_factor out.",
+    ),
     (["placements", "keel", "--svg", "used"], "svg: 'used' is a folder"),
     (["probe", "run", "--output", "run", "--overwrite"], "output: 'run' holds the model that this job reads"),
     (["eval", "run", "--output", "run", "--overwrite", "--tasks", "arc_easy"], "holds the model that this job reads"),

@@ -123,7 +123,7 @@ def test_the_folder(corpus, custom, tmp_path, monkeypatch, capsys, refused):
         on_a_full_disk.setattr("lamina.reports.pages.preflight.write_page", full)
         assert "No space left on device. Finished work is kept" in refused("report", str(out))
     line = refused(*argv(corpus, output=out))
-    assert "is not empty. Choose an empty or new folder, or add --overwrite to replace it." in line
+    assert "is not empty. Choose an empty or new folder, or add --overwrite to replace the content." in line
     assert main([*argv(corpus, output=out), "--overwrite"]) == 0
 
 

@@ -51,7 +51,7 @@ def test_an_edited_table_is_named_before_a_page_is_drawn(study, refused, name):
     line = refused("report", str(study))
     assert name in line
     assert "altered since Lamina wrote seal.json" in line
-    assert "--resume to write it again" in line
+    assert "--resume to rewrite the file" in line
 
 
 @pytest.mark.parametrize(

@@ -71,9 +71,11 @@ def test_torchtitans_folder_needs_the_sizes(tmp_path, refused):
     folders = [str(tmp_path / name) for name in ("theirs", "again")]
     words = ["convert", *folders, "--from", "torchtitan", "--placement", "pre_ln"]
     config.write_text(json.dumps({**json.loads(config.read_text("utf-8")), "model_type": "gpt2"}), "utf-8")
-    assert "config.json: model_type is 'gpt2'. Put the config.json of a 'llama' model there." in refused(*words)
+    assert "config.json: model_type is 'gpt2'. Replace the file with the config.json of a 'llama' model." in refused(
+        *words
+    )
     config.unlink()
-    assert "torchtitan saves no sizes. Put the config.json" in refused(*words)
+    assert "torchtitan saves no sizes. Add the config.json" in refused(*words)
 
 
 def test_equal_layers_in_one_tensor_are_read(tmp_path):
@@ -164,7 +166,7 @@ def test_what_a_checkpoint_does_not_say_is_asked_for(tmp_path, refused):
     config["model"]["lm_head"]["bias"] = True
     (tmp_path / "theirs" / "config.json").write_text(json.dumps(config), "utf-8")
     line = refused(*words, "--placement", "fusenorm")
-    assert "config.json: model.lm_head.bias is True. Choose a checkpoint in which it is False." in line
+    assert "config.json: model.lm_head.bias is True. Choose a checkpoint with False." in line
 
 
 def test_a_folder_for_mlx_has_code_configuration_and_weights(tmp_path):

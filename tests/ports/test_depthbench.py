@@ -40,7 +40,7 @@ def test_a_parameter_with_two_names_must_be_one(tmp_path, refused):
     model = Model("hc", 2)
     model.blocks["1"].attention_hyper_connection.branch.norm = type(model.lm_head.norm)(1e-6)
     model.save(tmp_path / "theirs", "hc", KINDS["hc"][2])
-    assert "both hold the same parameter" in refused(*converting(tmp_path))
+    assert "the two tensors are the same parameter" in refused(*converting(tmp_path))
 
 
 @pytest.mark.parametrize(("kind", "missing"), [("hc", "static_beta"), ("attnres", "mlp_res_norm")])
@@ -62,7 +62,7 @@ def test_a_missing_parameter_is_named(kind, missing, tmp_path, refused):
             "sinkhorn_iters is 5, but Lamina reads only 20.",
         ),
         ("hc", {"hyper_connections": {"kind": "hc", "tanh": False}}, "hyper_connections.tanh is False"),
-        ("attnres", {"attnres_block_size": 3}, "attnres_block_size is 3. Choose a checkpoint in which it is 1 or"),
+        ("attnres", {"attnres_block_size": 3}, "attnres_block_size is 3. Choose a checkpoint with 1 or"),
         ("moda", {}, "model.block.name is 'moda'. Choose a checkpoint without attention over depth."),
         ("mhc", {}, "its shape is [6, 32], but the configuration asks for [24, 128]"),
     ],

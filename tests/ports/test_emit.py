@@ -231,7 +231,7 @@ def test_emitted_files_need_no_formatting(every, tmp_path):
 
 def test_a_norm_with_an_epsilon_of_its_own_is_refused():
     plan = Plan(placement="mine", layers=(Layer.of(Sublayer(pre_norm=Norm(eps=1e-3))),))
-    with pytest.raises(UserError, match=r"it has a norm with the epsilon 0.001, which a block for nanoGPT"):
+    with pytest.raises(UserError, match=r"a norm has the epsilon 0.001, which a block for nanoGPT"):
         emit(plan, "nanogpt", 1)
 
 

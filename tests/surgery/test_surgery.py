@@ -243,10 +243,10 @@ def test_layers_are_read_as_they_are_typed():
     ("words", "message"),
     [
         (["prune", "{run}"], "layers: none given. Give layers, or by and drop"),
-        (["prune", "{run}", "--layers", "9"], "layers: the model has no layer 9. Choose some of its layers, 0 to 3."),
+        (["prune", "{run}", "--layers", "9"], "layers: the model has no layer 9. Choose layers from 0 to 3."),
         (
             ["prune", "{run}", "--layers", "0-3"],
-            "layers: 4 of 4 layers cannot be removed. Choose some of them, not all.",
+            "layers: 4 of 4 layers cannot be removed. Choose at least one layer, and fewer than all.",
         ),
         (["prune", "{run}", "--by", "hidden_states.variance", "--drop", "2"], "one value for each of 4 layers"),
         (["prune", "{run}", "--by", "angle", "--drop", "1"], "unknown probe 'angle'"),

@@ -153,7 +153,7 @@ def test_an_edited_table_of_a_comparison_is_named_and_written_again(folder, corp
         ["report", str(folder)],
         ["eval", str(folder), "--corpus", str(corpus), "--output", str(tmp_path / "eval")],
     ):
-        refused(argv, capsys, "results.csv", "altered", "--resume to write it again")
+        refused(argv, capsys, "results.csv", "altered", "--resume to rewrite the file")
     assert main(["compare", "--output", str(folder), "--resume"]) == 0
     assert "results.csv: altered" in caplog.text
     assert (folder / "results.csv").read_bytes() == whole

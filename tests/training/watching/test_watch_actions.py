@@ -300,7 +300,7 @@ def test_a_failed_trainers_folder_is_free_for_the_next_in_the_same_process(tmp_p
 
     with pytest.raises(RuntimeError, match="my own mistake"):
         train(Fails())
-    with pytest.raises(UserError, match="or add resume=True to continue its job, or overwrite=True"):
+    with pytest.raises(UserError, match="or add resume=True to continue the folder's job, or overwrite=True"):
         train()
     assert result(tmp_path / "run")["status"] == "interrupted"
     train(overwrite=True)
