@@ -92,7 +92,7 @@ def speaker_of(
     if top_p is not None:
         number("top_p", top_p, 0.0, 1.0, open_low=True)
     if not isinstance(stop, list | tuple) or not all(isinstance(text, str) and text for text in stop):
-        raise UserError(f"stop: {stop!r}. Give a list of texts, none of them empty.")
+        raise UserError(f"stop: {stop!r}. Give a list of non-empty texts.")
     if not Path(source).exists():
         raise UserError(f"model: {source!r} does not exist{nearby(source)}. Give a folder with config.json.")
     import torch
@@ -272,8 +272,8 @@ def graft(
 ) -> Grafting:
     """Put another placement on a trained decoder, as `lamina graft` does.
 
-    Lamina keeps the weights and fits the new norms' gains on one half of a text, so that each sub-layer's output stays
-    close to its old output. On the text's other half, Lamina measures the loss before and after the change. To remove
+    Lamina keeps the weights and fits the new norms' gains on one half of a text. So each sub-layer's output stays
+    close to the old output. On the text's other half, Lamina measures the loss before and after the change. To remove
     the remaining difference by training, run `lamina pretrain --from`.
 
     Args:
@@ -284,8 +284,8 @@ def graft(
         text_settings: settings of `lamina probe`: corpus, tokenizer, sequences, sequence_length, batch_size, device.
 
     Raises:
-        UserError: (a ValueError) for a model, a placement or a text that can't be read, a module that can't absorb a
-            factor, or an output folder with files.
+        UserError: (a ValueError) for a model, a placement or a text that can't be read, a module whose weights can't
+            take over a factor, or an output folder with files.
     """
     source, folder = path("model", model), path("output", output)
     from lamina.placements.resolution import check_spec

@@ -61,7 +61,7 @@ class Argument:
         is_setting: whether the option is a field of the command's settings record.
         is_needed: whether the command requires this positional argument.
         is_list: whether the option takes all words up to the next flag.
-        adds: whether a repeated flag adds a value. Otherwise, the last value counts.
+        adds: whether a repeated flag adds a value, or replaces the earlier value.
         files: for another library's options, the source files that declare the options' types.
         key: the name of another library's option, which the flag sets inside a mapping. Lamina's options have "".
         alone: the option's value (as text) if no word follows the flag, as in ``--resume``.

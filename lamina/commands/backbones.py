@@ -29,7 +29,7 @@ def run(argv: list[str]) -> int:
         "\ntotal: all parameters of transformers' model, with embeddings and head. active: total without the routed\n"
         "experts that a token does not use. Any folder with a transformers config.json is also a backbone.\n"
         f"Lamina's tests compare these families with transformers on the same weights: {', '.join(ADAPTERS)}.\n"
-        "Other families work if their layers have self_attn and mlp, or if you name their modules (docs/own.md)."
+        "Other families work if the layers have self_attn and mlp, or if you name the layers' modules (docs/own.md)."
     )
     return 0
 

@@ -101,8 +101,8 @@ class BlockSource(ItemSource[TokenBlock], ABC):
 
     Attributes:
         parts: the sources of a mix and their shares. A single corpus has one part: the corpus.
-        known: the token ids in memory or in the cache, [blocks, sequence_length] of unsigned integers. They are all
-            ids of a prepared corpus, or some ids of a stream.
+        known: the token ids in memory or in the cache, [blocks, sequence_length] of unsigned integers. A prepared
+            corpus has all ids there; a stream has only some ids.
     """
 
     @property
@@ -297,11 +297,10 @@ def pair_entropy(train: np.ndarray, held_out: np.ndarray, vocab_size: int) -> fl
     """Return the cross-entropy, in nats per token, of held-out tokens under a table of the train split's token pairs.
 
     Like a model, the table predicts all tokens of a block but the first. The table is smoothed after Witten and Bell
-    (1991): p(v | u) = (c(u, v) + n(u) p(v)) / (c(u) + n(u)). c(u, v) is the count of the pair, c(u) is the count of
-    all pairs that begin with u, n(u) is the number of different tokens after u, and p(v) is the frequency of v with
-    add-one smoothing. To save memory, Lamina counts only the pairs whose first token also begins a held-out pair.
-    Lamina does not count pairs that end in padding (the id ``vocab_size``). For the arguments, see
-    ``unigram_entropy``.
+    (1991): p(v | u) = (c(u, v) + n(u) p(v)) / (c(u) + n(u)). Here c(u, v) counts the pair, and c(u) counts all pairs
+    that begin with u. n(u) is the number of different tokens after u. p(v) is the frequency of v with add-one
+    smoothing. To save memory, Lamina counts only the pairs whose first token also begins a held-out pair. Lamina does
+    not count pairs that end in padding (the id ``vocab_size``). For the arguments, see ``unigram_entropy``.
     """
     wanted = held_out.astype(np.int64)
     real = wanted[:, 1:] < vocab_size

@@ -110,5 +110,5 @@ def _sweep(parent: Path) -> None:
 
 
 def _host() -> str:
-    """Return a short name of this machine (or container), within which process ids are valid."""
+    """Return a short name of this machine or container. Process ids are valid only inside it."""
     return uuid.uuid5(uuid.NAMESPACE_DNS, f"{socket.gethostname()}-{uuid.getnode()}").hex[:8]

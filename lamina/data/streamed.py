@@ -66,8 +66,8 @@ def stream_blocks(
 
     The held-out pieces fill ``eval_blocks``. The held-out pieces come from the beginnings of up to 64 files, from at
     most 64 million characters. Lamina never trains on these pieces. The unigram entropy is the cross-entropy of the
-    held-out pieces under the token frequencies of the training text between these pieces, up to twice as many tokens.
-    ``stats.train_tokens``, ``train_bytes`` and ``documents`` are unknown, and therefore 0.
+    held-out pieces under the token frequencies of other text. The other text lies between the held-out pieces, and has
+    up to twice as many tokens. ``stats.train_tokens``, ``train_bytes`` and ``documents`` are unknown, and therefore 0.
 
     :func:`lamina.data.packed.prepare_blocks` documents the errors and all arguments except these:
 

@@ -56,7 +56,7 @@ class SeedSettings(Settings, group="steps and learning rate"):
 class DeviceSettings(Settings, group="machine"):
     """The device that Lamina computes on."""
 
-    device: str | None = setting(None, "cpu, cuda, mps, ... (default: the fastest one available)", decides=False)
+    device: str | None = setting(None, "cpu, cuda, mps, ... (default: the fastest available device)", decides=False)
 
 
 class ThreadSettings(Settings, group="machine"):

@@ -93,11 +93,12 @@ class Settings:
 
     ``command_name`` is the record's ``lamina`` command. ``without`` names inherited fields that the record does not
     offer. A field in ``without`` keeps the default, and has no flag and no YAML key. ``order`` names the fields that
-    come first in files and help texts. Then come the other inherited fields, in the order of the base classes, and
-    last the record's new fields. ``group`` is the heading of a group's flags in ``--help all``. It is a keyword of the
-    class statement. The settings class of a command has no ``group``. ``main`` names the ten settings that ``--help``
+    come first in files and help texts. The other inherited fields follow in the order of the base classes. The
+    record's new fields come last. ``group``, a keyword of the class statement, is the heading of the group's flags in
+    ``--help all``. The settings class of a command has no ``group``. ``main`` names the ten settings that ``--help``
     shows. ``needed`` names the settings that a job must have before it begins. ``outside`` is for settings that hold
-    another library's options. It maps such a setting to the options, or to the files that declare the options.
+    another library's options. ``outside`` maps such a setting to the options, or to the files that declare the
+    options.
     """
 
     command_name: ClassVar[str] = ""

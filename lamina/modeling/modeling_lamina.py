@@ -398,7 +398,7 @@ class LaminaModel(LaminaPreTrainedModel):
         return x if self.embedding_norm is None else self.embedding_norm(x)
 
     def _after_embeddings(self, module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
-        """Scale and normalize the embeddings. This is a bound method, so that a copied model uses the copy's norm."""
+        """Scale and normalize the embeddings. A bound method lets a copied model use the copy's norm."""
         return self._scaled_and_normed(output)
 
     def forward(
@@ -485,9 +485,8 @@ def head(name: str, auto_class: str) -> Callable[[M], M]:
 class LaminaForCausalLM(LaminaWithHead, GenerationMixin):
     """A LaminaModel with a language-model head: logits [batch, tokens, vocab_size], and the loss if labels are given.
 
-    If ``linear_loss`` is set, it computes the loss from the last states [batch, tokens, hidden_size], the head and the
-    labels, and the output's logits are None. If ``linear_loss`` returns None, the model computes the loss from the
-    logits.
+    A ``linear_loss`` computes the loss from the last states [batch, tokens, hidden_size], the head and the labels. The
+    output's logits are then None. If ``linear_loss`` returns None, the model computes the loss from the logits.
     """
 
     linear_loss: Callable[..., torch.Tensor | None] | None = None
@@ -522,7 +521,7 @@ class LaminaForCausalLM(LaminaWithHead, GenerationMixin):
         # Named one by one: Trainer and TRL keep only the columns whose names are in this signature.
         if kwargs.get("output_router_logits"):
             raise ValueError(
-                "output_router_logits: not supported. Leave it out: Lamina itself adds the router's balance loss."
+                "output_router_logits: not supported. Leave out the argument: Lamina adds the router's balance loss."
             )
         loss_kwargs = {k: kwargs.pop(k) for k in ("num_items_in_batch", "shift_labels") if k in kwargs}
         outputs = self.model(

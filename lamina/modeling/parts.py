@@ -90,8 +90,8 @@ def uncompiled(model: nn.Module) -> Iterator[None]:
 def one_sequence_each() -> AbstractContextManager[None]:
     """Inside the context, let transformers treat each row of a batch as one sequence, without a check.
 
-    The check would make the CPU wait for the device. It is not needed, because transformers computes these positions
-    itself.
+    The check would make the CPU wait for the device. Transformers computes the positions itself, so a check is
+    superfluous.
     """
     return patched(masking_utils, find_packed_sequence_indices=lambda position_ids: None)
 

@@ -293,7 +293,7 @@ def _settle() -> None:
     """Wait for gloo's threads to end, or at least to become idle, before the interpreter ends.
 
     A gloo thread needs the interpreter to release a collective's tensors, a moment after the collective. If the
-    interpreter has already ended, the thread aborts the process (exit status -6). Then torchrun reports a finished run
+    interpreter has already ended, the thread aborts the process (exit status -6). Torchrun then reports a finished run
     as failed.
     """
     gc.collect()  # a process group that nothing keeps waits for its threads itself

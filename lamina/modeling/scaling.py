@@ -1,5 +1,5 @@
-"""Scale learning rates, initial weights and Adam's epsilon with width and depth. So one learning rate suits all model
-sizes.
+"""Scale learning rates, initial weights and Adam's epsilon with width and depth. So one learning rate suits models of
+different sizes.
 
 Everett et al. 2024 (arXiv 2407.05872): at width n, a weight has the multiplier n^-a, the initial standard deviation
 n^-b and the learning rate n^-c. Lamina folds the multiplier into the other two factors. Adam's steps don't depend on

@@ -334,8 +334,8 @@ def skip_source(skip: str, x: T, block_input: T | None = None) -> T:
 class Terms:
     """The terms of one sub-layer's equation in one forward pass, each [batch, tokens, hidden_size].
 
-    ``output`` is the module's output, ``branch`` is out_scale * B(output), ``source`` is s, ``skip`` is skip_scale * s
-    and ``sum`` is skip + branch, the input of C.
+    ``output`` is the module's output, and ``branch`` is out_scale * B(output). ``source`` is s, and ``skip`` is
+    skip_scale * s. ``sum`` is skip + branch, the input of C.
     """
 
     output: torch.Tensor
@@ -425,9 +425,9 @@ class Residual(nn.Module):
     ) -> torch.Tensor:
         """Compute y from ``x`` and ``block_input``.
 
-        Both are [batch, tokens, hidden_size], or [batch, tokens, n, hidden_size] with n streams. The block's input is x
-        by default. ``memory`` holds earlier states [batch, tokens, hidden_size]. If you give ``ways`` [batch, tokens,
-        3, hidden_size], queries, keys and values read ``ways`` instead of x.
+        ``x`` and ``block_input`` are [batch, tokens, hidden_size], or [batch, tokens, n, hidden_size] with n streams.
+        The block's input is x by default. ``memory`` holds earlier states [batch, tokens, hidden_size]. If you give
+        ``ways`` [batch, tokens, 3, hidden_size], queries, keys and values read ``ways`` instead of x.
         """
         hidden, mix, write = x if self.read != "block_input" or block_input is None else block_input, None, None
         if self.mixer is not None:

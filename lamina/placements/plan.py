@@ -361,7 +361,7 @@ class Plan:
 
     ``placement`` is the placement's name, which ``resolve`` sets. ``embedding_scale`` multiplies the embedding;
     "sqrt_hidden_size" stands for the square root of the model's width. ``initialization`` is the recommended
-    initializer's name ("": the initializer with which the placement is registered). ``qk_norm`` normalizes queries and
+    initializer's name ("": the initializer from the placement's registration). ``qk_norm`` normalizes queries and
     keys, and ``v_norm`` normalizes values, per head or over the full projected width. ``qkv_norm`` is the norm for
     queries, keys and values. A per-head ``qkv_norm`` of kind "group" is an RMSNorm, because each head is a group.
     ``readout`` joins several streams into one stream after the last block. ``final_sources`` replace the stream after

@@ -428,7 +428,7 @@ class Initialization:
 
     ``std`` is the standard deviation. If ``std`` is None, the variance is ``variance`` / width. Divide the weights of
     a branch's last projection by ``out``. ``gains`` are Xavier's gains in the blocks by role, or None for other
-    initializers. ``cut`` is the number of standard deviations at which the distribution ends (None: no cut).
+    initializers. The distribution ends at ``cut`` standard deviations (None: no cut).
     """
 
     def __init__(self, plan: Plan, placement: Placement):

@@ -161,8 +161,8 @@ def _shifted(gain: torch.Tensor, offset: float) -> torch.Tensor:
 
 
 def copy_buffers(names: Mapping[str, str], source: PreTrainedModel, target: PreTrainedModel) -> None:
-    """Copy buffers that no checkpoint stores, such as rotary frequencies. These buffers are rounded when you cast a
-    model, but exact when you load the model.
+    """Copy buffers that no checkpoint stores, such as rotary frequencies. Such buffers are rounded when you cast a
+    model, but exact when you load a model.
 
     ``names`` maps the target's names to the source's names.
     """

@@ -88,7 +88,8 @@ def read_config(
     """Read the configuration of a saved model from a folder or the hub, and check the folder.
 
     Lamina calls this function before it reads any model. The function compares the folder's manifest with the files,
-    and the tensors' formats with the configuration. It rejects a configuration that makes transformers fetch code.
+    and the tensors' formats with the configuration. The function rejects a configuration that makes transformers fetch
+    code.
 
     Args:
         path: a folder with config.json, or a name on the hub.
@@ -304,7 +305,7 @@ def load_weights(
         field: the user's name for the path. Every message begins with this name.
         dtype: the dtype of the weights; "auto" keeps the checkpoint's dtype.
         pickles: without a safetensors file, read the tensors of a .bin file.
-        optional: a function of the model and a tensor's name. It returns whether the checkpoint may lack the tensor
+        optional: a function of the model and a tensor's name that returns whether the checkpoint may lack the tensor
             (default: no tensor may be missing).
         extra: whether the checkpoint may have a head that the model lacks. Lamina does not load the additional head.
         more: further arguments of ``from_pretrained``.

@@ -6,7 +6,7 @@ from lamina.placements.plan import Layer, Norm, Plan, Sublayer
 from lamina.placements.registry import placement
 
 _SOURCE = "HybridNorm (arXiv 2503.04598) Sec 3.2"
-_ADVICE = "The paper's peak learning rate is 3e-4 at 550M to 1.2B parameters. It decays to 3e-5."
+_ADVICE = "The paper's peak learning rate is 3e-4 at 550M to 1.2B parameters. The learning rate decays to 3e-5."
 # The norm before the feed-forward is applied once and is both its input and its skip: that of the attention's sum.
 _ATTENTION, _FEED_FORWARD = Sublayer(post_norm=Norm()), Sublayer()
 
