@@ -113,7 +113,7 @@ def _interrupted(command: str = "") -> int:
 
 
 def _fail(message: str, code: int, *, reported: bool = False) -> int:
-    """Return ``code``. Print the message unless it is already reported."""
+    """Return ``code``. Print the message unless another process has reported it."""
     if not reported:
         show_error(message)
     return code

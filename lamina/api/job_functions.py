@@ -244,6 +244,6 @@ def _lines(name: str, rows: Iterable[Mapping[str, object]]) -> Iterator[str]:
             yield json.dumps(dict(row)) + "\n"
         except (TypeError, ValueError) as error:
             raise UserError(
-                f"{name}: a row holds a value that JSON cannot hold ({error}). Convert it to text, numbers, lists or "
-                "mappings."
+                f"{name}: a row holds a value that JSON cannot hold ({error}). Convert this value to text, numbers, "
+                "lists or mappings."
             ) from None

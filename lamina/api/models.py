@@ -327,7 +327,7 @@ def diagnose(run: str | PathLike[str], against: str | PathLike[str] | None = Non
     """Write a page that names the likely cause of a run's failure, its step and layer, and what to change.
 
     If the records come from another tool, Lamina writes the converted records and the page into the folder NAME-lamina
-    beside the originals. If packages for the page are missing, the last returned sentence names them.
+    beside the originals. If packages for the page are missing, the last returned sentence names the packages.
 
     Args:
         run: the folder of a run, a folder with a subfolder per pipeline stage, or another tool's history (a file, a

@@ -30,7 +30,7 @@ class _HasPage:
         return self.folder / PAGE
 
     def report(self, *, show: bool = False) -> Path:
-        """Return the path of the page; ``show`` also opens it in the browser."""
+        """Return the path of the page. With ``show``, also open the page in the browser."""
         if show:
             webbrowser.open(self._page.resolve().as_uri())
         return self._page

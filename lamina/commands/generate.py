@@ -57,7 +57,7 @@ def _converse(model: str, turns: list[dict[str, str]], prompt: str | None, **sam
     """Answer the prompt. Without a prompt, answer the lines of standard input, until an empty line or the end of the
     input.
 
-    An answer appears on the screen while it is generated.
+    An answer appears on the screen during its generation.
     """
     speaker = speaker_of(model, **sampling)
     speaker.check_chat()

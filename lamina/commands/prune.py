@@ -18,7 +18,8 @@ EXAMPLES = """
 def parser() -> Parser:
     about = (
         "Remove layers from a trained decoder of Lamina or transformers, and print the loss before and after.\n"
-        "The smaller model loads like the original model. To train it further, run `lamina pretrain --from`."
+        "The smaller model loads like the original model. To train the smaller model further,\n"
+        "run `lamina pretrain --from`."
     )
     flags = Parser("prune", about, EXAMPLES, "MODEL ")
     flags.add_word("model", "a folder with a saved model, or a run's folder")

@@ -2,8 +2,8 @@
 
 Each row lists the roles of a type's weights (for initialization) and the type's placement (for the conversion of
 checkpoints). Tests check each type: with the same weights and placement, Lamina's logits equal transformers' logits.
-The names of a type's modules and heads are in ``ADAPTERS`` of modeling/modeling_lamina.py. Lamina saves that file
-beside each checkpoint, because a saved model needs these names to load.
+The names of a type's modules and heads are in ``ADAPTERS`` of modeling/modeling_lamina.py. Lamina saves
+modeling_lamina.py beside each checkpoint, because a saved model needs the names to load.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ _NEOX = Conversion(
     norms=_PRE_LN.norms,
     options=_PARALLEL,
     rounds=_ADDS,
-    note="with `wiring=parallel` if the checkpoint's configuration asks for it",
+    note="with `wiring=parallel` if the checkpoint's configuration sets use_parallel_residual",
 )
 _STABLELM = replace(_NEOX, rounds="", one_norm=True)
 _COHERE = Conversion(
@@ -114,7 +114,7 @@ _COHERE = Conversion(
     norms=_PRE_LN.norms,
     one_norm=True,
     rounds="computes its LayerNorms in several operations, whereas Lamina uses one operation",
-    note="both branches share one norm, which Lamina stores twice",
+    note="attention and feed-forward share one norm, which Lamina stores twice",
 )
 _PHI = replace(_COHERE, rounds=_ADDS)
 # Why other types are neither wired nor converted.

@@ -108,7 +108,7 @@ PRESETS: dict[str, Preset] = {
         _llama("llama-nano", "Lamina's default: deep and narrow, trains in a minute on two cores", 48, 128, 2, 32),
         _llama(
             "llama-micro",
-            "The default of `lamina compare`: six of them train in three minutes on two cores",
+            "The default of `lamina compare`: six models train in three minutes on two cores",
             64,
             176,
             2,
@@ -146,7 +146,7 @@ def names() -> list[str]:
 
 
 def get(name: str) -> Preset:
-    """Return the preset of this name. Raises UserError for an unknown name, and suggests the nearest name."""
+    """Return the preset with the name ``name``. Raises UserError for an unknown name, and suggests the nearest name."""
     if name not in PRESETS:
         problem = f"backbone: {name!r}: no such folder" if "/" in name else f"unknown backbone {name!r}"
         raise UserError(

@@ -39,9 +39,10 @@ def _missing(what: str, modules: list[str], extra: str) -> UserError:
 
 
 def install(extra: str) -> str:
-    """Return the pip command that installs an extra from the source of this Lamina: a checkout, a URL or an index.
+    """Return the pip command that installs an extra from the source of the installed Lamina: a checkout, a URL or an
+    index.
 
-    For a checkout or a URL, the command names this source. The bare name "lamina" could be another project on the
+    For a checkout or a URL, the command names the source. The bare name "lamina" could be another project on the
     index.
     """
     checkout, wanted = Path(__file__).resolve().parents[2], f"[{extra}]"

@@ -35,7 +35,7 @@ class _Finder(NamedTuple):
 
 
 def when_imported(module: str, then: Callable[[ModuleType], None]) -> None:
-    """Call ``then`` with a module: now if the module is loaded, otherwise after its import."""
+    """Call ``then`` with a module: at once if the module is loaded, otherwise after the module's import."""
     finder = _Finder(module, then)
     if (imported := sys.modules.get(module)) is not None:
         then(imported)

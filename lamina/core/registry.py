@@ -63,8 +63,8 @@ class Registry(Generic[Entry]):
         return sorted(self._entries)
 
     def get(self, name: str, *, other_names: Iterable[str] = ()) -> Entry:
-        """Return the entry of this name. Raises UserError for an unknown name; the message suggests the nearest name
-        among the entries and ``other_names``.
+        """Return the entry with the name ``name``. Raises UserError for an unknown name; the message suggests the
+        nearest name among the entries and ``other_names``.
         """
         self._load()
         if name not in self._entries:

@@ -157,7 +157,7 @@ class ArrayBlocks(BlockSource):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[TokenBlock]:
-        """Return several items with one copy; the DataLoader calls this."""
+        """Return several items with one copy. The DataLoader calls this method."""
         rows = torch.from_numpy(self.array[np.asarray(indices, dtype=np.int64)].astype(np.int64))
         return [{"input_ids": row, "labels": row} for row in rows]
 
@@ -256,9 +256,9 @@ def bits_per_byte(loss_per_token: float, stats: BlockStats) -> float:
     """Return bits per UTF-8 byte: ``loss * eval_tokens / (eval_bytes * ln 2)``. The result is comparable across
     tokenizers.
 
-    The result makes three approximations, each below one percent for blocks of useful length. The first token of each
-    block has no prediction, so Lamina assumes the other tokens' mean loss for it. End-of-text tokens cost bits but
-    have no bytes. The dropped remainder counts as if it had as many bytes per token as the rest.
+    The result makes three approximations, each below one percent for blocks of useful length. Lamina assumes the mean
+    loss also for the first token of each block, which has no prediction. End-of-text tokens cost bits but have no
+    bytes. Lamina assumes that the dropped remainder has as many bytes per token as the rest.
 
     Args:
         loss_per_token: mean cross-entropy in nats on the eval split.

@@ -1,6 +1,4 @@
-"""The cache of costly results. Each result has a folder whose name is a hash. Lamina publishes a folder only when it
-is complete.
-"""
+"""A cache of costly results. Each result has a folder whose name is a hash. Lamina publishes only complete folders."""
 
 from __future__ import annotations
 
@@ -110,5 +108,7 @@ def _sweep(parent: Path) -> None:
 
 
 def _host() -> str:
-    """Return a short name of this machine or container. Process ids are valid only inside it."""
+    """Return a short name of this machine or container. Process ids are valid only on one machine or in one
+    container.
+    """
     return uuid.uuid5(uuid.NAMESPACE_DNS, f"{socket.gethostname()}-{uuid.getnode()}").hex[:8]

@@ -137,7 +137,7 @@ class HubShard:
         except Exception as error:
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             raise UserError(
-                f"corpus: {self.corpus!r} can no longer be read ({reason}). Resume once it is readable."
+                f"corpus: {self.corpus!r} can no longer be read ({reason}). Resume when the corpus is readable again."
             ) from error
 
 
@@ -244,9 +244,9 @@ class SingleCorpus(Corpus):
     def shards(self) -> Shards:
         """Return the corpus's shards without reading their text.
 
-        Up to 1 GiB of files, the shards' fingerprint is the corpus's fingerprint. Above 1 GiB, it is a hash of the
-        files' names, sizes and times of change. For a Hub dataset, the fingerprint is a hash of the dataset's name and
-        of the builder's hash. Raises UserError if the corpus cannot be opened.
+        Up to 1 GiB of files, the shards' fingerprint is the corpus's fingerprint. Above 1 GiB, the shards' fingerprint
+        is a hash of the files' names, sizes and times of change. For a Hub dataset, the fingerprint is a hash of the
+        dataset's name and of the builder's hash. Raises UserError if the corpus cannot be opened.
         """
 
     @abstractmethod
@@ -315,7 +315,7 @@ class FileCorpus(SingleCorpus):
             self._warn_once(f"{self.path}: Lamina skipped {len(skipped)} files that are not text ({examples})")
 
     def _warn_once(self, message: str) -> None:
-        """Log a message unless this corpus has logged it before."""
+        """Log each message only once per corpus."""
         if message not in self._reported:
             self._reported.add(message)
             logger.warning("%s", message)

@@ -46,7 +46,7 @@ def vocab_size_of(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def known(token: int, size: int | None, source: str, notes: list[str] | None) -> int | None:
-    """Return the end-of-text token, or None if the model's vocabulary of ``size`` lacks it.
+    """Return the end-of-text token, or None if the model's vocabulary of ``size`` lacks the token.
 
     A vocabulary of 256 bytes lacks the token, so Lamina omits the token. Lamina adds a line to ``notes`` that begins
     with ``source``.

@@ -243,8 +243,8 @@ class _Packing:
 
 
 def _cached(root: Path, key: str, write: Callable[[Path], Json]) -> tuple[Path, Json]:
-    """Return a cache folder and the content of its meta.json. ``write`` fills a missing folder and returns this
-    content.
+    """Return a cache folder and the content of its meta.json. ``write`` fills a missing folder and returns the content
+    of meta.json.
     """
     folder = root / "blocks" / key[:32]
     publish(folder, lambda draft: (draft / _META).write_text(json.dumps(write(draft), indent=1), encoding="utf-8"))

@@ -61,7 +61,7 @@ def is_held_out(piece: int, eval_fraction: float) -> bool:
 class Splitter:
     """Cuts documents into segments, one document after another.
 
-    To continue from a position between two documents, it suffices to restore these fields.
+    Between two documents, the Splitter's fields are its whole state.
 
     Attributes:
         piece: the number of the current piece.
@@ -125,7 +125,7 @@ def whole_documents(documents: Iterable[Document], chars: int) -> Iterator[Segme
 
 
 def count_chars(corpus: SingleCorpus) -> int:
-    """Read all of a corpus, and count its characters. The count decides the length of a piece."""
+    """Read a whole corpus, and count the characters. The count decides the length of a piece."""
     return sum(len(document.text) for document in corpus.documents())
 
 

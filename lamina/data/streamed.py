@@ -1,4 +1,4 @@
-"""Read a corpus during training. Lamina holds out a part of the beginning, and streams the rest."""
+"""Read a corpus during training. Lamina holds out a part of the corpus's beginning, and streams the rest."""
 
 from __future__ import annotations
 
@@ -65,9 +65,10 @@ def stream_blocks(
     """Return blocks of a corpus without preparing them first; ``train`` is an endless :class:`StreamedBlocks`.
 
     The held-out pieces fill ``eval_blocks``. The held-out pieces come from the beginnings of up to 64 files, from at
-    most 64 million characters. Lamina never trains on these pieces. The unigram entropy is the cross-entropy of the
-    held-out pieces under the token frequencies of other text. The other text lies between the held-out pieces, and has
-    up to twice as many tokens. ``stats.train_tokens``, ``train_bytes`` and ``documents`` are unknown, and therefore 0.
+    most 64 million characters. Lamina never trains on the held-out pieces. The unigram entropy is the cross-entropy of
+    the held-out pieces under the token frequencies of other text. The other text lies between the held-out pieces, and
+    has up to twice as many tokens. ``stats.train_tokens``, ``train_bytes`` and ``documents`` are unknown, and
+    therefore 0.
 
     :func:`lamina.data.packed.prepare_blocks` documents the errors and all arguments except these:
 
@@ -233,8 +234,7 @@ class Place:
         segments: the number of segments that have been read from the shard's next document.
         last: the document and the character at which the last packed segment ended (as in TokenJoiner).
         carry: the tokens that do not fill a block yet.
-        skip: the number of blocks after this position that the stream has already returned. The stream skips these
-            blocks.
+        skip: the number of blocks after this position that the stream has already returned.
     """
 
     turn: int = 0
@@ -249,7 +249,7 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenStream:
-    """The endless blocks of a corpus without its held-out pieces; a stream can start again from any Place.
+    """An endless stream of a corpus's blocks, without the held-out pieces. The stream can start again from any Place.
 
     A :class:`TokenJoiner` joins the segments. Tokens left over at the end of the corpus begin the first block of the
     next turn.

@@ -50,9 +50,8 @@ generation: gen_kwargs; data_dir: include_path
 
 
 def meaning(name: str, offered: Collection[str], *, near: bool = False) -> str | None:
-    """Return the first offered setting with the meaning of another library's name. Return None if no setting has it.
-
-    With ``near``, a setting with a similar meaning also counts.
+    """Return the first offered setting with the meaning of another library's name. Return None if no setting has this
+    meaning. With ``near``, a setting with a similar meaning also counts.
     """
     rows = [*TAKEN.items(), *(NEAR.items() if near else ())]
     ours = (setting for setting, others in rows if name in others)
@@ -99,7 +98,8 @@ def passed_on(name: str, offered: Collection[str], outside: Mapping[str, tuple[s
 def suggestion(name: str, offered: Collection[str]) -> str | None:
     """Return the offered setting whose name or alias is nearest to an unknown name.
 
-    For a name from another library, return the setting with the same meaning. Return None if no setting has it.
+    For a name from another library, return the setting with the same meaning. Return None if no setting has the
+    meaning.
     """
     others = {other for names in (*TAKEN.values(), *NEAR.values()) for other in names}
     settings_by_name = {

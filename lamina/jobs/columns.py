@@ -22,7 +22,7 @@ class Column:
         aggregate: how the ranking combines a placement's seeds: "mean", "max", "first" (the first seed's text), or
             "own" (a rule in ``lamina.reports.ranking``). None leaves the column out of the ranking.
         measured: whether every run measures the column's value. If false, only some runs measure the value, or the
-            settings or the job give it.
+            value comes from the settings or the job.
         in_ranking: the column's position from the left in the table of placements; 0 leaves the column out of that
             table.
         in_trials: whether the table of all trials has the column.
@@ -100,7 +100,7 @@ RESULT_COLUMNS: tuple[Column, ...] = (
     Column("reason", "reason", aggregate="own", in_trials=True),
 )
 BESIDES = ("from", "mix", "tasks")
-"""Fields of result.json that are not columns. Only some runs have these fields."""
+"""Fields of result.json that are not columns. Only some runs have such fields."""
 
 
 def names(columns: Iterable[Column] = RESULT_COLUMNS) -> tuple[str, ...]:

@@ -36,8 +36,8 @@ SEAL = "seal"  # of result.json, see seals.py
 def writing(path: Path) -> Iterator[Path]:
     """Yield a temporary path. At the end, sync the temporary file to disk and rename it to ``path``.
 
-    A job writes every file this way. If the body fails, the temporary file is deleted and ``path`` stays as it was.
-    Raises OSError.
+    A job writes every file with this function. If the body fails, the temporary file is deleted and ``path`` stays as
+    it was. Raises OSError.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.unlink(missing_ok=True)  # a link would be followed

@@ -85,7 +85,7 @@ def refuse(folder: Path, *, resume: Resume, overwrite: bool, resumes: bool = Tru
         )
     if not _is_ours(folder):
         # Never delete the user's own files, or mix ours with them: many programs keep a config.yaml.
-        consequence = "--resume has nothing to continue" if resume else "--overwrite does not delete them"
+        consequence = "--resume has nothing to continue" if resume else "--overwrite does not delete these files"
         raise UserError(
             f"output: {str(folder)!r} holds files that Lamina did not write, so {consequence}. Choose another folder."
         )

@@ -1,8 +1,8 @@
 """The description of a job as data (its row). From the row, Lamina makes the job's command and Python function.
 
 A new job needs settings, a function, a page (``lamina.reports.registry.report_of``), the text to print
-(``ending_of``), and a row. Put these parts into the job's package. Import heavy packages inside the row's functions.
-``lamina.catalog`` lists the rows.
+(``ending_of``), and a row. All parts of a job belong to the job's package. Import heavy packages inside the row's
+functions. ``lamina.catalog`` lists the rows.
 """
 
 from __future__ import annotations

@@ -175,7 +175,8 @@ def refuse_page(folder: Path) -> None:
     """Raise UserError if a job that has ended has an altered record. If the job has not ended, log the altered record
     without an error.
 
-    Call this function before you draw the job's page. The page omits missing records, and the log names these records.
+    Call this function before you draw the job's page. The page omits missing records, and the log names the missing
+    records.
     """
     refuse_special("folder", folder)
     refuse_tables(folder)
@@ -199,8 +200,8 @@ def grown_records(folder: Path) -> dict[str, tuple[int, str]]:
 def refuse_regrown(folder: Path, known: Mapping[str, tuple[int, str]], checkpoint: str) -> None:
     """Raise UserError if a record file has changed in the part that it had at a checkpoint.
 
-    A missing record passes. A metrics.jsonl without the last lines also passes, because the resumed run logs these
-    lines again.
+    A missing record passes. A metrics.jsonl without the last lines also passes, because the resumed run logs the
+    missing lines again.
     """
     for entry, (size, digest) in known.items():
         name = METRICS if entry == _FIRST else entry

@@ -96,9 +96,8 @@ class Settings:
     come first in files and help texts. The other inherited fields follow in the order of the base classes. The
     record's new fields come last. ``group``, a keyword of the class statement, is the heading of the group's flags in
     ``--help all``. The settings class of a command has no ``group``. ``main`` names the ten settings that ``--help``
-    shows. ``needed`` names the settings that a job must have before it begins. ``outside`` is for settings that hold
-    another library's options. ``outside`` maps such a setting to the options, or to the files that declare the
-    options.
+    shows. ``needed`` names the settings that a job must have before it begins. ``outside`` maps a setting with another
+    library's options to these options, or to the files that declare these options.
     """
 
     command_name: ClassVar[str] = ""
@@ -174,7 +173,7 @@ class Settings:
     @classmethod
     @cache
     def free(cls) -> frozenset[str]:
-        """Return the settings that a resumed job may change, because no computed number depends on them."""
+        """Return the settings that a resumed job may change: no computed number depends on these settings."""
         return frozenset(name for name in cls.names() if not cls.__dataclass_fields__[name].metadata["decides"])
 
     def require(self, *names: str) -> None:

@@ -45,7 +45,7 @@ def build(
     adapter: Mapping[str, object] | None = None,
     **placement_options: object,
 ) -> PreTrainedModel:
-    """Build a model from a backbone's attention and feed-forward modules, with the norms where the placement puts them.
+    """Build a model from a backbone's attention and feed-forward modules, with norms at the placement's positions.
 
     Args:
         backbone: a preset's name (``lamina.modeling.backbones.names()``), a transformers configuration or its folder,
@@ -174,7 +174,7 @@ def recommended(plan: Plan) -> str:
 
 
 def make_plan(placement: str | Plan, num_layers: int, **options: object) -> Plan:
-    """Return the plan of a placement. If you give a plan, return it unchanged.
+    """Return the plan of a placement. Return a Plan unchanged.
 
     Raises UserError if you give options with a plan, or if the plan has another number of layers.
     """
@@ -244,7 +244,7 @@ def norm(kind: str) -> Callable[[N], N]:
         holder = LaminaNorm if kind == "backbone" else NORMS.get(kind)
         refuse_namesake("norm", kind, cls.__module__, holder and holder.__module__)
         if not issubclass(cls, LaminaNorm):
-            raise UserError(f"norm: {cls.__name__} is not a subclass of LaminaNorm. Derive it from LaminaNorm.")
+            raise UserError(f"norm: {cls.__name__} is not a subclass of LaminaNorm. Derive the class from LaminaNorm.")
         NORMS[kind] = cls
         OWN_KINDS.add(kind)
         return cls

@@ -37,7 +37,7 @@ class LinearLoss:
     If all logits fit into one chunk, LinearLoss returns None, and the model computes the usual loss. In compiled
     training on a GPU, LinearLoss never returns None, because the chunked loss is faster there.
 
-    If Liger's kernels are installed, LinearLoss uses them on a GPU.
+    On a GPU, LinearLoss uses Liger's kernels if they are installed.
 
     Args:
         compiled: compile the operations on a chunk's logits. Compiled operations are faster on a GPU, where memory

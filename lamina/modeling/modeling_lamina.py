@@ -331,7 +331,9 @@ class LaminaPreTrainedModel(InitializesPlan, PreTrainedModel):
     _supports_flash_attn = _supports_sdpa = _supports_flex_attn = _supports_attention_backend = True
 
     def train(self, mode: bool = True) -> Self:
-        """Set the mode of all modules. If no mode changes, return at once, because Trainer calls this at every step."""
+        """Set the mode of all modules. If no mode changes, return at once, because Trainer sets the mode at every
+        step.
+        """
         waiting: list[nn.Module] = [self]
         for module in waiting:
             waiting += filter(None, module._modules.values())

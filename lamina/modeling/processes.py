@@ -61,7 +61,7 @@ class Processes:
         return self.rank == 0
 
     def apart(self) -> Processes:
-        """Return the processes with separate CPU collectives, for another thread. All processes must call this."""
+        """Return the processes with separate CPU collectives, for another thread. All processes must call ``apart``."""
         return self if self.size == 1 else replace(self, group=distributed.new_group(backend="gloo", timeout=PATIENCE))
 
     def anyone(self, mine: bool) -> bool:
@@ -195,7 +195,7 @@ def launched() -> tuple[int, int, int, int]:
 
 def reported_once(act: Callable[[], T]) -> T:
     """Call ``act`` and return its result. If ``act`` raises UserError in all processes, only the first process reports
-    it.
+    the error.
     """
     try:
         return act()
@@ -310,7 +310,8 @@ def parallel_of(parallel: str) -> str:
     requested = [name for name, value in switches.items() if value.lower() in ("1", "true", "yes")]
     if requested and requested != ["FSDP"]:
         raise UserError(
-            f"accelerate's configuration asks for {', '.join(requested)}. Change it to no plugin, or to FSDP version 2."
+            f"accelerate's configuration asks for {', '.join(requested)}. Change the configuration to no plugin, or "
+            "to FSDP version 2."
         )
     if requested and (version := os.environ.get("FSDP_VERSION", "1")) != "2":
         raise UserError(f"fsdp_version: {version!r} in accelerate's configuration. Set fsdp_version to 2.")

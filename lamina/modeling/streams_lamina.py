@@ -213,7 +213,8 @@ def _weighted(shares: Sequence[torch.Tensor] | torch.Tensor, states: Sequence[to
 
 
 class StateSources(LaminaWiring):
-    """Computes stream * x + a weighted sum of earlier states. ``slots`` are the indices of these states in the memory.
+    """Computes stream * x + a weighted sum of earlier states. ``slots`` are the indices of the earlier states in the
+    memory.
 
     Dynamic weights are a + W_2 GELU(W_1 RMS(x)) (arXiv 2502.12170 Eq 6). If queries, keys, values and the stream have
     separate sums, the order of the sums is q, k, v, stream.

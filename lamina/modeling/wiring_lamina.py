@@ -544,7 +544,8 @@ class Block(GradientCheckpointingLayer):
         """Return the next stream from ``hidden_states``, both [batch, tokens, hidden_size]. The attention gets all
         other arguments.
 
-        With n streams, both are [batch, tokens, n, hidden_size]; with a memory, both are a State.
+        With n streams, input and output are [batch, tokens, n, hidden_size]. With a memory, input and output are a
+        State.
         """
         if len(args) > len(self.arguments):
             raise TypeError(f"the attention accepts only these of the layer's arguments: {', '.join(self.arguments)}")

@@ -239,14 +239,15 @@ class Sublayer:
     """One residual sub-layer (attention or feed-forward).
 
     ``coupling`` ties the skip's factor to b = ``out_scale``: "lerp" makes the factor 1 - b, and "variance" makes the
-    factor sqrt(1 - b^2). With a coupling, a learned b is sigmoid(parameter / ``gate_temperature``). ``read`` names the
-    input. A feed-forward may read the "block_input", in parallel with the attention (GPT-J). The input "depth" is a
-    softmax-weighted sum of the memory's states and the stream (Attention Residuals). The input "memory" is a
-    softmax-weighted sum of the memory's states alone. ``inner_norm`` is inside the module, before its last projection
-    (SubLN).
+    factor sqrt(1 - b^2). With a coupling, a learned ``out_scale`` is sigmoid(parameter / ``gate_temperature``).
+    ``read`` names the input. A feed-forward may read the "block_input", in parallel with the attention (GPT-J). The
+    input "depth" is a softmax-weighted sum of the memory's states and the stream (Attention Residuals). The input
+    "memory" is a softmax-weighted sum of the memory's states alone. ``inner_norm`` is inside the module, before its
+    last projection (SubLN).
 
     ``weight_gain`` scales the sub-layer's initial value and output projections (DeepNorm's beta). ``gate_gain`` scales
-    a gated feed-forward's initial gate. Only initializers with gains, such as deepnorm, use these two factors.
+    a gated feed-forward's initial gate. Only initializers with gains, such as deepnorm, use ``weight_gain`` and
+    ``gate_gain``.
     """
 
     pre_norm: Norm | None = None
@@ -471,7 +472,7 @@ class Plan:
         return list(indices.items())
 
     def to_dict(self) -> Json:
-        """Return the plan as plain dicts, lists and scalars, ready for JSON. Plan.from_dict reads this result.
+        """Return the plan as plain dicts, lists and scalars, ready for JSON. Plan.from_dict reads the result.
 
         The result omits each newer field (YOUNGER) that has its default value.
         """

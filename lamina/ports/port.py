@@ -161,7 +161,9 @@ class Port:
 
     @cached_property
     def constructors(self) -> str:
-        """The constructors of all norms, as one text. The file defines only the classes that occur in this text."""
+        """The constructors of all norms, as one text. The file defines only the classes that occur in the
+        constructors.
+        """
         return " ".join(sorted({self.norm(norm) for norm in self._all_norms()}))
 
     @cached_property

@@ -168,8 +168,8 @@ class Names:
 
 
 def _without_wiring(plan: Plan) -> Plan:
-    """Return the plan with one stream and unchanged norms and scales. Lamina needs this plan for the names of the
-    weights.
+    """Return the plan with one stream and unchanged norms and scales. Lamina takes the weights' names from the plan
+    without wiring.
     """
     layers = [layer.map(lambda half: replace(half, streams=None, read="stream")) for layer in plan.layers]
     layers = [replace(layer, boundary=False, inner_boundary=False, sources=None) for layer in layers]

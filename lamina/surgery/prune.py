@@ -210,8 +210,8 @@ def cut_layers(context: Context, gone: Sequence[int]) -> None:
 
 
 def _by_index(cls: type[PreTrainedModel], config: PreTrainedConfig, holder: str, count: int) -> str:
-    """Name the configuration's fields that choose a layer's kind by the layer's index. Return "" if no field does
-    this.
+    """Name the configuration's fields that choose a layer's kind by the layer's index. Return "" if no field chooses a
+    layer's kind.
     """
 
     def kinds(changed: PreTrainedConfig) -> list[str]:

@@ -22,7 +22,7 @@ from lamina.errors import UserError, nearest, unknown
 
 P = TypeVar("P")
 PART_CHARS = 16 * 1024 * 1024
-"""Files longer than this many characters are read in parts to bound memory."""
+"""Lamina reads a longer file in parts of this many characters, to bound memory."""
 
 _SNIFF_BYTES = 8192
 _MAGIC = {"gzip": b"\x1f\x8b", "xz": b"\xfd7zXZ\x00", "zstandard": b"\x28\xb5\x2f\xfd"}
@@ -43,7 +43,7 @@ _OPENING = re.compile(r"\s*(?:\[\s*)?\{")
 
 class NotTextError(Exception):
     """The file is not readable as text. In a folder, Lamina skips the file. If the user named the file, Lamina rejects
-    it.
+    the file.
     """
 
 
@@ -146,7 +146,7 @@ def walk(root: Path, linked: list[Path] | None = None) -> list[Path]:
     """List the files below a folder, sorted by relative name, without hidden files and folders.
 
     The list includes links to files. Lamina does not follow links to folders, because links may lead in a circle.
-    Lamina adds these links to ``linked``.
+    Lamina adds links to folders to ``linked``.
 
     Raises UserError for a folder that Lamina may not read.
     """

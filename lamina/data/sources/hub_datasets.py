@@ -68,7 +68,7 @@ def load(source: HubSource) -> Dataset:
 
 def load_splits(source: HubSource, held_out: Sequence[str]) -> list[Dataset]:
     """Load the training split and the first existing split of ``held_out``. If the name requests a split, load only
-    this split.
+    the requested split.
 
     Raises UserError as :func:`load` does.
     """

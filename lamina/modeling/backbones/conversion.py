@@ -383,7 +383,7 @@ def in_pairs(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
 
 
 def _find(model: LaminaForCausalLM, plan: Plan, config: PreTrainedConfig) -> str:
-    """Return the transformers model type with the plan's equations. Raises UserError if no model type has these
+    """Return the transformers model type with the plan's equations. Raises UserError if no model type has the plan's
     equations.
     """
     if config.model_type not in LLAMAS:

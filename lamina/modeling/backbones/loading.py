@@ -1,4 +1,4 @@
-"""Load saved models from a path. Lamina loads all weights through this module.
+"""Load saved models from a path.
 
 A loader returns the model, or raises a one-line UserError. Weights are safetensors. Lamina unpickles nothing.
 Lamina runs code from a checkpoint's folder only with ``trust_remote_code``.
@@ -87,9 +87,8 @@ def read_config(
 ) -> PreTrainedConfig:
     """Read the configuration of a saved model from a folder or the hub, and check the folder.
 
-    Lamina calls this function before it reads any model. The function compares the folder's manifest with the files,
-    and the tensors' formats with the configuration. The function rejects a configuration that makes transformers fetch
-    code.
+    Lamina calls this function before it reads any model. The function compares the manifest with the files, and the
+    tensors' formats with the configuration. It rejects configurations that make transformers fetch code.
 
     Args:
         path: a folder with config.json, or a name on the hub.
@@ -240,7 +239,9 @@ def _check_type(data: Mapping[str, object], source: str, trust_remote_code: bool
 
 
 def refuse_fetched(data: Mapping[str, object], source: str) -> None:
-    """Raise UserError that names a field, also a nested field, if it makes transformers fetch code."""
+    """Raise UserError for a field, also a nested field, that makes transformers fetch code. The message names the
+    field.
+    """
     for path, value in _texts(data):
         if _CHOOSING.search(path) is None:
             continue
@@ -254,7 +255,7 @@ def refuse_fetched(data: Mapping[str, object], source: str) -> None:
             )
     core = data.get("megatron_core")
     if data.get("megatron_config") is not None and core != "megatron.core":  # an adapter's: peft would import it
-        raise UserError(f"{source}: megatron_core: {one_line(repr(core))}. Set it to 'megatron.core'.")
+        raise UserError(f"{source}: megatron_core: {one_line(repr(core))}. Set megatron_core to 'megatron.core'.")
 
 
 def _falls_back(name: str) -> bool:

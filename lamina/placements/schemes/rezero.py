@@ -39,6 +39,6 @@ def skipinit(num_layers: int, *, start: Literal["depth", "zero"] = "depth") -> P
 
     Args:
         start: initial value of the gates. "depth" is 1 / sqrt(number of branches); "zero" is 0, as in ReZero. The
-            paper has both.
+            paper has both values.
     """
     return _plan(num_layers, (2 * num_layers) ** -0.5 if start == "depth" else 0.0)
