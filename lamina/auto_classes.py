@@ -1,7 +1,7 @@
 """After the import of lamina and transformers (in any order), transformers' Auto classes load saved Lamina models.
 
-Registering a configuration class would load torch, so Lamina gives transformers a table instead. When you first load a
-"lamina" model, the table imports ``lamina.modeling``, which registers the classes.
+Registering a configuration class would load torch, so Lamina gives transformers a lazy mapping instead. When you first
+load a "lamina" model, this mapping imports ``lamina.modeling``, which registers the classes.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class PreflightSettings(
     )
     flops: float | None = setting(
         None,
-        "maximum FLOPs per check (default: 1e12 on a CPU, 1e14 on a GPU). If a check needs more, Lamina measures a "
+        "maximum FLOPs per check (default: 1e12 on a CPU, 1e14 on a GPU). Above this maximum, Lamina measures a "
         "narrower model of the same depth on fewer blocks of text",
         above(0.0),
     )

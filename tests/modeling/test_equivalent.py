@@ -80,7 +80,7 @@ def test_the_architecture_that_computes_a_placement_is_found_and_loads(case, tmp
 @pytest.mark.parametrize("placement", sorted(set(names()) - set(ON_A_LLAMA)))
 def test_a_placement_that_no_architecture_has_is_refused_in_one_line(placement):
     with pytest.raises(
-        UserError, match="no architecture of transformers computes this variant of the placement"
+        UserError, match="transformers has no model class with this variant of the placement"
     ) as refusal:
         to_transformers(built(placement, 4))
     assert "\n" not in str(refusal.value)
@@ -89,11 +89,11 @@ def test_a_placement_that_no_architecture_has_is_refused_in_one_line(placement):
 @pytest.mark.parametrize(
     ("config", "options", "message"),
     [
-        (llama(4), {"norm": "layer"}, "no architecture of transformers computes"),
-        (llama(4), {"final_norm": False}, "no architecture of transformers computes"),
-        (llama(4), {"v_norm": "head"}, "no architecture of transformers computes"),
-        (llama(4), {"qk_norm": "full"}, "no architecture of transformers computes"),
-        *((llama(4), {"wiring": w}, "no architecture of transformers computes") for w in ("mhc", "x0", "parallel")),
+        (llama(4), {"norm": "layer"}, "transformers has no model class with"),
+        (llama(4), {"final_norm": False}, "transformers has no model class with"),
+        (llama(4), {"v_norm": "head"}, "transformers has no model class with"),
+        (llama(4), {"qk_norm": "full"}, "transformers has no model class with"),
+        *((llama(4), {"wiring": w}, "transformers has no model class with") for w in ("mhc", "x0", "parallel")),
         (llama(4, hidden_act="gelu"), {"qk_norm": "head"}, "another activation"),
         (llama(4, mlp_bias=True), {"qk_norm": "head"}, "biases outside"),
         (Gemma2Config(**SIZES, head_dim=8), {}, "on the backbone 'gemma2'"),

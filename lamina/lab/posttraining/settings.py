@@ -223,7 +223,7 @@ class TuningSettings(
             )
         if self.weights == "bf16" and self.precision == "fp16":
             raise UserError(
-                "precision: 'fp16' needs float32 weights. Set precision to bf16 or fp32, or weights to fp32."
+                "precision: 'fp16' needs float32 weights. Set weights to fp32, or set precision to bf16 or fp32."
             )
         if self.lora_rank == 0:
             lora = ("lora_alpha", "lora_dropout", "lora_targets", "lora")

@@ -199,7 +199,7 @@ def from_transformers(
     if conversion.rounds and dtype.itemsize < 4:
         logger.warning(
             f"dtype: {config.model_type!r} {conversion.rounds}. In {_short(dtype)}, the logits differ by rounding. "
-            "Convert in float32 for equal logits up to the last bits."
+            "Convert in float32: the logits then differ only in the last bits."
         )
     plan = own_plan(config)
     outer = LaminaConfig(backbone_config=config, plan=plan.to_dict())
@@ -419,7 +419,7 @@ def _find(model: LaminaForCausalLM, plan: Plan, config: PreTrainedConfig) -> str
     ]
     with_bias = " with biases on queries, keys and values" if bias else ""
     raise UserError(
-        "plan: no architecture of transformers computes this variant of the placement "
+        "plan: transformers has no model class with this variant of the placement "
         f"{plan.placement!r}{with_bias} (allowed: {', '.join(allowed)})"
     )
 

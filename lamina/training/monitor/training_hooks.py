@@ -376,7 +376,7 @@ class Instruments:
                 "DeepSpeed hides gradients and weights, so Lamina does not record them by layer and makes no checks"
             )
         elif hidden_by:
-            what = "Lamina records neither norms' gains nor the largest row norms, and makes no checks"
+            what = "Lamina cannot record the gains of norm layers or the largest row norms, and makes no checks"
             self.note(f"{hidden_by} hides whole weights, so {what}")
         elif self._flat:
             self.note("Lamina makes no checks before the first step under DeepSpeed")
