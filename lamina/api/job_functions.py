@@ -143,7 +143,7 @@ def _page_of(folder: Path | None) -> Iterator[None]:
 
 
 def write_page(folder: Path) -> None:
-    """Write a folder's page. In all processes but the first, do nothing."""
+    """Write a folder's page. Of several processes, only the first process writes the page."""
     from lamina.modeling.processes import launched
     from lamina.reports import report
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from lamina.errors import printable
 
 EVERY = 10.0
-"""Seconds between two lines."""
+"""Seconds between two progress lines."""
 PACED, PACED_STEPS = 1.0, 3
 """Lamina measures the pace over at least this many seconds and steps."""
 

@@ -114,8 +114,8 @@ def number(
 
 
 def steps_or_share(name: str, value: object, *, open_low: bool = False) -> float:
-    """Return a whole number of steps, or a share (below 1) of all steps. ``open_low`` excludes 0. Raises UserError
-    otherwise.
+    """Return a whole number of steps, or a share (below 1) of all steps. ``open_low`` excludes 0. Raises UserError for
+    other values.
     """
     span = number(name, value, 0.0, open_low=open_low)
     if span >= 1 and span != int(span):

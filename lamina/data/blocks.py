@@ -52,7 +52,7 @@ class ItemSource(Dataset[T], Generic[T], ABC):
 
     Attributes:
         in_order: true for a stream or a mix: item ``i`` is the run's i-th training item, and the items never end.
-            False for a finite set, which the run shuffles.
+            For a finite set, which the run shuffles, ``in_order`` is false.
     """
 
     in_order: bool = False

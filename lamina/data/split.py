@@ -125,7 +125,7 @@ def whole_documents(documents: Iterable[Document], chars: int) -> Iterator[Segme
 
 
 def count_chars(corpus: SingleCorpus) -> int:
-    """Read a whole corpus, and count the characters. The count decides the length of a piece."""
+    """Read a whole corpus, and count the characters. The number of characters decides the length of a piece."""
     return sum(len(document.text) for document in corpus.documents())
 
 

@@ -209,7 +209,7 @@ def hold_out(
 
 
 def _pieces(shards: Shards, division: Division, blocks: int, sequence_length: int) -> Iterator[tuple[int, Segment]]:
-    """Yield (shard, segment) until enough text is held out. Up to 64 shards contribute about equally."""
+    """Yield (shard, segment) until enough text is held out. Up to 64 shards contribute about equal amounts."""
     count = len(shards.shards)
     per_shard = math.ceil(blocks / min(count, _SHARDS)) * sequence_length if count else 0
     for shard in np.random.default_rng(0).permutation(count).tolist():

@@ -41,7 +41,7 @@ _DRAFTS = (
 
 
 def in_use(folder: Path) -> bool:
-    """Return whether the folder holds files. Files that a job writes before the first record do not count."""
+    """Return whether the folder holds files. Ignore the files that a job writes before the first record."""
     return folder.is_dir() and not all(map(_is_beginning, folder.iterdir()))
 
 

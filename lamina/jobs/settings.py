@@ -48,7 +48,7 @@ def setting(default: T, help: str, check: Check | None = None, *, decides: bool 
     """Declare a field of a settings record.
 
     Without ``check``, the type decides which values are allowed: a Literal's values, a bool, any text, a mapping. A
-    number needs a check. With ``decides=False``, a resumed job may change the field, because no computed number
+    numeric field needs a check. With ``decides=False``, a resumed job may change the field, because no computed number
     depends on the field.
     """
     return _field(default, {"help": help, "check": check, "decides": decides})

@@ -139,7 +139,7 @@ def _wired(config: PreTrainedConfig, plan: Plan, head: str, num_labels: int | No
 def _check_runs(model: PreTrainedModel) -> None:
     """Raise UserError if a model does not run, or if the cache changes the logits.
 
-    Lamina makes this check for untested backbones and for configurations from files. If the backbone's layers pass on
+    Lamina checks only untested backbones and configurations from files. If the backbone's layers pass on
     more than the residual stream, the built model fails or loses information.
     """
     if model.main_input_name != "input_ids" or any(p.is_meta for p in model.parameters()):

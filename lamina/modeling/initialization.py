@@ -99,7 +99,7 @@ def initialize(
                 weight.parameter[module.padding_idx].zero_()
     if unknown:
         logger.warning(
-            "init %r: Lamina does not know the roles of %d weights in the blocks, and draws them like queries",
+            "init %r: Lamina does not know the roles of %d weights in the blocks, and draws these weights like queries",
             name,
             unknown,
         )

@@ -159,7 +159,7 @@ def adapter_of(config: PreTrainedConfig) -> Adapter:
 
 
 def build_backbone(config: LaminaConfig) -> tuple[PreTrainedModel, LaminaNorm | None]:
-    """Build the transformers model of ``config.backbone_config`` as ``config.plan`` wires it, and the embedding's norm.
+    """Build the transformers model of ``config.backbone_config``, wired by ``config.plan``, and the embedding's norm.
 
     Raises ValueError if Lamina cannot change the architecture's layers, or if the plan normalizes projections that the
     architecture lacks.

@@ -101,8 +101,8 @@ class Scaling:
         """Return the factors of depth scaling on a weight's learning rate and on Adam's epsilon (CompleteP, Table 1).
 
         A branch's learned scale contains the multiplier: its initial value is divided by m^alpha (m: depth / base
-        depth). So the scale's learning rate has another factor m^-alpha. The scale's epsilon has no factor, because
-        the scale's gradient grows by m^alpha.
+        depth). So the scale's learning rate has another factor m^-alpha. The learned scale's Adam epsilon has no
+        factor, because the scale's gradient grows by m^alpha.
         """
         if self.depth == "none" or weight.layer < 0:
             return 1.0, 1.0

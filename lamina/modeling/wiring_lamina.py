@@ -119,7 +119,7 @@ class LaminaGainlessNorm(LaminaRMSNorm):
 
 
 class LaminaGroupedNorm(LaminaNorm):
-    """An RMSNorm over each of ``groups`` equal parts of a token's channels. So no token sees a later token."""
+    """An RMSNorm over each of ``groups`` equal parts of a token's channels. So the norm is causal."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = x.to(torch.float32).unflatten(-1, (self.groups, -1))
@@ -189,7 +189,7 @@ NORMS: dict[str, type[LaminaNorm]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class NormStyle:
-    """The style of the backbone's norms. A plan's norms of kind "backbone" have the same style.
+    """The style of the backbone's norms. A plan's norms of kind "backbone" have the backbone's style.
 
     ``kind`` is "rms" or "layer", ``eps`` is the epsilon of every norm, and ``bias`` says whether a LayerNorm has a
     bias.
@@ -323,7 +323,7 @@ T = TypeVar("T", torch.Tensor, float)
 def skip_source(skip: str, x: T, block_input: T | None = None) -> T:
     """Return the skip's source s: x ("stream"), the block's input ("block_input") or their sum ("both").
 
-    The attention's x is the block's input. So the attention has ``block_input`` None, and s is x.
+    The attention's x is the block's input. The attention gets ``block_input`` None, so s is x.
     """
     if block_input is None or skip == "stream":
         return x

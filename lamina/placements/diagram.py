@@ -153,8 +153,8 @@ def svg(plan: Plan, title: str | None = None, equation: Sequence[str] = ()) -> s
     ``title`` is the text above the drawing (default: the placement's title; an empty title takes no room).
 
     If a plan has more than four kinds of layer, layers that differ only in numbers share a column. The column shows
-    each scale as a range. The SVG has no scripts, fonts or ids, so one page can hold several drawings. All text is
-    escaped.
+    each scale as a range. The SVG has no scripts, fonts or ids, so one page can hold several drawings. Lamina escapes
+    all text in the SVG.
     """
     drawing, width, height = _drawing(plan, title, equation)
     return _document(drawing, width, height, f"{title or title_of(plan)}: where the norms sit")

@@ -207,7 +207,7 @@ _DEFAULT = layer_facts(Layer())
 
 
 def _wrong_fields(layers: Sequence[Facts], plan: Plan) -> dict[str, list[int]]:
-    """Return, by field, the layers whose measured fact differs from the plan's fact."""
+    """Map each field to the layers in which the measured fact differs from the plan's fact."""
     wrong: dict[str, list[int]] = {}
     for index, (facts, layer) in enumerate(zip(layers, plan.layers, strict=True)):
         expected = layer_facts(layer)

@@ -431,10 +431,7 @@ class Plan:
         for index, sources in ends:
             for state, _ in sources.states if sources else ():
                 if not 0 <= state <= (last := min(index, len(self.layers) - 1)):
-                    raise UserError(
-                        f"sources: layer {index} cannot read state {state}. Give 0 to {last}, the states before "
-                        "this layer."
-                    )
+                    raise UserError(f"sources: layer {index} cannot read state {state}. Give a state from 0 to {last}.")
         if any(sources for _, sources in ends) and any(layer.inner_boundary for layer in self.layers):
             raise UserError(
                 "inner_boundary: this field does not work with sources, which count whole blocks. Leave out "

@@ -182,8 +182,8 @@ def from_transformers(
         dtype: the dtype of weights that Lamina reads from a path; "auto" keeps the checkpoint's dtype.
 
     Returns:
-        A LaminaForCausalLM in evaluation mode that shares no weights with the source. The logits are equal. Model
-        types with ``Conversion.rounds`` differ by rounding.
+        A LaminaForCausalLM in evaluation mode that shares no weights with the source. The logits are equal. For model
+        types with ``Conversion.rounds``, the logits differ by rounding.
 
     Raises:
         UserError: for a model type without a conversion, for weights in another format than safetensors, or for a
@@ -229,8 +229,8 @@ def to_transformers(model_or_path: PreTrainedModel | str | Path) -> PreTrainedMo
     another placement, Lamina chooses an architecture with the same equations. If Lamina multiplies a gain by a factor,
     float32 logits differ by rounding.
 
-    Raises UserError if transformers has no equivalent model, and names the missing part. All errors of
-    ``from_transformers`` can occur, too.
+    Raises UserError if transformers has no equivalent model, and names the missing part. Also raises the errors of
+    ``from_transformers``.
     """
     model = load(model_or_path) if isinstance(model_or_path, str | Path) else model_or_path
     if not isinstance(model, LaminaForCausalLM):
@@ -480,7 +480,7 @@ def read_config(path: str | Path, *, field: str = "source") -> PreTrainedConfig:
 def computed(plan: Plan) -> Plan:
     """Return the plan with defaults for all fields that do not change its function, such as names and initial values.
 
-    A norm of kind "rms" counts as "backbone", because every backbone of the table has RMSNorms.
+    A norm of kind "rms" counts as "backbone", because all backbones in ``EQUIVALENTS`` have RMSNorms.
     """
 
     def norm(spec: Norm) -> Norm:
@@ -612,7 +612,7 @@ def written_model(source: str, output: Path, *, overwrite: bool) -> Iterator[Pat
 
 
 def saved(model: PreTrainedModel, draft: Path, stored: object, *, dtype: str | torch.dtype = "auto") -> PreTrainedModel:
-    """Save a model, in the dtype ``stored`` unless it is None. Return the saved model, loaded again in ``dtype``."""
+    """Save a model in the dtype ``stored`` (None: the model's dtype). Return the saved model, loaded in ``dtype``."""
     if isinstance(stored, torch.dtype):
         nn.Module.to(model, stored)
     model.save_pretrained(draft)
@@ -635,7 +635,7 @@ def source_beside(source: str, output: Path, *, overwrite: bool) -> str:
 def largest_difference(first: PreTrainedModel, second: PreTrainedModel) -> tuple[float, float]:
     """Return the largest absolute difference between two models' logits, and the first model's largest logit.
 
-    The input is 4 sequences of 64 random tokens from a separate generator. A shorter context shortens the sequences.
+    The input is 4 sequences of 64 random tokens (or as many as fit into the context), from a separate generator.
     """
     config = backbone_of(first.config)
     length = min(64, getattr(config, "max_position_embeddings", None) or 64)

@@ -92,7 +92,7 @@ def read_config(
 
     Args:
         path: a folder with config.json, or a name on the hub.
-        field: the user's name for the path ("model", "checkpoint"). Every message begins with this name.
+        field: the user's name for the path ("model", "checkpoint"). Every message begins with ``field``.
         trust_remote_code: run the code that the configuration asks for.
         weights: whether the caller will also load the weights; a Lamina model then needs a plan.
         more: further arguments of ``AutoConfig.from_pretrained``.
@@ -303,7 +303,7 @@ def load_weights(
     Args:
         path: a folder with weights, or a name on the hub.
         config: the model's configuration, as ``read_config`` returns it.
-        field: the user's name for the path. Every message begins with this name.
+        field: the user's name for the path. Every message begins with ``field``.
         dtype: the dtype of the weights; "auto" keeps the checkpoint's dtype.
         pickles: without a safetensors file, read the tensors of a .bin file.
         optional: a function of the model and a tensor's name that returns whether the checkpoint may lack the tensor
@@ -398,7 +398,7 @@ def _check_room(config: PreTrainedConfig, cls: ModelClass, tensors: Mapping[str,
 
 
 def check_finite(model: nn.Module, field: str) -> None:
-    """Raise UserError for NaN or infinite weights. The message names the first such weight and the position."""
+    """Raise UserError for NaN or infinite weights. The message names the first invalid weight and the position."""
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and not bool(torch.isfinite(parameter.detach()).all()):
             bad = ~torch.isfinite(parameter.detach())

@@ -169,7 +169,7 @@ def count_parameters(config: PreTrainedConfig) -> Count:
     If transformers registers a model type without a head, the count has no head.
 
     All layers after the leading dense layers have equal sizes. So Lamina counts the parameters of two shallow models on
-    the meta device and extrapolates. A depth of 512 takes no longer than a depth of 2.
+    the meta device and extrapolates. The count for 512 layers takes no longer than the count for 2 layers.
     """
     first = (getattr(config, "first_k_dense_replace", None) or 0) + 1
     if config.num_hidden_layers <= first:

@@ -17,7 +17,7 @@ from lamina.placements.registry import placement
     initialization="normal",
     advice=(
         "The paper uses a learning rate of 1e-3 for up to 350M parameters and 5e-4 for 1B parameters, with 10 % "
-        "warm-up. The authors say that the scaled initializer weakens the effect."
+        "warm-up. The authors say that the scaled initializer weakens LayerNorm Scaling."
     ),
 )
 def layernorm_scaling(num_layers: int) -> Plan:
