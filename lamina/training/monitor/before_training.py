@@ -46,6 +46,7 @@ class BeforeTraining:
         batch: the batch's tensors, by the names of the model's arguments (empty without a batch).
         trial: the result of one forward and backward pass, or None without a batch or a loss.
         scaler: whether a GradScaler scales the loss, or None if unknown.
+        scaler_is_off: whether there is a GradScaler that is disabled.
         half: whether autocast computes in float16.
         running: whether the model runs its first training step.
         recording: whether autograd records operations.
@@ -58,6 +59,7 @@ class BeforeTraining:
     batch: Mapping[str, torch.Tensor] = field(default_factory=dict)
     trial: FirstPass | None = None
     scaler: bool | None = None
+    scaler_is_off: bool = False
     half: bool = False
     running: bool = False
     recording: bool = True
@@ -127,6 +129,11 @@ class BeforeTraining:
             (name, list(module)) for name, module in self.model.named_modules() if isinstance(module, nn.ModuleList)
         ]
         return [(name, layers) for name, layers in lists if len(layers) > 1 and len(set(map(type, layers))) == 1]
+
+    @cached_property
+    def vocabularies(self) -> set[int]:
+        """The sizes of the model's embedding tables."""
+        return {module.num_embeddings for module in self.model.modules() if isinstance(module, nn.Embedding)}
 
     @cached_property
     def tokens(self) -> torch.Tensor | None:

@@ -63,6 +63,7 @@ def check(
         setup.batch = dict(zip(("inputs", "labels"), tensors[:1] + tensors[1:][-1:], strict=False))
     setup.recording = torch.is_grad_enabled()
     setup.scaler = scaler is not None and bool(getattr(scaler, "is_enabled", lambda: True)())
+    setup.scaler_is_off = scaler is not None and not setup.scaler
     first = next(iter(inspect.signature(model_itself.forward).parameters), "input_ids")
     made_up = {str(getattr(model_itself, "main_input_name", first)): torch.arange(1, 9, device=device)[None]}
     setup.structure = follow(inner, arguments or made_up).structure

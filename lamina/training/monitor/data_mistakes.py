@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator
 
 import torch
-from torch import nn
 
 from lamina.training.monitor.before_training import BeforeTraining, Mistake, checks, listing
 from lamina.training.monitor.first_pass import IGNORED, whole
@@ -50,8 +49,7 @@ def empty_rows(setup: BeforeTraining) -> Iterator[Mistake]:
 def shift_of_labels(setup: BeforeTraining) -> Iterator[Mistake]:
     """Find a causal model's labels that are shifted twice (by the batch and by the loss), backward, or not at all."""
     trial, offset = setup.trial, None
-    tables = {m.num_embeddings for m in setup.model.modules() if isinstance(m, nn.Embedding)}
-    text = trial is not None and trial.logits is not None and trial.logits.shape[-1] in tables
+    text = trial is not None and trial.logits is not None and trial.logits.shape[-1] in setup.vocabularies
     if trial is not None and trial.strange and text and not setup.is_encoder_decoder:
         yield Mistake(
             what="the targets of a row are not the row's tokens",
@@ -73,7 +71,9 @@ def shift_of_labels(setup: BeforeTraining) -> Iterator[Mistake]:
         yield Mistake(
             what=f"each label is the {which}, and the loss does not shift labels",
             why="the model learns to copy its input, and the loss falls to 0 without learning",
-            do="Compare logits[:, :-1] with labels[:, 1:]",
+            do="Leave out decoder_input_ids, or shift them: decoder_start_token_id, then labels[:, :-1]"
+            if setup.is_encoder_decoder
+            else "Compare logits[:, :-1] with labels[:, 1:]",
         )
     start, labels = getattr(getattr(setup.model, "config", None), "decoder_start_token_id", None), setup.labels
     own = setup.is_encoder_decoder and not any("decoder" in name for name in setup.batch) and isinstance(start, int)
@@ -108,11 +108,14 @@ def first_loss(setup: BeforeTraining) -> Iterator[Mistake]:
         yield from _reduction(trial.targets, trial.logits, alone=not trial.entropies)
     scores = trial.calls.get("cross_entropy", {}).get("input")
     classes = scores.shape[1] if isinstance(scores, torch.Tensor) and scores.ndim > 1 else 0
+    first, one = max(trial.entropies, default=0.0), len(trial.entropies) == 1
+    if not classes and trial.targets is not None and bool((trial.targets.weights >= 0).all()):
+        classes, first = trial.targets.count, trial.targets.loss  # of a loss without torch's function
+    outputs = trial.logits.shape if trial.logits is not None else ()
     # not the other rows of the batch, as in a contrastive loss
-    classes *= trial.logits is not None and trial.logits.shape[-1] == classes and trial.logits.shape != (classes,) * 2
+    classes *= classes in setup.vocabularies or (outputs[-1:] == (classes,) and outputs != (classes,) * 2)
     width = setup.structure.hidden_size if setup.structure is not None else 0
     limit = math.log(max(classes, 1)) + ABOVE + WIDER * width
-    first, one = max(trial.entropies, default=0.0), len(trial.entropies) == 1
     if classes >= 8 and first > limit:
         yield Mistake(
             what=f"the first loss is {first:.3g}, but guessing among {classes} gives {math.log(classes):.3g}",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import math
 import re
-import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from lamina.errors import UserError, one_line
 from lamina.probes.structure.hooks import Output, evaluating, first_tensor, fresh_gradients
 from lamina.training.monitor.graph_hooks import is_compiled
 from lamina.training.monitor.loss_targets import Targets, targets_of
+from lamina.training.monitor.zero_gradients import ZeroGradients, is_own_reference, size_of, zero_gradients
 
 LossOf: TypeAlias = Callable[[nn.Module, Output], Output]
 Places: TypeAlias = Mapping[int | str, torch.Tensor]
@@ -35,7 +35,6 @@ UNORDERED = 1e-4  # of the change by another token: a change by the order of two
 _CLASSES = 256  # of logits, by which two passes are compared
 _ROWS = 64  # of a batch, each of which gets a pass of its own
 _FEW = 8  # targets
-IDLE = 1e-6  # of the median gradient: rounding alone
 SAME = 0.99  # of the labels
 
 
@@ -52,13 +51,12 @@ class FirstPass:
             input tokens.
         reads: whether the logits for a target depend on the target token or on later tokens, or None if unknown.
         causal: whether logits are independent of later tokens, or None if unknown.
-        stuck: the ids of all-zero matrices whose gradient will stay 0.
-        idle: the ids of matrices whose gradient is 0 (empty if all-zero weights may explain such gradients).
+        zero: the parameters that get no gradient, by cause.
         foreign: parameters outside the model on which the loss depends.
         mixes: whether a row's logits depend on the other rows of the batch, or None if unknown.
         by_row: whether identical rows of the batch get different logits.
-        leaks: the output that hidden tokens change: "attention", "summary" (a vector for each row), "mean" (the mean of
-            a row's tokens), or "" for none.
+        leaks: the output that hidden tokens change: "attention" ("inverted" if shown tokens do not change it),
+            "summary" (a vector for each row), "mean" (the mean of a row's tokens), or "" for none.
         ordered: whether the first layer's output depends on the order of the tokens (true if unknown).
         turns: whether forward computes cosines, as for rotary positions.
         drops: whether dropout is active in evaluation mode.
@@ -67,6 +65,7 @@ class FirstPass:
         broken: the rows that make the loss NaN or infinite, if the loss of all other rows is finite.
         calls: the arguments (the first rows of large tensors) of the first call of each function in ``WATCHED``, by
             name.
+        same: whether the reference or teacher of the loss is the trained model itself.
         teaches: whether the target of kl_div depends on trained weights, and the input on none of these weights.
         entropies: the values of all cross-entropies.
         targets: the targets of the logits, or None if the loss is not a cross-entropy of the model's logits.
@@ -77,8 +76,7 @@ class FirstPass:
     logits: torch.Tensor | None
     gradients: Mapping[int, float]
     ran: frozenset[int]
-    stuck: frozenset[int]
-    idle: frozenset[int] = frozenset()
+    zero: ZeroGradients = field(default_factory=ZeroGradients)
     foreign: Sequence[nn.Parameter] = ()
     offset: int | None = None
     reads: bool | None = None
@@ -97,6 +95,7 @@ class FirstPass:
     targets: Targets | None = None
     half: bool = False
     teaches: bool = False
+    same: bool = False
 
     @property
     def reached(self) -> Set[int]:
@@ -126,6 +125,14 @@ class Skip(NamedTuple):
     by_row: float
 
 
+class Swap(NamedTuple):
+    """Token ids [batch, tokens], and the column whose embeddings another column's embeddings replace."""
+
+    tokens: torch.Tensor
+    at: int
+    by: int
+
+
 def _skip(skips: dict[int, Skip], layer: nn.Module, args: tuple, kwargs: dict[str, Output], output: Output) -> None:
     """Compare a layer's first output with its input, after subtracting the mean over all tokens from each."""
     given, returned = first_tensor(args or kwargs), first_tensor(output)
@@ -142,12 +149,12 @@ def _skip(skips: dict[int, Skip], layer: nn.Module, args: tuple, kwargs: dict[st
 class _Calls(TorchFunctionMode):
     """Keeps the arguments of the first call of each watched function, and all cross-entropies.
 
-    ``part`` returns the part of an argument to keep.
+    ``part`` returns the part of an argument to keep. ``swap`` names embeddings to replace.
     """
 
-    def __init__(self, part: Callable[[Output], Output]) -> None:
+    def __init__(self, part: Callable[[Output], Output], swap: Swap | None = None) -> None:
         super().__init__()
-        self._part = part
+        self._part, self._swap = part, swap
         self.first: dict[str, dict[str, Output]] = {}
         self.entropies: list[torch.Tensor] = []
         self.scores: torch.Tensor | None = None  # of the first cross-entropy, with the classes last
@@ -157,6 +164,9 @@ class _Calls(TorchFunctionMode):
         self, func: Callable[..., Output], types: Output, args: tuple = (), kwargs: dict[str, Output] | None = None
     ) -> Output:
         output = func(*args, **(kwargs or {}))
+        if self._swap is not None and func is functional.embedding and torch.equal(args[0], self._swap.tokens):
+            output = output.clone()
+            output[:, self._swap.at] = output[:, self._swap.by]
         self.turns = self.turns or func in (torch.cos, torch.Tensor.cos)
         self.drops = self.drops or _dropped(func, args, kwargs or {}) > 0
         half = isinstance(output, torch.Tensor) and output.dtype == torch.float16 and output.requires_grad
@@ -273,10 +283,12 @@ def first_pass(
             calls.scores = None
             logits, value, leaves = _first_rows(logits), float(loss.detach()), leaves_of(loss)
             seen.outputs.clear()  # the logits of a large vocabulary
+            both = {key for key, modes in seen.ran.items() if len(modes) == 2}
             if loss.requires_grad:
                 loss.backward()
-            gradients, idle = _gradients(model, every)
-            stuck = _stuck(model, lambda: loss_and_logits()[0])
+            gradients = {id(p): size_of(p.grad) for p in every if p.grad is not None}
+            same = is_own_reference(model, both, lambda: loss_and_logits()[0])
+            zero = zero_gradients(model, gradients, lambda: loss_and_logits()[0])
             first, targets = [layers[0] for _, layers in blocks], next(iter(asked), None)
             found = _Repeats(model, seen.given[0], loss_and_logits, targets, first).found() if seen.given else {}
             found["broken"] = _broken(batch, lambda rows: loss_and_logits(rows)[0]) if not math.isfinite(value) else ()
@@ -285,8 +297,8 @@ def first_pass(
             logits=logits,
             gradients=gradients,
             ran=frozenset(seen.ran),
-            stuck=stuck,
-            idle=idle,
+            zero=zero,
+            same=same,
             foreign=[x for key, x in leaves.items() if isinstance(x, nn.Parameter) and key not in map(id, every)],
             teaches=calls.teaches,
             calls=calls.first,
@@ -312,9 +324,12 @@ def _ask(scores: torch.Tensor | None) -> list[Targets | None]:
 
 @dataclass
 class _Seen:
-    """The values that hooks collect: called modules, the model's arguments and outputs, and each layer's ``Skip``."""
+    """The values that hooks collect: the model's arguments and outputs, and each layer's ``Skip``.
 
-    ran: set[int] = field(default_factory=set)
+    ``ran`` maps each called module to whether autograd recorded its calls.
+    """
+
+    ran: dict[int, set[bool]] = field(default_factory=dict)
     outputs: list[Output] = field(default_factory=list)
     given: list[tuple[tuple, dict[str, Output]]] = field(default_factory=list)
     skips: dict[int, Skip] = field(default_factory=dict)
@@ -352,7 +367,11 @@ def _broken(batch: object, loss_of: Callable[[object], torch.Tensor | None]) -> 
 @contextmanager
 def _watching(model: nn.Module, blocks: Sequence[tuple[str, Sequence[nn.Module]]], seen: _Seen) -> Iterator[None]:
     """Fill ``seen`` inside the context, and restore the model's buffers at its end."""
-    hooks = [module.register_forward_pre_hook(lambda m, a: seen.ran.add(id(m))) for module in model.modules()]
+    ran = seen.ran
+    hooks = [
+        module.register_forward_pre_hook(lambda m, a: ran.setdefault(id(m), set()).add(torch.is_grad_enabled()))
+        for module in model.modules()
+    ]
     hooks.append(model.register_forward_hook(lambda m, a, output: seen.outputs.append(output)))
     hooks.append(model.register_forward_pre_hook(lambda m, a, k: seen.given.append((a, k)), with_kwargs=True))
     for layer in (layer for _, layers in blocks for layer in layers):
@@ -364,63 +383,13 @@ def _watching(model: nn.Module, blocks: Sequence[tuple[str, Sequence[nn.Module]]
         yield
     finally:
         for layer, after in (pair for _, layers in blocks for pair in pairwise(layers)):
-            if not {id(layer), id(after)} & seen.ran:  # a loop calls their parts
+            if not {id(layer), id(after)} & seen.ran.keys():  # a loop calls their parts
                 _skip(seen.skips, layer, (seen.entered.get(id(layer)),), {}, seen.entered.get(id(after)))
         for hook in hooks:
             hook.remove()
         for name, buffer in model.named_buffers():
             if name in buffers and buffers[name].shape == buffer.shape:
                 buffer.copy_(buffers[name])
-
-
-def _gradients(model: nn.Module, every: Iterable[torch.Tensor]) -> tuple[dict[int, float], frozenset[int]]:
-    """Return the values of ``FirstPass.gradients`` and ``FirstPass.idle``."""
-    sizes = {id(p): float(whole(p.grad).float().square().mean().sqrt()) for p in every if p.grad is not None}
-    shown = {name: p for name, p in model.named_parameters() if id(p) in sizes and not isinstance(p, DTensor)}
-    zeros = any(not name.endswith("bias") and not bool(p.detach().any()) for name, p in shown.items())  # LoRA, a scale
-    least = IDLE * statistics.median(sizes.values()) if sizes else 0.0
-    return sizes, frozenset(id(p) for p in shown.values() if p.ndim > 1 and not zeros and sizes[id(p)] <= least)
-
-
-def _stuck(model: nn.Module, loss_of: Callable[[], torch.Tensor | None]) -> frozenset[int]:
-    """Return the all-zero matrices whose gradient stays 0 even after other all-zero matrices have changed.
-
-    A matrix counts only if the matrix gets a gradient once all such matrices are nonzero. Lamina replaces only zeros in
-    these passes, so Lamina can restore the weights exactly.
-    """
-    trained = [p for p in model.parameters() if p.requires_grad and p.ndim > 1 and p.grad is not None]
-    if any(isinstance(p, DTensor) for p in trained):
-        return frozenset()
-    zeros = [p for p in trained if p.numel() and not bool(p.detach().any())]
-
-    def without_gradient(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        return [p for p in parameters if p.grad is None or not bool(p.grad.any())]
-
-    def after_moving(parameters: Iterable[nn.Parameter]) -> None:
-        for p in parameters:
-            nn.init.normal_(p, std=0.02)
-        model.zero_grad(set_to_none=True)
-        loss = loss_of()
-        if loss is not None:
-            loss.backward()
-
-    still = without_gradient(zeros)
-    if not still:
-        return frozenset()
-    try:
-        moving = [p for p in zeros if all(p is not other for other in still)]
-        while still and moving:
-            after_moving(moving)
-            now = without_gradient(still)
-            moving = [p for p in still if all(p is not other for other in now)]
-            still = now
-        if still:
-            after_moving(still)
-        alone = without_gradient(still)
-        return frozenset(id(p) for p in still if all(p is not other for other in alone))
-    finally:
-        for p in zeros:
-            nn.init.zeros_(p)
 
 
 def offset_of(tokens: torch.Tensor, labels: torch.Tensor, there: torch.Tensor) -> tuple[torch.Tensor, int] | None:
@@ -460,7 +429,9 @@ class _Repeats:
         self._seen = self._now if exact else []  # the first layers' outputs for a token
 
     @torch.no_grad()
-    def _again(self, places: Places, seed: int = 0, *, layers_only: bool = False) -> torch.Tensor | None:
+    def _again(
+        self, places: Places, seed: int = 0, *, layers_only: bool = False, swap: Swap | None = None
+    ) -> torch.Tensor | None:
         """Return the logits of a pass in which ``places`` replace some of the model's arguments."""
 
         def swapped(module: nn.Module, a: tuple, k: dict[str, Output]) -> tuple[tuple, dict[str, Output]]:
@@ -473,7 +444,7 @@ class _Repeats:
             if layers_only and len(seen) == len(self._seen):
                 raise StopIteration  # the other layers need not run
 
-        calls, seen = _Calls(lambda value: None), list[torch.Tensor]()
+        calls, seen = _Calls(lambda value: None, swap), list[torch.Tensor]()
         hooks = [self._model.register_forward_pre_hook(swapped, with_kwargs=True)]
         hooks += [layer.register_forward_hook(see) for layer in self._layers]
         try:
@@ -501,21 +472,23 @@ class _Repeats:
         return {**found, "offset": target[-1], "reads": reads, "causal": causal}
 
     def leaks(self) -> str:
-        """Change a hidden token at a row's end, and return the value of ``FirstPass.leaks``."""
+        """Change a hidden token's embedding at a row's end, and return the value of ``FirstPass.leaks``.
+
+        The token stays, because models find the end of a row by its padding tokens.
+        """
         tables = [(at, x) for at, x in self._given.items() if x.ndim == 2 and not x.is_floating_point()]
-        pairs = [(at, x, mask) for at, x in tables for _, mask in tables if mask.shape == x.shape and mask.max() <= 1]
-        for at, tokens, mask in pairs:
+        pairs = [(x, mask) for _, x in tables for _, mask in tables if mask.shape == x.shape and mask.max() <= 1]
+        for tokens, mask in pairs:
             hidden = next((mask == v for v in (0, 1) if 1 == len(tokens[mask == v].unique()) < tokens.max()), None)
             before, end = self._logits, -1 if hidden is not None and hidden[:, -1].any() else 0
             if hidden is None or before is None or len(hidden) != len(before) or not (rows := hidden[:, end]).any():
                 continue
-            others = tokens.clone()
-            others[:, end] = tokens[:, ~end]
-            if (logits := self._again({at: others})) is None or logits.shape != before.shape:
+            logits = self._again({}, swap=Swap(tokens, end, ~end))
+            if logits is None or logits.shape != before.shape:
                 continue
-            seen = [(x, y) for x, y in zip(self._seen, self._now, strict=False) if len(x) == len(y) == len(rows)]
-            if any(float((y - x)[rows & ~hidden[:, 3]].abs().sum()) > 0 for x, y in seen):
-                return "attention"
+            if self._moves(rows & ~hidden[:, 3]):
+                self._again({}, swap=Swap(tokens, 0, -1), layers_only=True)
+                return "attention" if end == 0 or self._moves(rows & ~hidden[:, 3]) else "inverted"
             change = (logits - before)[rows].abs()
             if (
                 change.ndim == 2
@@ -524,6 +497,11 @@ class _Repeats:
             ):
                 return "summary" if size > LAST else "mean"
         return ""
+
+    def _moves(self, rows: torch.Tensor) -> bool:
+        """Return whether the last pass changed the first layers' outputs in some rows."""
+        seen = [(x, y) for x, y in zip(self._seen, self._now, strict=False) if len(x) == len(y) == len(rows)]
+        return any(float((y - x)[rows].abs().sum()) > 0 for x, y in seen)
 
     def ordered(self) -> bool:
         """Return whether the first layer's output depends on the order of the other tokens (true if unknown)."""

@@ -104,6 +104,13 @@ def targets(setup: BeforeTraining) -> Iterator[Mistake]:
             why="the loss also trains the teacher, so the teacher moves toward the student",
             do="Compute the teacher's output under torch.no_grad(), and set the teacher's requires_grad to False",
         )
+    if setup.trial is not None and setup.trial.same:
+        yield Mistake(
+            what="the model is its own reference: the loss calls it with and without gradients on equal inputs",
+            why="the reference (or teacher) changes with the model, so the two outputs never differ",
+            do="Use a frozen copy as the reference: copy.deepcopy(model).requires_grad_(False). With LoRA, run the "
+            "reference under model.disable_adapter()",
+        )
 
 
 @checks
@@ -112,6 +119,9 @@ def sign_of_loss(setup: BeforeTraining) -> Iterator[Mistake]:
     trial, rises = setup.trial, any(group.get("maximize") for _, group in setup.settings)
     targets = trial.targets if trial is not None else None
     negative = targets is not None and bool((targets.weights <= 0).all())
+    if targets is not None and targets.count == 2 and (labels := setup.labels) is not None:
+        same = targets.classes.shape == labels.shape
+        negative = same and not bool((targets.classes == labels)[targets.counted].any())
     if negative != rises and (negative or trial is None or trial.loss >= 0):
         yield Mistake(
             what="the optimizer has maximize=True" if rises else "the loss is minus a cross-entropy",
@@ -144,9 +154,14 @@ def changed_inputs(setup: BeforeTraining) -> Iterator[Mistake]:
                 "the mask hides queries instead of keys, or hides nothing",
                 "Mask the keys: mask[:, None, None, :]",
             ),
+            "inverted": (
+                "attention reads only the hidden tokens, so the mask is inverted",
+                "Pass ~mask.bool() as torch's key_padding_mask, which is True at padding. Other masks are 1 at tokens",
+            ),
             "summary": (
-                "the model takes the last position as the row's summary, and there is padding",
-                "Take the last token that the mask shows: hidden[torch.arange(len(hidden)), mask.sum(1) - 1]",
+                "the model takes padding as the row's summary",
+                "Take the last token that the mask shows: hidden[torch.arange(len(hidden)), mask.sum(1) - 1]. A model "
+                "of transformers needs config.pad_token_id to be the batch's padding",
             ),
             "mean": ("a mean over all positions counts padding", "Average over the tokens that the mask shows"),
         }[trial.leaks]

@@ -18,10 +18,14 @@ class Targets:
     Attributes:
         classes: the class that the loss asks for at each position of the logits.
         weights: the factor of each position's cross-entropy. A negative factor makes the class less likely.
+        count: the number of classes. Of two classes, either may be the loss's target, so weights are at least 0.
+        loss: the mean cross-entropy of the positions that count.
     """
 
     classes: torch.Tensor
     weights: torch.Tensor
+    count: int
+    loss: float
 
     @property
     def counted(self) -> torch.Tensor:
@@ -32,23 +36,26 @@ def targets_of(logits: torch.Tensor, gradient: torch.Tensor) -> Targets | None:
     """Return the targets, given logits [..., classes] and their gradient, or None if the loss is not a cross-entropy.
 
     The gradient of a cross-entropy is its weight times (probabilities - one-hot target). So the target's element is as
-    large as all other elements together.
+    large as all other elements together. Of two classes, this is the class that the loss makes more likely.
     """
     pieces = (tensor.detach().flatten(0, -2).split(_POSITIONS) for tensor in (logits, gradient))
     found = [_of_positions(*piece) for piece in zip(*pieces, strict=True)]  # copies are small
-    classes, weights, fits = (torch.cat(each).view(logits.shape[:-1]) for each in zip(*found, strict=True))
+    classes, weights, fits, losses = (torch.cat(each).view(logits.shape[:-1]) for each in zip(*found, strict=True))
     counted = weights != 0
     known = logits.shape[-1] > 1 and bool(counted.any()) and float(fits[counted].float().mean()) >= _MOST
-    return Targets(classes, weights) if known else None
+    return Targets(classes, weights, logits.shape[-1], float(losses[counted].mean())) if known else None
 
 
-def _of_positions(logits: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _of_positions(logits: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
     logits, gradient = logits.float(), gradient.float()
-    at = gradient.abs().argmax(-1, keepdim=True)
+    least, most = gradient.min(-1, keepdim=True), gradient.max(-1, keepdim=True)
+    asked = -least.values >= (1 - _FITS) * most.values  # of two classes, the gradients are equally large
+    at = torch.where(asked, least.indices, most.indices)
     peak, size = gradient.gather(-1, at)[..., 0], gradient.abs().sum(-1)
     total = logits.logsumexp(-1)
-    likely = (logits.gather(-1, at)[..., 0] - total).exp()
+    losses = total - logits.gather(-1, at)[..., 0]
+    likely = (-losses).exp()
     of_logits = (size - 2 * peak.abs()).abs() <= _FITS * size
     of_logarithms = (size - peak.abs() <= _FITS * size) & (total.abs() < _FITS)
     weights = torch.where(of_logits, -peak / (1 - likely).clamp(min=1e-6), -peak)
-    return at[..., 0], weights, of_logits | of_logarithms
+    return at[..., 0], weights, of_logits | of_logarithms, losses

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from lamina.probes.structure.hooks import Output
 from lamina.probes.structure.sites import effective_gain, is_norm
 from lamina.training.monitor.before_training import NARROW, BeforeTraining, Mistake, checks, listing
-from lamina.training.monitor.first_pass import whole
+from lamina.training.monitor.first_pass import FirstPass, whole
 from lamina.training.monitor.silent_parameters import named_alike
 
 NEAR_ZERO, TWICE = 0.05, (1.9, 2.1)  # mean gains that switch a norm off, or count the 1 of a "1 + weight" twice
@@ -57,7 +57,36 @@ def no_gradient_to_parts(setup: BeforeTraining) -> Iterator[Mistake]:
     trial = setup.trial
     if trial is None or not any(trial.gradients.values()):
         return
-    living, spared = trial.reached - trial.idle, set[int]()
+    silent = [p for p in {id(p): p for p in _silent(setup, trial)}.values() if p.requires_grad]
+    cut, idle = trial.zero.cut, trial.zero.idle
+    for found, what, why, do in (
+        (
+            [p for p in silent if id(p) in cut],
+            "no gradient reaches {} of the parameters ({}), although the loss depends on them",
+            "an operation after these parameters detaches their output",
+            "Look for .detach(), .data, torch.no_grad(), argmax or .item() after these parameters",
+        ),
+        (
+            [p for p in silent if id(p) in idle],
+            "the gradient is 0 for {} of the parameters ({})",
+            "their output is multiplied by 0, or changes nothing",
+            "Check scales (alpha // r is 0 if r is larger), that router probabilities below 1 multiply the experts' "
+            "outputs, and that no mask is empty, such as the mask of image tokens in a batch without images",
+        ),
+        (
+            [p for p in silent if id(p) not in cut | idle],
+            "the loss does not use {} of the parameters ({})",
+            "forward calls another module in their place, or drops their output",
+            "Call these modules and use what they return. Choose an adapter with model.set_adapter(name)",
+        ),
+    ):
+        if found:
+            yield Mistake(what=what.format(len(found), setup.listed(found)), why=why, do=do)
+
+
+def _silent(setup: BeforeTraining, trial: FirstPass) -> Iterator[nn.Parameter]:
+    """Yield the parameters that should get a gradient, and get none. A parameter may appear twice."""
+    living, spared = trial.reached - trial.zero.idle, set[int]()
     moving = {key for key in living if trial.gradients[key] > 0}
     peers: dict[str, list[nn.Parameter]] = {}
     for path, layers in setup.blocks:
@@ -70,30 +99,33 @@ def no_gradient_to_parts(setup: BeforeTraining) -> Iterator[Mistake]:
                     peers.setdefault(path + name, []).append(parameter)
     alive = [sum(id(p) in living for p in of) for of in peers.values()]
     of_layers = [of for of, count in zip(peers.values(), alive, strict=True) if not 0 < count <= len(of) / 2]
-    silent = [p for of in of_layers for p in of if id(p) not in living | spared]
-    inside = [{id(p) for p in layer.parameters() if p.requires_grad} for _, layers in setup.blocks for layer in layers]
-    if all(layer & trial.reached for layer in inside if layer):  # else what lies before those layers is silent, too
-        given = setup.ends[0] if setup.ends is not None and "input_ids" in setup.batch else None
-        tables = [
-            m for m in setup.model.modules() if isinstance(m, nn.Embedding) and (id(m) in trial.ran or m is given)
-        ]
-        silent += [m.weight for m in tables if m.weight.requires_grad and id(m.weight) not in trial.reached]
-    silent += [p for p in setup.trained if id(p) in trial.idle.difference(*inside)]
+    yield from (p for of in of_layers for p in of if id(p) not in living | spared)
+    every = [layer for _, layers in setup.blocks for layer in layers]
+    inside = set(map(id, (p for layer in every for p in layer.parameters())))
+    for layer in every:
+        alike: dict[str, list[nn.Parameter]] = {}  # an expert may get no tokens
+        for name, p in layer.named_parameters():
+            alike.setdefault(re.sub(r"\d+", "", name), []).append(p)
+        still = (of for of in alike.values() if not any(id(p) in living for p in of))
+        yield from (p for of in still for p in of if id(p) in trial.zero.idle and trial.gradients[id(p)] == 0)
+    ran = [{id(p) for p in layer.parameters() if p.requires_grad} for layer in every if id(layer) in trial.ran]
+    dead = [layer for layer in ran if layer and not layer & trial.reached]  # what lies before them is silent, too
+    cut = trial.zero.cut.difference(spared, *dead) & (inside if dead else trial.zero.cut)
+    yield from (p for p in setup.trained if id(p) in cut | (trial.zero.idle - inside))
+    yield from _unused(setup, trial)
+
+
+def _unused(setup: BeforeTraining, trial: FirstPass) -> Iterator[nn.Parameter]:
+    """Yield the matrices of modules that the model should call, and never calls."""
     parts = {n: m for n, m in setup.model.named_modules() if isinstance(m, nn.Linear) and id(m.weight) in setup.groups}
     used = {re.sub(r"\d+", "", n) for n, m in parts.items() if id(m) in trial.ran or id(m.weight) in trial.reached}
     run = (m for _, layers in setup.blocks for layer in layers for m in layer.modules() if id(m) in trial.ran)
     children = {id(child) for module in run for child in module.children()}  # a decoder alone has no cross-attention
-    unused = [m.weight for n, m in parts.items() if re.sub(r"\d+", "", n) not in used]
-    silent += [p for n, m in parts.items() for p in unused if p is m.weight and (id(m) in children or "lora" in n)]
-    if silent := [p for p in silent if p.requires_grad]:
-        yield Mistake(
-            what=f"no gradient reaches {len(silent)} of the parameters ({setup.listed(silent)})",
-            why="an operation detaches the output of these parameters, forward uses another module in "
-            "their place, or their output has no effect",
-            do="Look for .detach(), .data, torch.no_grad() or .item() after these parameters, and for calls of the "
-            "wrong module. Check that router probabilities below 1 multiply the experts' outputs, "
-            "and that no mask is empty, such as the mask of image tokens in a batch without images",
-        )
+    unused = {id(m.weight) for n, m in parts.items() if re.sub(r"\d+", "", n) not in used}
+    yield from (m.weight for n, m in parts.items() if id(m.weight) in unused and (id(m) in children or "lora" in n))
+    table = setup.ends[0] if setup.ends is not None and "input_ids" in setup.batch else None
+    if table is not None and id(table) not in trial.ran and id(table.weight) not in trial.reached:
+        yield table.weight
 
 
 @checks
@@ -129,15 +161,13 @@ def _untied(what: str) -> Mistake:
 def norm_gains(setup: BeforeTraining) -> Iterator[Mistake]:
     """Find norms whose gain starts at 0 or at 2. Only a norm at the end of a branch may start at 0."""
     sites = list(setup.structure.norms()) if setup.structure is not None else []
-    ends = {id(site.module) for _, _, site in sites if site.role == "out_norm"}
-    norm_ids = {id(site.module) for _, _, site in sites}
+    roles = {id(site.module): site.role for _, _, site in sites}
     gains = {m: gain for m in setup.model.modules() if (gain := _gain(m)) is not None and gain.numel() > 1}
-    off = [module for module, gain in gains.items() if float(gain.abs().max()) < NEAR_ZERO and id(module) not in ends]
-    zero = [
-        module for module in off if not bool(gains[module].any()) and any(bool(p.any()) for p in module.parameters())
-    ]
-    off = [module for module in off if id(module) in norm_ids] if len(off) < len(gains) else off
-    off = [module for module in off if module not in zero and not _is_as_made(module)] + zero
+    off = [m for m, gain in gains.items() if is_off(gain) and roles.get(id(m)) != "out_norm"]
+    zero = [m for m in off if not bool(gains[m].any()) and any(bool(p.any()) for p in m.parameters())]
+    if not 1 < len(gains) == sum(map(is_off, gains.values())):  # else a class may start at 0 for the ends of branches
+        known = {m for m in off if id(m) in roles and (roles[id(m)] == "pre_norm" or not _is_as_made(m))}
+        off = [m for m in off if m in known or m in zero]
     flat = {m: float(gain.mean()) for m, gain in gains.items() if float(gain.std()) < 1e-3}
     known = {m for m in flat if type(m).__module__.startswith(LIBRARIES) and _is_as_made(m)}
     double = [m for m, mean in flat.items() if TWICE[0] < mean < TWICE[1] and m not in known]
@@ -215,14 +245,20 @@ def weight_scales(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def stuck_at_zero(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find all-zero matrices that multiply each other, so that both gradients stay 0."""
-    stuck = [p for p in setup.trained if setup.trial is not None and id(p) in setup.trial.stuck]
+    """Find all-zero matrices whose gradient stays 0, because other all-zero parameters multiply them."""
+    stuck = [p for p in setup.trained if setup.trial is not None and id(p) in setup.trial.zero.stuck]
     if stuck:
         yield Mistake(
             what=f"{len(stuck)} matrices of zeros get a gradient of 0 ({setup.listed(stuck)})",
-            why="each is multiplied by another matrix of zeros, so both stay 0",
-            do="Initialize one of each two matrices at random",
+            why="each is multiplied by other zeros (a matrix, or a gate), so both stay 0",
+            do="Initialize one of each two matrices at random, or start the gate at 1",
         )
+
+
+def is_off(gain: torch.Tensor) -> bool:
+    """Return whether gains are near 0, or lie around 0 with both signs."""
+    size = float(gain.square().mean().sqrt())
+    return float(gain.abs().max()) < NEAR_ZERO or (size < NEAR_ZERO and abs(float(gain.mean())) < size / 2)
 
 
 def _gain(module: nn.Module) -> torch.Tensor | None:

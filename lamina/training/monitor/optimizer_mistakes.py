@@ -94,7 +94,7 @@ def decayed_gains(setup: BeforeTraining) -> Iterator[Mistake]:
 @checks
 def float16_gradients(setup: BeforeTraining) -> Iterator[Mistake]:
     """Find float16 training without a loss scaler, and trainable weights in float16."""
-    weights = [p for p in setup.trained if p.dtype == torch.float16]
+    weights, off = [p for p in setup.trained if p.dtype == torch.float16], setup.scaler_is_off
     if weights:
         yield Mistake(
             what=f"{len(weights)} of the trainable parameters are float16 ({setup.listed(weights)})",
@@ -103,9 +103,10 @@ def float16_gradients(setup: BeforeTraining) -> Iterator[Mistake]:
         )
     elif setup.half and setup.scaler is False:
         yield Mistake(
-            what="autocast computes in float16 without a GradScaler",
+            what="autocast computes in float16"
+            + (", but the GradScaler is disabled" if off else " without a GradScaler"),
             why="gradients below 6e-8 become 0",
-            do="Scale the loss (torch.amp.GradScaler), or use bfloat16",
+            do=f"Scale the loss (torch.amp.GradScaler{' with enabled=True' * off}), or use bfloat16",
         )
 
 

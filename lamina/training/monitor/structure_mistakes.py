@@ -11,9 +11,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lamina.probes.structure.hooks import Output
-from lamina.probes.structure.sites import is_norm
+from lamina.probes.structure.sites import effective_gain, is_norm
 from lamina.training.monitor.before_training import BeforeTraining, Mistake, checks, listing
 from lamina.training.monitor.first_pass import whole
+from lamina.training.monitor.model_mistakes import is_off
 
 APART, DROWNED = 0.2, 0.05  # a cosine; and a share of the first layer's input
 MUCH_DROPPED = 0.8  # of a dropout's elements
@@ -38,7 +39,7 @@ def no_gradient(setup: BeforeTraining) -> Iterator[Mistake]:
             why="torch.no_grad() or torch.set_grad_enabled(False) is active, so backward() fails",
             do="Switch gradients on with torch.set_grad_enabled(True)",
         )
-    elif trial is not None and not trial.stuck and not any(trial.gradients.values()):
+    elif trial is not None and not trial.zero.stuck and not any(trial.gradients.values()):
         yield Mistake(
             what="all gradients are 0" if trial.reached else "no parameter gets a gradient",
             why="the loss depends on no trainable weight",
@@ -97,7 +98,9 @@ def skip_connections(setup: BeforeTraining) -> Iterator[Mistake]:
         without = all(abs(skip.cosine) < APART for skip in skips)
         middle = sorted(skips, key=lambda skip: skip.factor)[len(skips) // 2 :][:1]
         twice = all(skip.cosine > 1 - APART and abs(skip.factor - 2) < APART for skip in middle)
-        if len(skips) >= max(3, len(layers) - 1) and (without or twice) and any(map(is_norm, layers[0].modules())):
+        gains = [effective_gain(m) for m in layers[0].modules() if is_norm(m)] if without or twice else []
+        scaled = gains and not any(gain is not None and is_off(gain) for gain in gains)  # else a norm hides the input
+        if len(skips) >= max(3, len(layers) - 1) and scaled:
             yield Mistake(
                 what=f"the outputs of the layers of {path} contain their inputs {'twice' if twice else 'not at all'}",
                 why=f"with depth, the residual stream {'doubles' if twice else 'and its gradient fade'} at each layer",
