@@ -264,6 +264,18 @@ def preferences(reference, supervised=0.0):
     return model, None, {"batch": (IDS, IDS.flip(1)), "loss": loss}
 
 
+def virtual():
+    """A loss of labels beside one of agreement, whose target is the model's own output for other inputs."""
+
+    def loss(model, batch):
+        with torch.no_grad():
+            held = model(batch[0]).softmax(-1)
+        agreement = functional.kl_div(model(batch[0].roll(1, 0)).log_softmax(-1), held, reduction="batchmean")
+        return ENTROPY(model(batch[0]).flatten(0, 1), batch[1].flatten()) + agreement / 1e3
+
+    return Words(), None, {"batch": (IDS[:, :-1], IDS[:, 1:]), "loss": loss}
+
+
 def last_token(padding):
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     torch.manual_seed(0)
@@ -345,6 +357,7 @@ SOUND = {
     "norms of 1 + 0": lambda: zero_norms(plus=1.0),
     "a frozen reference": lambda: preferences("copy"),
     "a reference without its adapter": lambda: preferences("base"),
+    "agreement with itself": virtual,
     "the last token that is no padding": lambda: last_token(padding=1),
     "equal labels of two classes": lambda: two_classes(1),
     "numbers of a usual size": lambda: numbers(functional.mse_loss, targets=20 * NUMBERS),

@@ -283,7 +283,8 @@ def first_pass(
             calls.scores = None
             logits, value, leaves = _first_rows(logits), float(loss.detach()), leaves_of(loss)
             seen.outputs.clear()  # the logits of a large vocabulary
-            both = {key for key, modes in seen.ran.items() if len(modes) == 2}
+            ran = dict(seen.ran)  # later passes are in evaluation mode, and drop no layers
+            both = {key for key, modes in ran.items() if len(modes) == 2}
             if loss.requires_grad:
                 loss.backward()
             gradients = {id(p): size_of(p.grad) for p in every if p.grad is not None}
@@ -296,7 +297,7 @@ def first_pass(
             loss=value,
             logits=logits,
             gradients=gradients,
-            ran=frozenset(seen.ran),
+            ran=frozenset(ran),
             zero=zero,
             same=same,
             foreign=[x for key, x in leaves.items() if isinstance(x, nn.Parameter) and key not in map(id, every)],

@@ -154,7 +154,8 @@ def is_own_reference(model: nn.Module, both: Collection[int], run: Run) -> bool:
     def see(module: nn.Module, args: tuple, output: Output) -> None:
         if (x := first_tensor(output)) is not None:
             x = x.detach().double()
-            seen.append((id(module), torch.is_grad_enabled(), [*x.shape, float(x.sum()), float(x.abs().sum())]))
+            order = torch.arange(x.numel(), device=x.device, dtype=x.dtype)
+            seen.append((id(module), torch.is_grad_enabled(), [*x.shape, float(x.flatten() @ order.cos())]))
 
     hooks = [part.register_forward_hook(see) for part in parts]
     try:
