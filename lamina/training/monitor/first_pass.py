@@ -260,8 +260,7 @@ def first_pass(
 
     Returns None without a loss. ``others`` are tensors that model.parameters() lacks. ``blocks`` are lists of layers.
     """
-    every = [*model.parameters(), *others]
-    seen, calls = _Seen(), _Calls(_first_rows)
+    every, seen, calls = [*model.parameters(), *others], _Seen(), _Calls(_first_rows)
 
     def loss_and_logits(batch: object = batch) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         seen.outputs.clear()
@@ -280,15 +279,13 @@ def first_pass(
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
                 return None
             asked = _ask(calls.scores if logits is None or logits.ndim < 2 else logits)
-            calls.scores = None
             logits, value, leaves = _first_rows(logits), float(loss.detach()), leaves_of(loss)
             seen.outputs.clear()  # the logits of a large vocabulary
-            ran = dict(seen.ran)  # later passes are in evaluation mode, and drop no layers
-            both = {key for key, modes in ran.items() if len(modes) == 2}
+            calls.scores, ran = None, dict(seen.ran)  # later passes are in evaluation mode, and drop no layers
             if loss.requires_grad:
                 loss.backward()
             gradients = {id(p): size_of(p.grad) for p in every if p.grad is not None}
-            same = is_own_reference(model, both, lambda: loss_and_logits()[0])
+            same = is_own_reference(model, ran, lambda: loss_and_logits()[0])
             zero = zero_gradients(model, gradients, lambda: loss_and_logits()[0])
             first, targets = [layers[0] for _, layers in blocks], next(iter(asked), None)
             found = _Repeats(model, seen.given[0], loss_and_logits, targets, first).found() if seen.given else {}

@@ -137,15 +137,15 @@ def _cut(parts: Iterable[Sequence[nn.Parameter]], run: Run) -> Iterator[int]:
             yield from map(id, part)
 
 
-def is_own_reference(model: nn.Module, both: Collection[int], run: Run) -> bool:
+def is_own_reference(model: nn.Module, ran: Mapping[int, Collection[bool]], run: Run) -> bool:
     """Return whether the reference or teacher of the loss is the trained part of the model itself.
 
-    For any weights, each of this part's outputs then equals an output without gradients. ``both`` contains the ids of
-    the modules that the loss calls with and without gradients.
+    For any weights, each of this part's outputs then equals an output without gradients. ``ran`` tells by a
+    module's id whether autograd recorded its calls.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     size = sum(p.numel() for p in trained)
-    parts = (m for m in model.modules() if id(m) in both)
+    parts = (m for m in model.modules() if len(ran.get(id(m), ())) == 2)
     parts = [m for m in parts if 2 * sum(p.numel() for p in m.parameters() if p.requires_grad) > size]
     if not parts or any(isinstance(p, DTensor) for p in trained):
         return False
