@@ -149,13 +149,13 @@ def is_own_reference(model: nn.Module, ran: Mapping[int, Collection[bool]], run:
     parts = [m for m in parts if 2 * sum(p.numel() for p in m.parameters() if p.requires_grad) > size]
     if not parts or any(isinstance(p, DTensor) for p in trained):
         return False
-    seen: list[tuple[int, bool, list[float]]] = []
+    seen: list[tuple[int, bool, torch.Size, float]] = []
 
     def see(module: nn.Module, args: tuple, output: Output) -> None:
         if (x := first_tensor(output)) is not None:
             x = x.detach().double()
             order = torch.arange(x.numel(), device=x.device, dtype=x.dtype)
-            seen.append((id(module), torch.is_grad_enabled(), [*x.shape, float(x.flatten() @ order.cos())]))
+            seen.append((id(module), torch.is_grad_enabled(), x.shape, float(x.flatten() @ order.cos())))
 
     hooks = [part.register_forward_hook(see) for part in parts]
     try:
@@ -165,13 +165,8 @@ def is_own_reference(model: nn.Module, ran: Mapping[int, Collection[bool]], run:
         for hook in hooks:
             hook.remove()
     for part in map(id, parts):
-        ours, others = (
-            [sums for of, recorded, sums in seen if (of, recorded) == (part, mode)] for mode in (True, False)
-        )
-        if ours and all(any(_alike(one, other) for other in others) for one in ours):
+        ours, others = ([each[2:] for each in seen if each[:2] == (part, own)] for own in (True, False))
+        twins = [any(s == t and math.isclose(x, y, rel_tol=1e-5) for t, y in others) for s, x in ours]
+        if twins and all(twins):
             return True
     return False
-
-
-def _alike(one: Sequence[float], other: Sequence[float]) -> bool:
-    return len(one) == len(other) and all(math.isclose(x, y, rel_tol=1e-5) for x, y in zip(one, other, strict=True))
