@@ -304,7 +304,7 @@ def test_at_the_base_depth_every_weight_starts_bit_for_bit_as_without(scheme):
 
 
 def test_rates_without_the_multiplier_are_refused():
-    with pytest.raises(UserError, match="depth_scaling: 'completep', but the placement does not scale its branches"):
+    with pytest.raises(UserError, match="depth_scaling is 'completep', but the placement does not scale its branches"):
         lamina.build(llama_of(32), resolve("pre_ln", 2), scaling=Scaling(depth="completep", base_depth=1))
     with pytest.raises(UserError, match=r"base_depth: 0\. Give a whole number"):
         resolve("pre_ln", 2, depth_scaling="completep", base_depth=0)
