@@ -131,7 +131,7 @@ def test_the_page_says_how_often_in_a_row_a_gradient_must_stand_out():
     page = " ".join((Path(__file__).parents[2] / "docs" / "evidence" / "alarms.md").read_text().split())
     words = dict(enumerate(("three", "four", "five", "six", "seven", "eight", "nine"), 3))
     model = words[math.floor(limits()["rise/step_gradient_norm"]) + 1]
-    assert f"unusual {words[LASTS]} times in a row (for the whole model's gradient, {model} times)" in page
+    assert f"unusual {words[LASTS]} times in a row (for the gradient of the whole model: {model} times)" in page
 
 
 def test_a_warm_up_is_no_alarm_since_updates_are_divided_by_the_rate():
