@@ -90,7 +90,7 @@ def test_a_model_with_the_multiplier_is_trained_on_and_another_is_not_given_its_
     config = json.loads((tmp_path / "second" / "model" / "config.json").read_text())
     assert config["plan"]["layers"][0]["attention"]["out_scale"] == 0.5
     assert config["plan"]["options"] == scaled
-    with pytest.raises(UserError, match="depth_scaling: 'completep', but the placement does not scale its branches"):
+    with pytest.raises(UserError, match="depth_scaling is 'completep', but the placement does not scale its branches"):
         trained("third", **{**again, "from_model": str(tmp_path / "plain"), **scaled})
     assert not (tmp_path / "third").exists()
 
