@@ -11,7 +11,19 @@ from typing import TYPE_CHECKING, cast, get_args
 from lamina.api.results import Diagnosis
 from lamina.core.architectures import Target
 from lamina.core.extras import require
-from lamina.core.values import DTYPES, nearby, number, one_of, path, real_path, seed_number, switch, text, whole_number
+from lamina.core.values import (
+    DTYPES,
+    folder_beside,
+    nearby,
+    number,
+    one_of,
+    path,
+    real_path,
+    seed_number,
+    switch,
+    text,
+    whole_number,
+)
 from lamina.errors import UserError, shortened
 
 if TYPE_CHECKING:
@@ -349,8 +361,7 @@ def diagnose(run: str | PathLike[str], against: str | PathLike[str] | None = Non
     folder = joined(Path(path("run", run)))
     read = notes_of_stages(folder)
     if is_history(folder):
-        source, whole = folder, real_path("pipe" if str(folder) == "-" else folder)  # "." has no name
-        folder = whole.with_name(f"{whole.name}-lamina")
+        source, folder = folder, folder_beside("pipe" if str(folder) == "-" else folder)
         read = [f"Read from {source}: {import_history(source, folder, which)}."]
     elif which:
         raise UserError(f"which: {which!r} has no effect, because {str(folder)!r} holds only one run. Leave which out.")
@@ -372,14 +383,14 @@ def _compared(run: Path, against: Path) -> Diagnosis:
 
     run, against = joined(run), joined(against)
     compared = side_by_side(run, against)
-    texts, whole = compared.sentences(), real_path(run)
+    texts = compared.sentences()
     try:
         require("the page", "report")
     except UserError as error:
         return Diagnosis(sentences=[*texts, str(error)], page=None)
     from lamina.reports.pages.diagnosis import write_comparison
 
-    folder = whole.with_name(f"{whole.name}-lamina") if is_history(run) else whole
+    folder = folder_beside(run) if is_history(run) else real_path(run)
     folder.mkdir(exist_ok=True)
     name = f"against-{real_path(against).name}.html"
     return Diagnosis(sentences=texts, page=write_comparison(folder / name, compared))

@@ -150,6 +150,16 @@ def real_path(place: str | Path) -> Path:
     return Path(os.path.realpath(place))
 
 
+def folder_beside(place: str | Path) -> Path:
+    """Return the folder NAME-lamina beside ``place``, for records that Lamina converts.
+
+    For checkpoint-100 it is lamina-checkpoint-100: Trainer counts each folder whose name begins with "checkpoint-" as a
+    checkpoint, and would delete a real checkpoint sooner.
+    """
+    whole = real_path(place)
+    return whole.with_name(f"lamina-{whole.name}" if whole.name.startswith("checkpoint-") else f"{whole.name}-lamina")
+
+
 _LEVELS, _ENTRIES = 3, 20_000  # of a folder that is given as an input
 
 

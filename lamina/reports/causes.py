@@ -49,7 +49,7 @@ _AROUND = (16, 5)  # how many losses are compared: before the first alarm, and f
 @dataclass(frozen=True, kw_only=True)
 class Change:
     """A change that helps a run. A run already has the change if its ``setting`` equals ``made``. If ``made`` is a
-    number, any positive value up to ``made`` is enough.
+    number, any positive value up to ``made`` is enough. If ``made`` is None, any value of the ``setting`` is enough.
     """
 
     text: str
@@ -60,7 +60,7 @@ class Change:
         value = settings.get(self.setting)
         if isinstance(self.made, float):
             return isinstance(value, int | float) and 0 < value <= self.made
-        return self.made is not None and value == self.made
+        return value == self.made if self.made is not None else bool(self.setting) and value is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +131,7 @@ CAUSES = {
             changes=(
                 "inspect {batch} for values that are not finite, and for examples without a "
                 "label (their mean loss is 0/0)",
-                "skip such steps with lamina.watch(..., skip_outliers=6)",
+                Change(text="skip such steps with lamina.watch(..., skip_outliers=6)", setting="skip_outliers"),
             ),
         ),
         Cause(
@@ -191,7 +191,10 @@ CAUSES = {
             check="compute the loss of {batch} with the last checkpoint, example by example",
             changes=(
                 "inspect {batch}: repeated text, wrong labels, another language or format",
-                "skip outliers with lamina.watch(..., skip_outliers=6) (OLMo-core's SkipStepOptimizer)",
+                Change(
+                    text="skip outliers with lamina.watch(..., skip_outliers=6) (OLMo-core's SkipStepOptimizer)",
+                    setting="skip_outliers",
+                ),
                 Change(text="clip the gradient's norm (max_grad_norm=1.0)", setting="max_grad_norm", made=1.0),
                 "go back to a checkpoint before step {step} and skip the data, as PaLM did (arXiv 2204.02311, Sec "
                 "5.1; lamina pretrain --rollback)",

@@ -25,6 +25,7 @@ from lamina.jobs.seals import refuse_page
 from lamina.jobs.status import Status
 from lamina.reports.causes import (
     CAUSES,
+    JUMPED,
     NOT_KNOWN,
     OF_POLICIES,
     START,
@@ -330,10 +331,13 @@ def _recorded(evidence: Evidence, cause: Cause) -> tuple[str, list[str], str]:
     first = evidence.first
     if "rate: jumped" in cause.proofs and (jump := _jump(evidence)) is not None:
         step, before, after = jump
+        back = next((at for at in sorted(evidence.rates) if at > step and evidence.rates[at] * JUMPED < after), None)
+        verb = "restore" if back is None else "keep"
+        shown = f"from step {step}" + ("" if back is None else f" until {evidence.rates[back]:.3g} at step {back}")
         return (
             f"The record shows that the learning rate went from {before:.3g} to {after:.3g} at step {step}.",
             [
-                f"restore the learning rate {before:.3g} (the record shows {after:.3g} from step {step})",
+                f"{verb} the learning rate {before:.3g} (the record shows {after:.3g} {shown})",
                 f"continue from a checkpoint before step {step}, because the later updates were too large and damaged "
                 f"the weights",
             ],

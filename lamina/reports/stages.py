@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lamina.core.json_types import Json
 from lamina.core.text import ranges
-from lamina.core.values import real_path
+from lamina.core.values import folder_beside
 from lamina.errors import UserError
 from lamina.jobs.environment import environment
 from lamina.jobs.files import read_config, read_result, write_json, write_lines, write_sealed
@@ -58,8 +58,7 @@ def joined(folder: Path) -> Path:
     abouts = {stage: read_about(stage) for stage in stages}
     stages = sorted(stages, key=lambda stage: _layers(abouts[stage])[:1])
     _refuse_others(stages, abouts)
-    whole = real_path(folder)
-    target = whole.with_name(f"{whole.name}-lamina")
+    target = folder_beside(folder)
     with hold(target, resume=False, overwrite=True):
         write_json(target / ENVIRONMENT, environment(0, Kind.WATCHED))
         write_sealed(target / CONFIG, {**read_config(stages[0]), "output": str(target)})

@@ -295,3 +295,9 @@ def test_a_healthy_run_has_no_alarm_and_what_its_training_does_already_is_not_ad
     assert (settings["beta2"], settings["max_grad_norm"]) == (0.95, 1.0)
     for name in ("bad batch", "learning rate too high"):
         assert len(open_changes(CAUSES[name], settings)) == len(CAUSES[name].changes) - 1
+
+
+def test_a_run_that_skips_outliers_is_not_told_to_skip_them():
+    cause = CAUSES["values that are not finite"]
+    assert any("skip_outliers" in change for change in open_changes(cause, {}))
+    assert not any("skip_outliers" in change for change in open_changes(cause, {"skip_outliers": 4.0}))

@@ -187,6 +187,9 @@ def test_a_folder_that_holds_a_trainers_file_is_read(tmp_path, where):
     (inside / "trainer_state.json").write_text(FILES["trainer_state.json"])
     assert lamina.diagnose(tmp_path / "run").page.parent == tmp_path / "run-lamina"
     assert gather(tmp_path / "run-lamina").rose == ROSE
+    # Trainer would count checkpoint-200-lamina as a checkpoint, and delete an older one for it
+    beside = inside.with_name("lamina-checkpoint-200" if where else "run-lamina")
+    assert lamina.diagnose(inside).page.parent == beside
 
 
 def test_trackios_database_is_read_and_its_runs_are_told_apart(tmp_path):

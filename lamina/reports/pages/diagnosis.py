@@ -105,7 +105,9 @@ def loss_chart(evidence: Evidence) -> str:
     """Draw the loss of every recorded step, with marks at the rise and at the first anomaly."""
     losses = evidence.losses
     marks = " The red line marks the rise of the loss." * (evidence.rose is not None)
-    marks += " The orange line marks the first anomaly." * (evidence.first is not None)
+    if (first := evidence.first) is not None:
+        at_once = first.step == evidence.rose
+        marks += " The first anomaly is in the same step." if at_once else " The orange line marks the first anomaly."
     course = _drawn(evidence, [("loss", _COLORS[2], *charts.series(losses))], "loss")
     return figure(course if losses else None, f"Training loss at every recorded step.{marks}")
 
@@ -181,7 +183,7 @@ def _series_figure(evidence: Evidence, first: Alarm) -> Figure | None:
 
 def _drawn(evidence: Evidence, lines: Sequence[Drawn], quantity: str) -> Figure:
     """Draw ``lines`` with marks at the rise and at the first alarm."""
-    steps = ((evidence.rose, _COLORS[0]), (evidence.first.step if evidence.first else None, _COLORS[1]))
+    steps = ((evidence.first.step if evidence.first else None, _COLORS[1]), (evidence.rose, _COLORS[0]))
     return _lines(lines, quantity, [(step, color) for step, color in steps if step is not None], evidence.unit)
 
 

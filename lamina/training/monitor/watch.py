@@ -59,6 +59,7 @@ from lamina.training.monitor.writers import (
 )
 
 logger = logging.getLogger(__name__)
+_IN_A_ROW = 8  # skipped steps after which values that are not finite count as a divergence all the same
 
 
 class WatchedRecords(Writers):
@@ -144,7 +145,7 @@ class LoopMonitor(Monitor):
             self.batches = BatchRecords(instruments.batches, folder, step, tokenizer, instruments.model)
         self.outliers = None if settings.skip_outliers is None else OutlierRule(sigmas=settings.skip_outliers)
         self.diverged: Diverged | None = None
-        self.skipped = 0
+        self._passed: set[int] = set()  # steps that skip_outliers left out
         self._told = False  # whether anybody ends the steps
         self._broken: set[str] = set()  # series of a noted divergence, until they are finite again
         self._micro: list[torch.Tensor] = []  # losses of the step's micro-batches
@@ -207,7 +208,7 @@ class LoopMonitor(Monitor):
         if (loss := self.instruments.step_loss()) is not None:
             skips |= self.outliers.see(LOSS, self.processes.mean(float(loss)))
         skips = self.processes.anyone(skips)
-        self.skipped += skips
+        self._passed |= {self.step + 1} if skips else set()
         return skips
 
     def end_step(self, loss: torch.Tensor | float | None = None) -> None:
@@ -261,6 +262,8 @@ class LoopMonitor(Monitor):
             self._describe()
             self._write_record(rate)
         for step, _, _, _, _, metric, value in series:
+            if step in self._passed and not self._passed.issuperset(range(step - _IN_A_ROW, step)):
+                continue  # skipped, so that it changed no weight
             if math.isfinite(value):
                 self._broken.discard(metric)
             elif metric in self._broken:
@@ -351,7 +354,7 @@ class LoopMonitor(Monitor):
             new = self.instruments.tokens * self.processes.size
             result: Json = {"status": str(status), "reason": reason, "steps": self.step, "tokens": self.tokens}
             result |= {"seconds": seconds, "tokens_per_second": new / seconds if seconds else None}
-            result |= {"parameters": self.instruments.parameters, "skipped": self.skipped, "loss": self.last_loss}
+            result |= {"parameters": self.instruments.parameters, "skipped": len(self._passed), "loss": self.last_loss}
             self.records.close(result)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 import signal
 from pathlib import Path
@@ -172,6 +173,19 @@ def test_an_outliers_step_changes_neither_weights_nor_moments(tmp_path):
     loop(model, tmp_path / "run", steps=73, optimizer=optimizer, spoil=spoil, skip_outliers=6.0)
     assert all(torch.equal(a, b) for a, b in zip(seen[71], seen[72], strict=True))
     assert result(tmp_path / "run")["skipped"] == 1
+
+
+@pytest.mark.parametrize(("last", "status"), [(4, "finished"), (20, "diverged")])
+def test_a_skipped_step_is_no_divergence_unless_it_goes_on(tmp_path, last, status):
+    def loss_of(model, batch):
+        nonlocal step
+        step += 1
+        return model(batch[:, :-1], batch[:, 1:])[1] * (math.nan if 4 <= step <= last else 1.0)
+
+    step = 0
+    loop(NanoGpt(), tmp_path / "run", steps=20, loss_of=loss_of, skip_outliers=6.0)
+    assert result(tmp_path / "run")["status"] == status
+    assert result(tmp_path / "run")["skipped"] == last - 3
 
 
 def test_records_are_continued_and_the_page_is_drawn(tmp_path):
