@@ -96,7 +96,8 @@ class SideBySide:
         if self.same_until is not None:
             texts.append(f"The runs are equal up to step {self.same_until}.")
         if self.first is None:
-            return [*texts, "The runs differ by no more than the noise in each series."]
+            texts.append("The runs differ by no more than the noise in each series.")
+            return texts if self.rate is None else [*texts, f"But the learning rates differ from {self.rate}."]
         if self.whole is not None:
             texts.append(f"The whole model differs first at {self.whole}.")
         if self.layer is not None:
@@ -161,21 +162,22 @@ def _courses(path: Path) -> dict[Place, dict[int, float]]:
 
 def parting(place: Place, first: Course, second: Course) -> Parting | None:
     """Return the first difference of two series, or None. A difference counts if five successive differences have the
-    same sign and exceed the noise, or if only one of the two values is finite.
+    same sign and exceed the noise, or if only one of the two values is finite. Learning rates have no noise, so each
+    difference of learning rates counts.
 
     Lamina compares losses by their difference, and other values by the logarithm of their ratio.
     """
     steps, ratio = sorted(first), place[3] != LOSS
-    least = _LEAST.get(place[3], _SHARE)
+    least, stay = _LEAST.get(place[3], _SHARE), 1 if place[3] == RATE else _STAY
     distances = [_distance(first[step], second[step], ratio=ratio) for step in steps]
     for at, step in enumerate(steps):
-        after = distances[at : at + _STAY]
+        after = distances[at : at + stay]
         if math.isinf(after[0]):
             return Parting(step=step, place=place, first=first[step], second=second[step])
-        if len(after) < min(_STAY, len(steps)) or not all(map(math.isfinite, after)):
+        if len(after) < min(stay, len(steps)) or not all(map(math.isfinite, after)):
             continue
         finite = [each for each in distances[max(0, at - _PAST) : at + _STAY] if math.isfinite(each)]
-        limit = max(least, _NOISES * noise_of(finite))
+        limit = least if stay == 1 else max(least, _NOISES * noise_of(finite))
         if all(each > limit for each in after) or all(each < -limit for each in after):
             return Parting(step=step, place=place, first=first[step], second=second[step])
     return None
