@@ -514,9 +514,10 @@ def _notable(evidence: Evidence, spikes: Collection[int]) -> list[str]:
 
 
 def _rows(evidence: Evidence) -> list[str]:
-    """Quote the beginning of each row in the first anomaly's batch, or in the notable batches."""
+    """Quote the beginning of each row in the first anomaly's batch, or in the batches of spikes and notable batches."""
     shown = [evidence.first] if evidence.first is not None and evidence.first.step in evidence.batches else []
-    steps = dict.fromkeys(alarm.step for alarm in shown or evidence.notable if alarm.step in evidence.batches)
+    steps = [alarm.step for alarm in shown or evidence.notable]
+    steps = dict.fromkeys(step for step in (steps if shown else [*evidence.spikes, *steps]) if step in evidence.batches)
     texts = []
     for step in [*steps][:_BATCHES]:
         rows = evidence.batches[step]

@@ -15,6 +15,8 @@ from lamina.core.json_types import Json
 from lamina.jobs.files import write_lines
 from lamina.jobs.names import BATCHES
 from lamina.jobs.run_folder import parse_lines
+from lamina.training.monitor.guard import OutlierRule
+from lamina.training.monitor.writers import LOSS, Row
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +32,7 @@ MOST_BYTES = 2**28  # of batches that are kept
 MOST_STEPS = 100  # in the file
 SHOWN = 64  # tokens at a row's beginning
 _LONGEST = 200  # characters of them
+HIGH = 6.0  # standard deviations by which a loss is an outlier
 _BESIDE = ("mask", "position", "type")  # parts of the names of inputs that only say how to read another
 
 
@@ -83,7 +86,7 @@ class KeptBatches:
 
 
 class BatchRecords:
-    """Writes batches.jsonl: a line for each row of a batch that is notable or has an alarm.
+    """Writes batches.jsonl: a line for each row of a batch with an alarm, an unusual gradient or an unusual loss.
 
     A line has the keys ``step``, ``process``, ``row``, ``hash`` and ``beginning``. ``beginning`` is the row's first
     tokens as text. Without a tokenizer, ``beginning`` is a list of token ids. If the row has no tokens, ``beginning``
@@ -100,12 +103,17 @@ class BatchRecords:
     ):
         self.kept, self.folder, self.tokenizer, self._model = kept, folder, tokenizer, model
         self._lines: list[Json] = []
+        self._high = OutlierRule(sigmas=HIGH)
         if folder is not None and (before := read_batches(folder)):
             self._lines = [line for line in before if line["step"] <= step]
             write_lines(folder / BATCHES, self._lines)
 
-    def write(self, steps: Iterable[int], processes: Processes) -> None:
-        """Write the batches of the first process's ``steps``. All processes must call this method together."""
+    def write(self, steps: Iterable[int], series: Iterable[Row], processes: Processes) -> None:
+        """Write the batches of the first process's ``steps``, and of the steps in ``series`` whose loss is an outlier.
+
+        All processes must call this method together.
+        """
+        steps = {*steps, *(row[0] for row in series if row[5] == LOSS and self._high.see(LOSS, row[6]))}
         written = {line["step"] for line in self._lines}
         new = sorted(step for step in set(steps) - written if self.kept.steps.get(step))
         new = new[: max(0, MOST_STEPS - len(written))]

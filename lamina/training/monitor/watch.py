@@ -10,7 +10,7 @@ import math
 import numbers
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
@@ -257,7 +257,7 @@ class LoopMonitor(Monitor):
         self.alarms.half = self.instruments.half  # autocast may have been seen
         series = self.look(rows, rate, due=due)
         self._losses += [row[6] for row in series if row[5] == LOSS]
-        self._write_batches()
+        self._write_batches(series)
         if due:
             self._describe()
             self._write_record(rate)
@@ -275,10 +275,10 @@ class LoopMonitor(Monitor):
             else:
                 self.guard.see_gradient(step, value)
 
-    def _write_batches(self) -> None:
-        """Write the batches of steps with an alarm. All processes must call this method at the same step."""
+    def _write_batches(self, series: Iterable[Row]) -> None:
+        """Write the batches of unusual steps. All processes must call this method at the same step."""
         if self.batches is not None:
-            self.batches.write({alarm.step for alarm in self.alarms.told}, self.processes)
+            self.batches.write({alarm.step for alarm in self.alarms.told}, series, self.processes)
 
     def take(self, rows: Sequence[Row]) -> None:
         """Record values that the training code reports for a step. The alarm rules also check these values."""
@@ -346,9 +346,9 @@ class LoopMonitor(Monitor):
         if self.diverged is not None and status in (Status.FINISHED, Status.INTERRUPTED):
             status, reason = Status.DIVERGED, self.diverged.reason
         if together:
-            self.look(due=False)
+            series = self.look(due=False)
             self.alarms.close()
-            self._write_batches()
+            self._write_batches(series)
         if isinstance(self.records, WatchedRecords):
             seconds = time.monotonic() - self._begun
             new = self.instruments.tokens * self.processes.size

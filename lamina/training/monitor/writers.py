@@ -310,7 +310,7 @@ class WatchSettings(GuardSettings):
     )
     attention: bool = setting(True, "whether to record the largest attention logit and the load of each expert")
     batches: bool = setting(
-        False, "whether to keep the rows, with text, of batches with an alarm or an unusual gradient"
+        False, "whether to keep the rows, with text, of batches with an alarm, or an unusual loss or gradient"
     )
     on_divergence: OnDivergence = setting("note", "at a divergence: note it, or stop the training")
     skip_outliers: float | None = setting(

@@ -46,6 +46,21 @@ def spiked(folder, **options):
     return batches[AT - 1][:, :-1].tolist()
 
 
+def test_the_rows_behind_a_spike_of_the_loss_alone_are_written(tmp_path):
+    """One batch of other text: its loss is high, its gradient is not."""
+    model, batches = NanoGpt(), list(Tokens(items=200).ids.split(2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    with lamina.watch(model, optimizer, output=str(tmp_path / "run"), batches=True) as monitor:
+        for step, batch in enumerate(batches, 1):
+            loss = model(batch[:, :-1], batch[:, 1:])[1]
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            monitor.step(loss.detach() + 3.0 * (step == 80))
+    assert {line["step"] for line in read_batches(tmp_path / "run")} == {80}
+    assert "The batch of step 80 has these rows" in " ".join(lamina.diagnose(tmp_path / "run").sentences)
+
+
 def test_a_notable_batchs_rows_are_written_without_a_tokenizer_as_token_ids(tmp_path):
     rows = spiked(tmp_path / "run", batches=True)
     assert read_batches(tmp_path / "run") == [
@@ -129,7 +144,7 @@ def test_pixels_have_a_hash_and_no_beginning():
     kept.end_step(1)
     records = BatchRecords(kept, None, 0, Words(), None)
     sent = []
-    records.write([1], SimpleNamespace(rank=0, everyones=lambda value: sent.append(value) or [value]))
+    records.write([1], [], SimpleNamespace(rank=0, everyones=lambda value: sent.append(value) or [value]))
     assert [line["beginning"] for line in sent[1]] == [None, None]
     assert sent[1][0]["hash"] == hashlib.sha256(np.ones(48, "<f4").tobytes()).hexdigest()[:16]
 
@@ -157,7 +172,7 @@ def test_every_process_adds_its_rows(tmp_path):
         return next(answers) or [value, theirs]
 
     records = BatchRecords(kept, tmp_path, 0, None, None)
-    records.write([7], SimpleNamespace(rank=0, everyones=everyones))
+    records.write([7], [], SimpleNamespace(rank=0, everyones=everyones))
     assert [(line["process"], line["beginning"]) for line in read_batches(tmp_path)] == [(0, [1, 2]), (1, [3, 4])]
     assert BatchRecords(kept, tmp_path, 6, None, None)._lines == []
     assert read_batches(tmp_path) == []  # a training that goes on after step 6 comes to step 7 again
@@ -212,5 +227,5 @@ def test_steps_whose_batches_are_gone_take_no_room(tmp_path):
     kept.see({"input_ids": torch.ones(1, 3, dtype=torch.long)}, "input_ids")
     kept.end_step(510)
     records = BatchRecords(kept, tmp_path, 500, SimpleNamespace(decode=lambda ids: "\ud800"), None)
-    records.write({*range(1, 101), 510}, Processes())
+    records.write({*range(1, 101), 510}, [], Processes())
     assert [(line["step"], line["beginning"]) for line in read_batches(tmp_path)] == [(510, "?")]
