@@ -402,12 +402,17 @@ class Port:
         return re.sub(r"\W", "_", self.plan.placement) or "placement"
 
     @property
+    def equations(self) -> list[str]:
+        """Return the placement's equations without the formulas of options that the plan sets, such as alpha = 2 N."""
+        return [line for line in self.placement.equation if line.partition(" = ")[0] not in self.plan.options]
+
+    @property
     def numbers(self) -> str:
         """Return the depth and the equations' options as text, such as ``N = 24 and alpha = 2``."""
         words, equations = [f"N = {self.num_layers}"], " ".join(self.placement.equation)
         for option in self.placement.options:
             value = self.plan.options.get(option.name, option.default)
-            if not self.plan.options and (found := re.search(r"\(default:? (\d[\d.]*)", option.help)):
+            if not self.plan.options and (found := re.search(r"\(default:? (\d[\d.]*)\)", option.help)):
                 value = float(found[1])  # a default that the scheme computes with
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if is_number and re.search(rf"\b{option.name}\b", equations):

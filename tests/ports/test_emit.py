@@ -240,6 +240,12 @@ def test_a_file_says_the_numbers_of_its_equations_and_what_it_draws():
     assert "Here N = 12 and alpha = 0.25;" in code
     assert "alpha = 0.25" not in emit("mix_ln(num_post_layers=2)", "pytorch", 12).code
     assert "Here N = 12 and alpha = 0.5;" in emit("mix_ln(alpha=0.5)", "pytorch", 12).code
+    keel = emit("keel", "nanogpt", 4).code
+    assert "alpha = 2 N, the number of sub-layers" in keel
+    assert "Here N = 4; layers" in keel  # the block has 8, and no default says 2
+    keel = emit("keel(alpha=3)", "nanogpt", 4).code
+    assert "alpha = 2 N" not in keel
+    assert "Here N = 4 and alpha = 3;" in keel
     assert "Draw all weights from N(0, 0.02^2)." in code
     assert "s = 0.02 / 24**0.5 if ends_branch else 0.02" in emit("fusenorm", "pytorch", 12).code
     assert "last norm" not in emit("keel", "mlx", 12).code
