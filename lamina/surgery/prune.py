@@ -164,21 +164,36 @@ def chosen_layers(context: Context, by: str, drop: int) -> tuple[list[int], dict
         raise UserError(f"by: {by!r} names more than one probe. Give {ANGLE}, {HARM}, or PROBE.METRIC.")
     name = probes[0].name
     frame = run(context, probes)[name]
-    metrics = sorted(set(frame["metric"])) if "metric" in frame else []
-    rows = cast(pd.DataFrame, frame[frame["metric"] == metric] if metric in metrics else frame[:0])
     if by == ANGLE:
-        values = cast(pd.Series, rows.query("size == @drop").set_index("start")["value"])
+        groups = cast(pd.DataFrame, frame[frame["metric"] == metric]).query("size == @drop")
+        values = cast(pd.Series, groups.set_index("start")["value"])
         start = int(cast(int, values.idxmin()))
         return list(range(start, start + drop)), _by_layer(values)
-    if not len(rows) or "layer" not in rows:
-        raise unknown("metric", f"{name}.{metric}", [f"{name}.{measured}" for measured in metrics])
-    values = cast(pd.Series, rows.query("0 <= layer < @count").set_index("layer")["value"])
-    if values.index.has_duplicates or len(values) != count or values.isna().any():
+    metrics = sorted(set(frame["metric"])) if "metric" in frame else []
+    values = _of_layers(frame, metric, count)
+    if values is None:
+        if metric not in metrics:
+            raise unknown("metric", f"{name}.{metric}", [f"{name}.{measured}" for measured in metrics])
+        fitting = [f"{name}.{other}" for other in metrics if _of_layers(frame, other, count) is not None]
         raise UserError(
-            f"by: {by!r} does not have one value for each of {count} layers. Give {ANGLE}, {HARM}, or another "
-            "metric with one value per layer."
+            f"by: {by!r} does not have one value for each of {count} layers. Give {ANGLE}, {HARM}, or "
+            f"{', '.join(fitting) or 'a metric of another probe'}."
         )
     return sorted(int(str(layer)) for layer in values.nsmallest(drop).index), _by_layer(values)
+
+
+def _of_layers(frame: pd.DataFrame, metric: str, count: int) -> pd.Series | None:
+    """Return a metric's values by layer; None if the metric does not have one value for each of ``count`` layers.
+
+    If the metric has values by sub-layer, the layer's value is the value of its whole block.
+    """
+    if not {"metric", "layer", "value"} <= {*frame}:
+        return None
+    rows = frame[(frame["metric"] == metric) & frame["layer"].between(0, count - 1)]
+    if rows["layer"].duplicated().any() and "sublayer" in rows:
+        rows = rows[rows["sublayer"] == "block"]
+    values = cast(pd.Series, rows.set_index("layer")["value"])
+    return None if values.index.has_duplicates or len(values) != count or values.isna().any() else values
 
 
 def _by_layer(values: pd.Series) -> dict[str, float]:

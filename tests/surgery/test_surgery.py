@@ -185,11 +185,11 @@ def write(folder):
 OPTIONS = "layer_drop(meaning=remove, metric=loss).loss_increase"
 
 
-@pytest.mark.parametrize("by", ["angular_distance", "layer_drop", OPTIONS])
+@pytest.mark.parametrize("by", ["angular_distance", "layer_drop", OPTIONS, "hidden_states.variance"])
 def test_a_measure_chooses_the_layers(trained, tmp_path, by):
     record = lamina.prune(trained, tmp_path / "out", by=by, drop=2, **TEXT)
     values = record["measured"]
-    if by.startswith("layer_drop"):
+    if by != "angular_distance":
         chosen = sorted(sorted(range(4), key=lambda layer: values[str(layer)])[:2])
     else:
         start = min(range(3), key=lambda layer: values[str(layer)])
@@ -248,7 +248,7 @@ def test_layers_are_read_as_they_are_typed():
             ["prune", "{run}", "--layers", "0-3"],
             "layers: 4 of 4 layers cannot be removed. Choose at least one layer, and fewer than all.",
         ),
-        (["prune", "{run}", "--by", "hidden_states.variance", "--drop", "2"], "one value for each of 4 layers"),
+        (["prune", "{run}", "--by", "similarity.block_influence", "--drop", "2"], "one value for each of 4 layers"),
         (["prune", "{run}", "--by", "angle", "--drop", "1"], "unknown probe 'angle'"),
         (["prune", "{run}", "--by", "all", "--drop", "1"], "by: 'all' names more than one probe"),
         (
