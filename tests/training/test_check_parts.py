@@ -2,12 +2,14 @@
 
 import copy
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 from training.test_check import FAULTS as FIRST
 from training.test_check import adamw, trained
 from training.test_check_losses import IDS, Mean, Words, next_tokens
@@ -289,7 +291,14 @@ def two_classes(sign):
     return Mean(2), None, {"batch": batch, "loss": lambda m, b: sign * ENTROPY(m(b["x"]), b["labels"])}
 
 
+def merged():
+    model = get_peft_model(llama(), LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]))
+    model.merge_adapter()
+    return model.train(), None, {"batch": {"input_ids": IDS, "labels": IDS}}
+
+
 FAULTS = {
+    "adapters: merged": merged,
     "no_gradient_to_parts: a projector": lambda: projected(detach=True),
     "no_gradient_to_parts: of one layer": one_of_two,
     "no_gradient_to_parts: LoRA scaled by 0": lambda: low(0.0),
@@ -385,6 +394,14 @@ def test_a_finding_names_its_cause_and_what_mends_it():
     with autocast:
         for scaler, says in ((None, "without a GradScaler"), (torch.amp.GradScaler("cpu", enabled=False), "disabled")):
             assert says in str(lamina.check(llama(), scaler=scaler))
+    model = get_peft_model(NanoGpt(), LoraConfig(target_modules=["c_attn"], modules_to_save=["lm_head"])).train()
+    for layer in model.base_model.model.h:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=True)
+    found = lamina.check(model, batch={"idx": IDS[:, :-1], "targets": IDS[:, 1:]})
+    assert "use_reentrant=False, and" in str(found)
+    model = NanoGpt()
+    optimizer = torch.optim.SGD([*model.parameters(), model.ln_f.weight, model.ln_f.weight], lr=0.1)
+    assert "updates them 3 times" in str(lamina.check(model, optimizer))
     model, _, options = started(7)
     assert "decoder_start_token_id, then" in str(lamina.check(model, batch={**reads, "decoder_input_ids": PADDED}))
     for keys, says in ((False, "hides queries"), (True, "is inverted")):

@@ -316,6 +316,64 @@ def padded_targets(ignored):
     return of(Words(), loss, (ids[:, :-1], ids[:, 1:]))
 
 
+class Branches(nn.Module):
+    """Attention with norms of queries and keys, and a model that adds it to the residual stream."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.project, self.norms = nn.Linear(16, 48), nn.ModuleList(norm(16) for _ in range(2))
+
+    def forward(self, x):
+        q, k, v = self.project(x).chunk(3, -1)
+        return functional.scaled_dot_product_attention(self.norms[0](q), self.norms[1](k), v, is_causal=True)
+
+
+class Outside(Words):
+    def __init__(self, norm=nn.LayerNorm):
+        super().__init__()
+        self.layers = nn.ModuleList(Branches(norm) for _ in range(3))
+        self.parts = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.before = nn.ModuleList(nn.LayerNorm(16) for _ in range(6))
+
+    def forward(self, x, padding=None):
+        hidden = self.words(x) + self.places(torch.arange(x.shape[1]))
+        for at, (layer, part) in enumerate(zip(self.layers, self.parts, strict=True)):
+            hidden = hidden + layer(self.before[2 * at](hidden))
+            hidden = hidden + part(self.before[2 * at + 1](hidden))
+        return self.head(self.norm(hidden))
+
+
+def loud():
+    model = Changed()
+    torch.manual_seed(9)
+    for layer in model.layers:
+        layer.norm_first = False
+        nn.init.normal_(layer.linear1.weight, std=2.0)
+        nn.init.normal_(layer.linear2.weight, std=2.0)
+    return of(model)
+
+
+class Plain(nn.Module):
+    """A network of convolutions without norms."""
+
+    def __init__(self, start):
+        super().__init__()
+        torch.manual_seed(0)
+        layers = [nn.Conv2d(3 if not at else 8, 8, 3, padding=1) for at in range(8)]
+        for layer in layers:
+            start(layer.weight)
+        self.layers, self.head = nn.Sequential(*(m for layer in layers for m in (layer, nn.ReLU()))), nn.Linear(8, 5)
+
+    def forward(self, x):
+        return self.head(self.layers(x).mean((2, 3)))
+
+
+def plain(start):
+    model = Plain(start)
+    batch = (torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 5)
+    return of(model, ENTROPY, batch, torch.optim.SGD(model.parameters(), lr=0.01))
+
+
 FAULTS = {
     "changed_inputs: keys": lambda: masked(keys=False),
     "changed_inputs: no positions": lambda: classes(places=False),
@@ -323,6 +381,9 @@ FAULTS = {
     "skip_connections: none": lambda: of(Changed(wrap=lambda layer: Around(layer, -1.0))),
     "skip_connections: two": lambda: of(Changed(wrap=lambda layer: Around(layer, 1.0))),
     "skip_connections: none around parts": lambda: of(Bypassing(0.0)),
+    "weight_scales: louder than the input": loud,
+    "stuck_at_zero: queries and keys": lambda: of(Outside(lambda width: Own(width, start=0.0))),
+    "fading_gradients": lambda: plain(lambda weight: nn.init.normal_(weight, std=0.01)),
     "skip_connections: drowned words": lambda: of(Fixed(0.02)),
     "shift_of_labels: log-probabilities": lambda: of(
         Words(), lambda x, y: (likelihood(x, y) * torch.tensor([1, -1, 2, -1, 1, -2.0])[:, None]).mean(), (X, X)
@@ -373,6 +434,14 @@ class TimeFirst(Words):
         return self.head(self.layers(self.words(x) + self.places(torch.arange(len(x)))[:, None], mask))
 
 
+class Returning(TimeFirst):
+    """A model of batches [tokens, rows] that returns its loss."""
+
+    def forward(self, x, y):
+        logits = super().forward(x)
+        return logits, ENTROPY(logits.flatten(0, 1), y.flatten())
+
+
 class Pairs(Words):
     """A model of text pairs, whose logits compare the rows of a batch at a temperature of 14, as CLIP's do."""
 
@@ -383,6 +452,9 @@ class Pairs(Words):
 
 SOUND = {
     "time first": lambda: of(TimeFirst(), batch=(X.T, Y.T)),
+    "time first, with labels": lambda: (Returning(), None, {"batch": (X.T, Y.T)}),
+    "residual connections outside of the layers": lambda: of(Outside()),
+    "convolutions": lambda: plain(nn.init.kaiming_normal_),
     "pairs": lambda: of(Pairs(), lambda x, _: ENTROPY(x, torch.arange(len(x))), (IDS.repeat(2, 1), Y)),
     "keys": masked,
     "words and sinusoids alike": lambda: of(Fixed(1.0)),

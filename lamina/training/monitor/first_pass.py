@@ -46,7 +46,7 @@ class FirstPass:
         loss: the loss's value.
         logits: the model's logits (only the first rows of large logits), or None if the model returns no logits.
         gradients: the root mean square of each parameter's gradient, by the parameter's id.
-        ran: the ids of the modules that were called.
+        ran: for the id of each module that was called, whether autograd recorded its calls.
         offset: by how many tokens the targets are ahead of the input (1: next token), or None if the targets are not
             input tokens.
         reads: whether the logits for a target depend on the target token or on later tokens, or None if unknown.
@@ -75,7 +75,7 @@ class FirstPass:
     loss: float
     logits: torch.Tensor | None
     gradients: Mapping[int, float]
-    ran: frozenset[int]
+    ran: Mapping[int, Set[bool]]
     zero: ZeroGradients = field(default_factory=ZeroGradients)
     foreign: Sequence[nn.Parameter] = ()
     offset: int | None = None
@@ -118,11 +118,15 @@ WATCHED = {
 
 
 class Skip(NamedTuple):
-    """The cosine of a layer's output and input, the input's factor, and the input's share that differs between rows."""
+    """The cosine of a layer's output and input, the input's factor, and the input's share that differs between rows.
+
+    ``next_input`` is the cosine of the next layer's input and this input: the residual may be added between layers.
+    """
 
     cosine: float
     factor: float
     by_row: float
+    next_input: float = 0.0
 
 
 class Swap(NamedTuple):
@@ -172,6 +176,9 @@ class _Calls(TorchFunctionMode):
         half = isinstance(output, torch.Tensor) and output.dtype == torch.float16 and output.requires_grad
         self.half, name = self.half or half, WATCHED.get(func)
         if name is None:
+            if "broadcast" not in self.first and _is_spread(args, output):
+                of, to = sorted(args, key=lambda x: not x.requires_grad)
+                self.first["broadcast"] = {"input": self._part(of), "target": self._part(to)}
             return output
         if name == "attention":  # a function of torch's own has no signature
             given = kwargs or {}
@@ -189,6 +196,20 @@ class _Calls(TorchFunctionMode):
             if name == "cross_entropy" and output.requires_grad:
                 self.entropies.append(output.detach().clone())  # AdaLoRA adds to the output in place
         return output
+
+
+def _is_spread(args: tuple, output: Output) -> bool:
+    """Return whether an operation pairs each of n outputs with each of n targets, as [n, 1] - [n] does."""
+    if len(args) != 2 or not all(isinstance(x, torch.Tensor) for x in (*args, output)):
+        return False
+    one, other = args
+    return (
+        one.ndim != other.ndim
+        and 1 < one.numel() == other.numel()
+        and output.numel() == one.numel() ** 2
+        and one.requires_grad != other.requires_grad
+        and not (one if one.requires_grad else other).is_leaf
+    )
 
 
 def _dropped(func: Callable[..., Output], args: tuple, kwargs: Mapping[str, Output]) -> float:
@@ -281,7 +302,7 @@ def first_pass(
             asked = _ask(calls.scores if logits is None or logits.ndim < 2 else logits)
             logits, value, leaves = _first_rows(logits), float(loss.detach()), leaves_of(loss)
             seen.outputs.clear()  # the logits of a large vocabulary
-            calls.scores, ran = None, dict(seen.ran)  # later passes are in evaluation mode, and drop no layers
+            calls.scores, ran = None, {key: {*of} for key, of in seen.ran.items()}  # later passes drop no layers
             if loss.requires_grad:
                 loss.backward()
             gradients = {id(p): size_of(p.grad) for p in every if p.grad is not None}
@@ -294,7 +315,7 @@ def first_pass(
             loss=value,
             logits=logits,
             gradients=gradients,
-            ran=frozenset(ran),
+            ran=ran,
             zero=zero,
             same=same,
             foreign=[x for key, x in leaves.items() if isinstance(x, nn.Parameter) and key not in map(id, every)],
@@ -381,8 +402,12 @@ def _watching(model: nn.Module, blocks: Sequence[tuple[str, Sequence[nn.Module]]
         yield
     finally:
         for layer, after in (pair for _, layers in blocks for pair in pairwise(layers)):
+            between = dict[int, Skip]()
+            _skip(between, layer, (seen.entered.get(id(layer)),), {}, seen.entered.get(id(after)))
             if not {id(layer), id(after)} & seen.ran.keys():  # a loop calls their parts
-                _skip(seen.skips, layer, (seen.entered.get(id(layer)),), {}, seen.entered.get(id(after)))
+                seen.skips |= between
+            elif between and id(layer) in seen.skips:
+                seen.skips[id(layer)] = seen.skips[id(layer)]._replace(next_input=between[id(layer)].cosine)
         for hook in hooks:
             hook.remove()
         for name, buffer in model.named_buffers():
@@ -467,6 +492,8 @@ class _Repeats:
         if target is None:
             return {**found, "strange": mixes is False and self.strange()}  # not time-first: there, rows mix
         reads, causal = self.reads(*target)
+        if target[-1] == 0 and reads is False:  # the labels themselves are an argument
+            return found
         return {**found, "offset": target[-1], "reads": reads, "causal": causal}
 
     def leaks(self) -> str:

@@ -69,11 +69,20 @@ def loss_inputs(setup: BeforeTraining) -> Iterator[Mistake]:
                 }.get(name, "For rows of several classes, use binary_cross_entropy_with_logits"),
             )
             break
-    for name in DISTANCES:
-        shapes = [[*x.shape] for x in _called(setup, name).values() if isinstance(x, torch.Tensor)][:2]
-        if shapes[:1] != shapes[1:]:
+    yield from _broadcasts(setup)
+
+
+def _broadcasts(setup: BeforeTraining) -> Iterator[Mistake]:
+    viewed = setup.trial.logits if setup.trial is not None else None
+    known = [viewed] if viewed is not None else [*setup.batch.values()]
+    for name in (*DISTANCES, "broadcast"):
+        pair = [x for x in _called(setup, name).values() if isinstance(x, torch.Tensor)][:2]
+        shapes = [[*x.shape] for x in pair]
+        same = (torch.equal(x.flatten(), each.flatten()) for x in pair for each in known)
+        if shapes[:1] != shapes[1:] and (name != "broadcast" or any(same)):
             yield Mistake(
-                what=f"{name} compares outputs of shape {shapes[0]} with targets of shape {shapes[1]}",
+                what=f"{'the loss' if name == 'broadcast' else name} compares outputs of shape {shapes[0]} with "
+                f"targets of shape {shapes[1]}",
                 why="torch compares each output with each target, so the model learns the targets' mean",
                 do="Give outputs and targets the same shape, for example with outputs.squeeze(-1)",
             )

@@ -18,6 +18,7 @@ from lamina.training.monitor.first_pass import FirstPass, whole
 from lamina.training.monitor.silent_parameters import named_alike
 
 NEAR_ZERO, TWICE = 0.05, (1.9, 2.1)  # mean gains that switch a norm off, or count the 1 of a "1 + weight" twice
+_LINEAR = ("Linear", "Conv1D", "NonDynamicallyQuantizableLinear")
 LIBRARIES = ("torch.", "transformers.")
 WIDE, SOLE = 4.0, 8.0  # standard deviations times sqrt(inputs); and times that of the same part elsewhere
 
@@ -27,7 +28,7 @@ def no_gradient_to_blocks(setup: BeforeTraining) -> Iterator[Mistake]:
     """Find layers that run but get no gradient, because of a detach or reentrant checkpointing with frozen inputs."""
     reentrant = _is_reentrant(setup.model)
     for path, layers in setup.blocks:
-        trained = [[p for p in layer.parameters() if p.requires_grad] for layer in layers]
+        trained = [[p for p in layer.parameters() if p.requires_grad and id(p) not in setup.merged] for layer in layers]
         if not any(trained):
             continue
         dead = [str(at) for at, parameters in enumerate(trained) if parameters]
@@ -37,17 +38,24 @@ def no_gradient_to_blocks(setup: BeforeTraining) -> Iterator[Mistake]:
         elif not (reentrant and _inputs_are_frozen(setup.model)):
             continue
         if dead and (setup.trial is None or setup.trial.reached):
-            do = "Call model.enable_input_require_grads(), or checkpoint with use_reentrant=False"
+            inner = [m for at in dead for m in layers[int(at)].modules() if next(m.children(), None) is None]
+            calls = [setup.trial.ran.get(id(m), ()) for m in inner] if setup.trial is not None else []
+            unrecorded = any(calls) and not any(map(any, calls))
+            why, do = (
+                "an operation after these layers detaches the residual stream, or nothing reads their outputs",
+                "Look for .detach(), .data, argmax or torch.no_grad() after these layers, and for a loop that "
+                "gives each layer the same input",
+            )
+            if reentrant:
+                why = "reentrant checkpointing needs an input that requires a gradient, but these inputs are frozen"
+                do = "Call model.enable_input_require_grads(), or checkpoint with use_reentrant=False"
+            elif unrecorded:
+                why = "they run under torch.no_grad(), or in reentrant checkpoints whose inputs are frozen"
+                do = "Checkpoint with use_reentrant=False, and run the layers outside of torch.no_grad()"
             yield Mistake(
                 what=f"layers {', '.join(dead[:8])}{' ...' * (len(dead) > 8)} of {path} get no gradient",
-                why="reentrant checkpointing needs an input that requires a gradient, but these layers' inputs are "
-                "frozen"
-                if reentrant
-                else "an operation after these layers detaches the residual stream, or nothing reads their outputs",
-                do=do
-                if reentrant
-                else "Look for .detach(), .data, argmax or torch.no_grad() after these layers, and for a loop that "
-                "gives each layer the same input",
+                why=why,
+                do=do,
             )
 
 
@@ -57,7 +65,8 @@ def no_gradient_to_parts(setup: BeforeTraining) -> Iterator[Mistake]:
     trial = setup.trial
     if trial is None or not any(trial.gradients.values()):
         return
-    silent = [p for p in {id(p): p for p in _silent(setup, trial)}.values() if p.requires_grad]
+    every = {id(p): p for p in _silent(setup, trial) if id(p) not in setup.merged}
+    silent = [p for p in every.values() if p.requires_grad]
     cut, idle = trial.zero.cut, trial.zero.idle
     for found, what, why, do in (
         (
@@ -196,11 +205,8 @@ def weight_scales(setup: BeforeTraining) -> Iterator[Mistake]:
     for path, layers in setup.blocks:
         for at, layer in enumerate(layers):
             for name, module in layer.named_modules():
-                if type(module).__name__ in ("Linear", "Conv1D", "NonDynamicallyQuantizableLinear"):
-                    weight = getattr(module, "weight", None)
-                    if isinstance(weight, torch.Tensor) and weight.ndim == 2 and weight.is_floating_point():
-                        inputs = weight.shape[0] if type(module).__name__ == "Conv1D" else weight.shape[1]
-                        scale = float(whole(weight).float().std()) * math.sqrt(inputs)
+                if type(module).__name__ in _LINEAR:
+                    if (scale := scale_of(module)) is not None:
                         scales.setdefault(f"{path}.N.{name}", {})[f"{path}.{at}.{name}"] = scale
                 elif not isinstance(module, nn.Embedding):
                     for of, p in module.named_parameters(recurse=False):
@@ -243,15 +249,37 @@ def weight_scales(setup: BeforeTraining) -> Iterator[Mistake]:
             )
 
 
+def scale_of(module: nn.Module) -> float | None:
+    """Return a linear layer's standard deviation times sqrt(inputs), or None for another module."""
+    weight = getattr(module, "weight", None) if type(module).__name__ in _LINEAR else None
+    if not isinstance(weight, torch.Tensor) or weight.ndim != 2 or not weight.is_floating_point():
+        return None
+    inputs = weight.shape[0] if type(module).__name__ == "Conv1D" else weight.shape[1]
+    return float(whole(weight).float().std()) * math.sqrt(inputs)
+
+
+@checks
+def fading_gradients(setup: BeforeTraining) -> Iterator[Mistake]:
+    """Find a model through which the signal or the gradient fades from layer to layer."""
+    if sizes := setup.fading:
+        yield Mistake(
+            what=f"the gradients of half the matrices have norms below {sizes[0]:.1g}, and the largest gradient has a "
+            f"norm of {sizes[1]:.2g}",
+            why="the signal or the gradient fades from layer to layer, so most weights cannot learn",
+            do="Initialize each layer with a standard deviation of sqrt(2/inputs) (nn.init.kaiming_normal_), or add "
+            "norms and residual connections",
+        )
+
+
 @checks
 def stuck_at_zero(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find all-zero matrices whose gradient stays 0, because other all-zero parameters multiply them."""
+    """Find all-zero parameters whose gradient stays 0, because other all-zero parameters multiply them."""
     stuck = [p for p in setup.trained if setup.trial is not None and id(p) in setup.trial.zero.stuck]
     if stuck:
         yield Mistake(
-            what=f"{len(stuck)} matrices of zeros get a gradient of 0 ({setup.listed(stuck)})",
-            why="each is multiplied by other zeros (a matrix, or a gate), so both stay 0",
-            do="Initialize one of each two matrices at random, or start the gate at 1",
+            what=f"{len(stuck)} parameters of zeros get a gradient of 0 ({setup.listed(stuck)})",
+            why="each is multiplied by other zeros (a matrix, a gate, or a norm's gain), so both stay 0",
+            do="Initialize one of each two matrices at random, or start the gate or gain at 1",
         )
 
 

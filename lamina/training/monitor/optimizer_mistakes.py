@@ -50,13 +50,14 @@ def in_no_optimizer(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def in_two_optimizers(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find parameters that each step updates twice."""
+    """Find parameters that each step updates several times."""
     twice = [p for p in setup.trained if len(setup.groups.get(id(p), ())) > 1]
     if twice:
+        most = max(len(setup.groups[id(p)]) for p in twice)
         yield Mistake(
-            what=f"{len(twice)} parameters are in two groups or optimizers ({setup.listed(twice)})",
-            why="each step updates them twice",
-            do="Give each parameter to one group of one optimizer",
+            what=f"{len(twice)} parameters are in the optimizers' groups {most} times ({setup.listed(twice)})",
+            why=f"each step updates them {most} times",
+            do="Give each parameter once to one group of one optimizer",
         )
 
 
@@ -244,7 +245,7 @@ def rounded_updates(setup: BeforeTraining) -> Iterator[Mistake]:
                 lost, total = lost + stays * p.numel(), total + p.numel()
                 rates.append(rate)
                 types.add(p.dtype)
-    if total and lost >= LOST * total:
+    if total and lost >= LOST * total and not setup.fading:
         kept = "Raise the learning rate"
         if types != {torch.float32}:
             kept = (
@@ -275,7 +276,7 @@ def rates_by_depth(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def adapters(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find LoRA with too large a scale, or with base matrices that the optimizer trains."""
+    """Find LoRA that is merged or frozen, has too large a scale, or has base matrices that the optimizer trains."""
     scales, base, frozen = dict[str, float](), list[nn.Parameter](), list[nn.Parameter]()
     for path, module in setup.model.named_modules():
         scaling = vars(module).get("scaling")
@@ -288,6 +289,12 @@ def adapters(setup: BeforeTraining) -> Iterator[Mistake]:
             adapter = [p for name, p in named.items() if "lora" in name.lower()]
             frozen += adapter if not any(p.requires_grad for p in adapter) else []
             base += [p for name in _BASES if (p := named.get(name)) is not None and id(p) in setup.groups]
+    if setup.merged:
+        yield Mistake(
+            what=f"LoRA is merged into the base matrices ({listing([*setup.merged.values()])})",
+            why="forward uses only the merged matrices, so the adapter gets no gradient",
+            do="Call model.unmerge_adapter() before training",
+        )
     if scales:
         yield Mistake(
             what=f"LoRA is scaled by {max(scales.values()):g} ({listing(list(scales))})",

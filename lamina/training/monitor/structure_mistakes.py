@@ -14,7 +14,7 @@ from lamina.probes.structure.hooks import Output
 from lamina.probes.structure.sites import effective_gain, is_norm
 from lamina.training.monitor.before_training import BeforeTraining, Mistake, checks, listing
 from lamina.training.monitor.first_pass import whole
-from lamina.training.monitor.model_mistakes import is_off
+from lamina.training.monitor.model_mistakes import WIDE, is_off, scale_of
 
 APART, DROWNED = 0.2, 0.05  # a cosine; and a share of the first layer's input
 MUCH_DROPPED = 0.8  # of a dropout's elements
@@ -39,7 +39,7 @@ def no_gradient(setup: BeforeTraining) -> Iterator[Mistake]:
             why="torch.no_grad() or torch.set_grad_enabled(False) is active, so backward() fails",
             do="Switch gradients on with torch.set_grad_enabled(True)",
         )
-    elif trial is not None and not trial.zero.stuck and not any(trial.gradients.values()):
+    elif trial is not None and not trial.zero.stuck and not setup.merged and not any(trial.gradients.values()):
         yield Mistake(
             what="all gradients are 0" if trial.reached else "no parameter gets a gradient",
             why="the loss depends on no trainable weight",
@@ -95,9 +95,11 @@ def skip_connections(setup: BeforeTraining) -> Iterator[Mistake]:
     seen = setup.trial.skips if setup.trial is not None else {}
     for path, layers in setup.blocks:
         skips = [seen[id(layer)] for layer in layers if id(layer) in seen]
-        without = all(abs(skip.cosine) < APART for skip in skips)
+        without = all(max(abs(skip.cosine), abs(skip.next_input)) < APART for skip in skips)
         middle = sorted(skips, key=lambda skip: skip.factor)[len(skips) // 2 :][:1]
         twice = all(skip.cosine > 1 - APART and abs(skip.factor - 2) < APART for skip in middle)
+        if without and any((scale_of(m) or 0.0) > WIDE for layer in layers for m in layer.modules()):
+            without = False  # large outputs drown the inputs
         gains = [effective_gain(m) for m in layers[0].modules() if is_norm(m)] if without or twice else []
         scaled = gains and not any(gain is not None and is_off(gain) for gain in gains)  # else a norm hides the input
         if len(skips) >= max(3, len(layers) - 1) and scaled:

@@ -25,7 +25,7 @@ class ZeroGradients(NamedTuple):
     """The ids of trainable parameters that get no gradient, by cause.
 
     Attributes:
-        stuck: all-zero matrices whose gradient stays 0, because other all-zero parameters multiply them.
+        stuck: all-zero parameters whose gradient stays 0, because other all-zero parameters multiply them.
         idle: matrices whose gradient is 0, or rounding alone, even if no parameter is all-zero.
         cut: parameters without a gradient, although the loss changes with them.
     """
@@ -93,7 +93,7 @@ def zero_gradients(model: nn.Module, sizes: Mapping[int, float], run: Run) -> Ze
         quiet &= _quiet(named.values(), now)
         none = {key for key in quiet if key not in sizes and key not in now}
         return ZeroGradients(
-            stuck=frozenset(id(p) for p in still if p.ndim > 1 and now.get(id(p))),
+            stuck=frozenset(id(p) for p in still if now.get(id(p))),
             idle=frozenset(id(p) for p in named.values() if p.ndim > 1 and id(p) in quiet - none),
             cut=frozenset(_cut(_parts(named, none), run)),
         )
