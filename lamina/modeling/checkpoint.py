@@ -155,6 +155,8 @@ def auto_class(config: PreTrainedConfig) -> type[_BaseAutoModelClass]:
 
 def _tokenizer(source: str, more: Json) -> PreTrainedTokenizerBase | None:
     try:
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=False, **more)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, **more)
     except Exception:  # a vision model has none; a text model without one is refused where text is to be read
         return None
+    # without files, transformers makes a tokenizer for BERT that has only [UNK] and its like
+    return tokenizer if len(tokenizer) > len(tokenizer.all_special_ids) else None

@@ -122,3 +122,10 @@ def test_padded_texts_are_refused(llama, tokenizer):
     padded = {**whole, "attention_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])}
     with pytest.raises(UserError, match="the texts are padded, and Lamina would measure the padding"):
         batches_of(padded, llama, tokenizer)
+
+
+def test_a_tokenizer_of_special_tokens_alone_is_no_tokenizer(tmp_path, refused):
+    """Transformers makes one for a BERT checkpoint without tokenizer files, and every text would be [UNK]."""
+    small_model("bert").save_pretrained(tmp_path / "bert")
+    line = refused("probe", str(tmp_path / "bert"), "--output", str(tmp_path / "out"))
+    assert "tokenizer: the checkpoint has no tokenizer" in line
