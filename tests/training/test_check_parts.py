@@ -14,7 +14,7 @@ from training.test_check import FAULTS as FIRST
 from training.test_check import adamw, trained
 from training.test_check_losses import IDS, Mean, Words, next_tokens
 from training.test_check_properties import FAULTS as PROPERTIES
-from training.test_check_properties import masked
+from training.test_check_properties import faded, masked, plain
 from training.watching.loops import VOCAB, NanoGpt, llama
 from transformers import (
     BartConfig,
@@ -399,6 +399,10 @@ def test_a_finding_names_its_cause_and_what_mends_it():
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=True)
     found = lamina.check(model, batch={"idx": IDS[:, :-1], "targets": IDS[:, 1:]})
     assert "use_reentrant=False, and" in str(found)
+    for start, says in ((faded, "signal fades"), (nn.init.kaiming_normal_, "Raise the learning rate")):
+        model, _, options = plain(start)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4 if start is faded else 1e-9)
+        assert says in str(lamina.check(model, optimizer, **options))
     model = NanoGpt()
     optimizer = torch.optim.SGD([*model.parameters(), model.ln_f.weight, model.ln_f.weight], lr=0.1)
     assert "updates them 3 times" in str(lamina.check(model, optimizer))

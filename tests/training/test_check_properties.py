@@ -368,10 +368,14 @@ class Plain(nn.Module):
         return self.head(self.layers(x).mean((2, 3)))
 
 
+def faded(weight):
+    nn.init.normal_(weight, std=0.01)
+
+
 def plain(start):
     model = Plain(start)
     batch = (torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 5)
-    return of(model, ENTROPY, batch, torch.optim.SGD(model.parameters(), lr=0.01))
+    return of(model, ENTROPY, batch, torch.optim.SGD(model.parameters(), lr=1e-4))
 
 
 FAULTS = {
@@ -383,7 +387,7 @@ FAULTS = {
     "skip_connections: none around parts": lambda: of(Bypassing(0.0)),
     "weight_scales: louder than the input": loud,
     "stuck_at_zero: queries and keys": lambda: of(Outside(lambda width: Own(width, start=0.0))),
-    "fading_gradients": lambda: plain(lambda weight: nn.init.normal_(weight, std=0.01)),
+    "rounded_updates: faded": lambda: plain(faded),
     "skip_connections: drowned words": lambda: of(Fixed(0.02)),
     "shift_of_labels: log-probabilities": lambda: of(
         Words(), lambda x, y: (likelihood(x, y) * torch.tensor([1, -1, 2, -1, 1, -2.0])[:, None]).mean(), (X, X)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,7 +15,6 @@ from lamina.probes.structure.sites import Structure
 from lamina.training.monitor.first_pass import FirstPass, offset_of
 
 NARROW = 0.03  # a standard deviation times sqrt(inputs)
-FADED = 1e-5  # of the largest gradient's norm
 _SHOWN = 3
 
 
@@ -134,16 +132,6 @@ class BeforeTraining:
             (p, f"{path}.{name}") for path, m in parts for name, p in m.named_parameters() if "lora" in name.lower()
         )
         return {id(p): name for p, name in named if p.requires_grad}
-
-    @cached_property
-    def fading(self) -> tuple[float, float] | None:
-        """The median norm of the matrices' gradients, and the largest gradient's norm, if the median is almost 0."""
-        seen = self.trial.gradients if self.trial is not None else {}
-        norms = {id(p): seen[id(p)] * p.numel() ** 0.5 for p in self.trained if seen.get(id(p), 0.0) > 0}
-        matrices = [norms[id(p)] for p in self.trained if p.ndim > 1 and id(p) in norms]
-        if len(matrices) < _SHOWN or statistics.median(matrices) >= FADED * max(norms.values()):
-            return None
-        return statistics.median(matrices), max(norms.values())
 
     @cached_property
     def blocks(self) -> list[tuple[str, list[nn.Module]]]:

@@ -259,19 +259,6 @@ def scale_of(module: nn.Module) -> float | None:
 
 
 @checks
-def fading_gradients(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find a model through which the signal or the gradient fades from layer to layer."""
-    if sizes := setup.fading:
-        yield Mistake(
-            what=f"the gradients of half the matrices have norms below {sizes[0]:.1g}, and the largest gradient has a "
-            f"norm of {sizes[1]:.2g}",
-            why="the signal or the gradient fades from layer to layer, so most weights cannot learn",
-            do="Initialize each layer with a standard deviation of sqrt(2/inputs) (nn.init.kaiming_normal_), or add "
-            "norms and residual connections",
-        )
-
-
-@checks
 def stuck_at_zero(setup: BeforeTraining) -> Iterator[Mistake]:
     """Find all-zero parameters whose gradient stays 0, because other all-zero parameters multiply them."""
     stuck = [p for p in setup.trained if setup.trial is not None and id(p) in setup.trial.zero.stuck]

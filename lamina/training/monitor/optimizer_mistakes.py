@@ -23,6 +23,7 @@ STRONG = 5.0  # a weight decay of AdamW, at any rate; Lion's rates are smaller, 
 SWAPPED = 0.98  # a first beta that is a second one
 EPSILON, UNSEEN_EPSILON = 1e-4, 1e-2  # of Adam, with a batch to compare it with gradients, and without
 SWAPPED_RATE = 1e3  # times below an Adam's epsilon
+FADED = 1e-5  # of the largest gradient's norm
 LOST = 0.6  # of the matrices' elements: updates that are rounded away
 USUAL_RATE = 1e-6  # of fine-tuning: many train in bfloat16 with it, and small weights still move
 RATES = ("lr", "initial_lr", "max_lr")  # of a group: its learning rate, and those of a schedule
@@ -223,6 +224,14 @@ def strong_decay(setup: BeforeTraining) -> Iterator[Mistake]:
             return
 
 
+def _fades(setup: BeforeTraining) -> bool:
+    """Return whether most matrices, and the first one, get almost no gradient although another parameter learns."""
+    seen = setup.trial.gradients if setup.trial is not None else {}
+    norms = {id(p): seen[id(p)] * p.numel() ** 0.5 for p in setup.trained if id(p) in seen}
+    matrices = [norms[id(p)] for p in setup.trained if p.ndim > 1 and id(p) in norms]
+    return bool(matrices) and max(matrices[0], statistics.median(matrices)) < FADED * max(norms.values())
+
+
 @checks
 def rounded_updates(setup: BeforeTraining) -> Iterator[Mistake]:
     """Find learning rates at which most updates round to 0 in the weights' dtype."""
@@ -245,9 +254,14 @@ def rounded_updates(setup: BeforeTraining) -> Iterator[Mistake]:
                 lost, total = lost + stays * p.numel(), total + p.numel()
                 rates.append(rate)
                 types.add(p.dtype)
-    if total and lost >= LOST * total and not setup.fading:
+    if total and lost >= LOST * total:
         kept = "Raise the learning rate"
-        if types != {torch.float32}:
+        if _fades(setup):
+            kept = (
+                "The signal fades in the model, and a higher learning rate does not help. Initialize each layer with a "
+                "standard deviation of sqrt(2/inputs) (nn.init.kaiming_normal_), or add norms and residual connections"
+            )
+        elif types != {torch.float32}:
             kept = (
                 "Keep the weights in float32 and compute under autocast, or use an optimizer with stochastic rounding"
             )
