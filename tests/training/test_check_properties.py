@@ -381,6 +381,7 @@ def plain(start):
 FAULTS = {
     "changed_inputs: keys": lambda: masked(keys=False),
     "changed_inputs: no positions": lambda: classes(places=False),
+    "changed_inputs: tags": lambda: (Returning(Words("batch first")), None, {"batch": (X, X * 7 % 5)}),
     "changed_inputs: dropout": lambda: classes(p=0.1),
     "skip_connections: none": lambda: of(Changed(wrap=lambda layer: Around(layer, -1.0))),
     "skip_connections: two": lambda: of(Changed(wrap=lambda layer: Around(layer, 1.0))),
@@ -438,11 +439,15 @@ class TimeFirst(Words):
         return self.head(self.layers(self.words(x) + self.places(torch.arange(len(x)))[:, None], mask))
 
 
-class Returning(TimeFirst):
-    """A model of batches [tokens, rows] that returns its loss."""
+class Returning(nn.Module):
+    """A model that returns its loss."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
 
     def forward(self, x, y):
-        logits = super().forward(x)
+        logits = self.model(x)
         return logits, ENTROPY(logits.flatten(0, 1), y.flatten())
 
 
@@ -456,7 +461,7 @@ class Pairs(Words):
 
 SOUND = {
     "time first": lambda: of(TimeFirst(), batch=(X.T, Y.T)),
-    "time first, with labels": lambda: (Returning(), None, {"batch": (X.T, Y.T)}),
+    "time first, with labels": lambda: (Returning(TimeFirst()), None, {"batch": (X.T, Y.T)}),
     "residual connections outside of the layers": lambda: of(Outside()),
     "convolutions": lambda: plain(nn.init.kaiming_normal_),
     "pairs": lambda: of(Pairs(), lambda x, _: ENTROPY(x, torch.arange(len(x))), (IDS.repeat(2, 1), Y)),

@@ -492,9 +492,19 @@ class _Repeats:
         if target is None:
             return {**found, "strange": mixes is False and self.strange()}  # not time-first: there, rows mix
         reads, causal = self.reads(*target)
-        if target[-1] == 0 and reads is False:  # the labels themselves are an argument
+        if target[-1] == 0 and reads is False and mixes and self._is_time_first():  # an argument is the labels
             return found
         return {**found, "offset": target[-1], "reads": reads, "causal": causal}
+
+    def _is_time_first(self) -> bool:
+        """Return whether the rows are dimension 1: to flip them only flips the logits."""
+        if (before := self._logits) is None or before.ndim != 3:
+            return False
+        rows = {at: x.flip(1) for at, x in self._given.items() if x.shape[:2] == before.shape[:2]}
+        after = self._again(rows)
+        if after is None or after.shape != before.shape:
+            return False
+        return bool((after.flip(1) - before).abs().amax() <= self._share * before.std())
 
     def leaks(self) -> str:
         """Change a hidden token's embedding at a row's end, and return the value of ``FirstPass.leaks``.
