@@ -289,7 +289,7 @@ def image_values(setup: BeforeTraining) -> Iterator[Mistake]:
     for name, value in setup.batch.items():
         if not value.is_floating_point() or not value.numel() or re.search("mask|label|embeds", name):
             continue
-        low, high = float(value.min()), float(value.max())
+        low, high = float(value.detach().min()), float(value.detach().max())
         if not math.isfinite(low + high):
             yield Mistake(
                 what=f"{name} is not finite",
