@@ -104,7 +104,8 @@ def calm_steps(values: Mapping[int, float], begin: int, between: range, *, times
     usual, noise = statistics.median(before), _NOISES * noise_of(before) / math.sqrt(AFTER)
     steps = [step for step in sorted(values) if step in between]
     threes = zip(steps, steps[1:], steps[2:], strict=False)
-    return {three[-1] for three in threes if sorted(map(values.get, three))[1] <= max(times * usual, usual + noise)}
+    most = max(times * usual, usual + noise)
+    return {three[-1] for three in threes if statistics.median(values[step] for step in three) <= most}
 
 
 def wander_of(losses: Sequence[float]) -> float:

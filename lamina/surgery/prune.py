@@ -189,9 +189,9 @@ def _of_layers(frame: pd.DataFrame, metric: str, count: int) -> pd.Series | None
     """
     if not {"metric", "layer", "value"} <= {*frame}:
         return None
-    rows = frame[(frame["metric"] == metric) & frame["layer"].between(0, count - 1)]
-    if rows["layer"].duplicated().any() and "sublayer" in rows:
-        rows = rows[rows["sublayer"] == "block"]
+    rows = frame.query("metric == @metric and 0 <= layer < @count")
+    if bool(rows.duplicated("layer").any()) and "sublayer" in rows:
+        rows = rows.query("sublayer == 'block'")
     values = cast(pd.Series, rows.set_index("layer")["value"])
     return None if values.index.has_duplicates or len(values) != count or values.isna().any() else values
 

@@ -93,7 +93,7 @@ def no_gradient_to_parts(setup: BeforeTraining) -> Iterator[Mistake]:
             yield Mistake(what=what.format(len(found), setup.listed(found)), why=why, do=do)
 
 
-def _silent(setup: BeforeTraining, trial: FirstPass) -> Iterator[nn.Parameter]:
+def _silent(setup: BeforeTraining, trial: FirstPass) -> Iterator[torch.Tensor]:
     """Yield the parameters that should get a gradient, and get none. A parameter may appear twice."""
     living, spared = trial.reached - trial.zero.idle, set[int]()
     moving = {key for key in living if trial.gradients[key] > 0}
@@ -124,7 +124,7 @@ def _silent(setup: BeforeTraining, trial: FirstPass) -> Iterator[nn.Parameter]:
     yield from _unused(setup, trial)
 
 
-def _unused(setup: BeforeTraining, trial: FirstPass) -> Iterator[nn.Parameter]:
+def _unused(setup: BeforeTraining, trial: FirstPass) -> Iterator[torch.Tensor]:
     """Yield the matrices of modules that the model should call, and never calls."""
     parts = {n: m for n, m in setup.model.named_modules() if isinstance(m, nn.Linear) and id(m.weight) in setup.groups}
     used = {re.sub(r"\d+", "", n) for n, m in parts.items() if id(m) in trial.ran or id(m.weight) in trial.reached}
