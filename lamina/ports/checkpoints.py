@@ -308,7 +308,7 @@ def _advice(stored: ForeignCheckpoint, target: str) -> str:
     """Return a sentence that lists the placements whose models have exactly the checkpoint's tensors."""
     fitting = []
     for name in names():
-        with contextlib.suppress(UserError, ValueError), torch.device("meta"):
+        with contextlib.suppress(ValueError), torch.device("meta"):
             model = _built(stored, name, stored.options, "normal")
             if Names(model, target, writes=False).stored_names(stored.wiring) == set(stored.weights):
                 fitting.append(name)

@@ -92,18 +92,22 @@ def back_at(losses: Mapping[int, float], rose: int) -> int | None:
     return next((steps[number] for number in low if max(values[number : number + AFTER]) <= ceiling), None)
 
 
-def calm_steps(values: Mapping[int, float], begin: int, between: range, *, times: float = 1.0) -> set[int]:
+def calm_steps(
+    values: Mapping[int, float], steps: Sequence[int], begin: int, between: range, *, times: float = 1.0
+) -> set[int]:
     """Return the steps ``between`` at which a series is back at its usual level before the step ``begin``.
 
     Lamina compares the median of 3 values ``between`` with the median of the 16 values before ``begin``. The later
-    median may be up to ``times`` as large, plus the noise. With too few values, no step counts as back.
+    median may be up to ``times`` as large, plus the noise. With too few values, no step counts as back. ``steps`` are
+    the sorted steps of ``values``.
     """
-    before = [values[step] for step in sorted(values) if step < begin][-BEFORE:]
+    at = bisect_left(steps, begin)
+    before = [values[step] for step in steps[max(0, at - BEFORE) : at]]
     if len(before) < BEFORE // 2 or not all(map(math.isfinite, before)):
         return set()
     usual, noise = statistics.median(before), _NOISES * noise_of(before) / math.sqrt(AFTER)
-    steps = [step for step in sorted(values) if step in between]
-    threes = zip(steps, steps[1:], steps[2:], strict=False)
+    later = steps[bisect_left(steps, between.start) : bisect_left(steps, between.stop)]
+    threes = zip(later, later[1:], later[2:], strict=False)
     most = max(times * usual, usual + noise)
     return {three[-1] for three in threes if statistics.median(values[step] for step in three) <= most}
 

@@ -115,10 +115,16 @@ class Signs:
         if not alarms or not is_spike(alarms):
             return False
         begin, between = alarms[0].step, range(alarms[-1].step + 1, end)
-        calm = calm_steps(self.losses, begin, between)
+        of_losses, of_norms = self.sorted_steps
+        calm = calm_steps(self.losses, of_losses, begin, between)
         if self.norms or any(alarm.metric in GRADIENTS for alarm in alarms):
-            calm &= calm_steps(self.norms, begin, between, times=TWICE)
+            calm &= calm_steps(self.norms, of_norms, begin, between, times=TWICE)
         return bool(calm)
+
+    @cached_property
+    def sorted_steps(self) -> tuple[list[int], list[int]]:
+        """The sorted steps of the losses and of the norms."""
+        return sorted(self.losses), sorted(self.norms)
 
     @cached_property
     def place(self) -> Alarm | None:
