@@ -32,9 +32,10 @@ if TYPE_CHECKING:
     from lamina.api import *  # noqa: F403
     from lamina.modeling.building import build, wire
     from lamina.probes.engine.measure import probe
+    from lamina.training.monitor.callbacks import LayerMonitor
     from lamina.training.monitor.check import check
     from lamina.training.monitor.lightning import LightningMonitor  # noqa: F401
-    from lamina.training.monitor.watch import LayerMonitor, watch
+    from lamina.training.monitor.watch import watch
 
     eval = api.evaluate
 
@@ -47,7 +48,7 @@ _ELSEWHERE = {
     "build": "lamina.modeling.building",
     "wire": "lamina.modeling.building",
     "probe": "lamina.probes.engine.measure",
-    "LayerMonitor": "lamina.training.monitor.watch",
+    "LayerMonitor": "lamina.training.monitor.callbacks",
     "LightningMonitor": "lamina.training.monitor.lightning",  # not in __all__: it needs lightning
     "check": "lamina.training.monitor.check",
     "watch": "lamina.training.monitor.watch",

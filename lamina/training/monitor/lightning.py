@@ -12,8 +12,8 @@ from torch import nn
 
 from lamina.errors import UserError
 from lamina.jobs.status import Status
+from lamina.training.monitor.callbacks import WatchCallback
 from lamina.training.monitor.guard import Diverged
-from lamina.training.monitor.watch import WatchCallback
 
 Lightning = Any
 """An object from Lightning, without a static type because the package is lightning or pytorch_lightning."""
