@@ -1,4 +1,4 @@
-"""Load rows with the datasets library, convert them to TRL's forms, and prepare them with TRL."""
+"""Load examples with the datasets library, convert them to TRL's formats, and prepare them with TRL."""
 
 from __future__ import annotations
 
@@ -38,9 +38,7 @@ logger = logging.getLogger(__name__)
 
 Fields = Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
-"""Turns: each has a ``role``, a ``content``, and other fields that a template reads (``tool_calls``,
-``thinking`` ...).
-"""
+"""The turns of a conversation. Each turn has a role, a content, and other fields that chat templates read."""
 Passed: TypeAlias = Any
 Prepare: TypeAlias = "Callable[[Dataset], Dataset]"
 _MARK = "an-answer"
@@ -63,7 +61,7 @@ REWARD_FORMS = (("chosen_ids", "rejected_ids"), *PAIR_FORMS)
 
 
 def load(name: str, source: str) -> Dataset:
-    """Load the rows of a source with the datasets library. Raises UserError about the setting ``name``."""
+    """Load a source's rows with the datasets library. Raises UserError if Lamina cannot read any rows."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -94,7 +92,7 @@ def load(name: str, source: str) -> Dataset:
 
 
 def _options(reader: str, path: Path) -> Json:
-    """Return the options with which the datasets library should read a file."""
+    """Return the datasets library's options for a file."""
     import datasets
     import pandas as pd
 
@@ -106,12 +104,13 @@ def _options(reader: str, path: Path) -> Json:
 
 
 def generated_rows(name: str, source: str) -> Iterator[Json]:
-    """Generate rows of ``generated:KIND[:TASK[+TASK...]][@test]`` from the named tasks (default: all tasks).
+    """Generate examples from a source such as "generated:answers:copy". Without task names, Lamina uses all tasks.
 
-    A row of the kind ``answers`` has a prompt in the words of an evaluation's question, and a completion. A row of the
-    kind ``preferences`` has a prompt, a chosen answer, and a rejected answer. The chosen answer is right. The rejected
-    answer is a wrong answer, or has the right answer's words in another order. Raises UserError about the setting
-    ``name`` for an unknown kind, task or part.
+    Examples of the kind "answers" have a prompt and a completion. The prompt has the wording that Lamina uses in
+    evaluations. Examples of the kind "preferences" have a prompt, a right answer (chosen) and a wrong answer
+    (rejected). Some wrong answers are the right answer with its words in another order.
+
+    Raises UserError if the kind, a task or the part is unknown.
     """
     kind, _, rest = source.removeprefix(GENERATED).partition("@")[0].partition(":")
     split = source.partition("@")[2] or "train"
@@ -142,14 +141,17 @@ def generated_rows(name: str, source: str) -> Iterator[Json]:
 
 
 def conform(rows: Dataset, forms: Sequence[tuple[str, ...]], *, turns: bool) -> tuple[Dataset, tuple[str, ...]]:
-    """Convert rows to one of TRL's forms, and return the form. Rows in TRL's forms stay unchanged.
+    """Convert rows to one of TRL's formats. Returns the rows and the names of their columns.
 
-    Alpaca's instruction and output become a prompt and its completion. ShareGPT's conversations become messages. LIMA's
-    conversations become messages, or a prompt and the last answer. If a row mixes texts and turns, its texts become
-    turns. With ``turns``, texts with an answer also become turns.
+    Lamina keeps rows that already have a TRL format. Otherwise, Lamina converts the formats of Alpaca, ShareGPT and
+    LIMA. If a row has both plain texts and chat turns, Lamina converts its texts to chat turns.
+
+    Args:
+        forms: the columns of each allowed format. If several formats fit, Lamina chooses the first one.
+        turns: whether to convert plain texts with an answer to chat turns.
 
     Raises:
-        UserError: the columns fit none of ``forms``. If the columns fit several forms, Lamina chooses the first form.
+        UserError: the columns fit none of the allowed formats.
     """
     columns = set(rows.column_names)
     if pictures := columns & {"image", "images"}:
@@ -177,7 +179,7 @@ def conform(rows: Dataset, forms: Sequence[tuple[str, ...]], *, turns: bool) -> 
 
 
 def _turned(rows: Dataset, function: Callable[[Json], Json], *names: str) -> Dataset:
-    """Apply a function to every row. The function returns a row whose columns ``names`` hold chat turns."""
+    """Apply a function to every row. The function returns chat turns in the named columns."""
     import datasets
 
     types = datasets.Features({**rows.features, **dict.fromkeys(names, datasets.List(datasets.Json()))})
@@ -185,7 +187,7 @@ def _turned(rows: Dataset, function: Callable[[Json], Json], *names: str) -> Dat
 
 
 def _kinds(rows: Dataset, form: Sequence[str]) -> set[str]:
-    """Return the kind of content in columns: texts (Value), chat turns (List), or both (Json)."""
+    """Return the types of some columns' content: "Value" for texts, "List" for chat turns, and "Json" for both."""
     return {type(rows.features[name]).__name__ for name in form}
 
 
@@ -218,16 +220,14 @@ def _of_conversation(row: Json) -> Json:
 
 
 def _of_lima(row: Json) -> Json:
-    """Return the turns before the last answer as the prompt, and the last answer as the completion."""
+    """Split a conversation into the last answer and the turns before it."""
     turns = row["messages"]
     turns = turns[: len(turns) // 2 * 2]
     return {"prompt": turns[:-1], "completion": turns[-1:]}
 
 
 def _of_pair(row: Json) -> Json:
-    """Split off the prompt that the two answers share, as TRL does. If the row already has a prompt and mixes texts
-    with chat turns, convert the texts to turns.
-    """
+    """Split off the prompt that both answers begin with. If a row has a prompt, convert its texts to chat turns."""
     from trl.data_utils import maybe_extract_prompt
 
     pair = {name: row[name] for name in PAIR_FORMS[0] if row.get(name) is not None}
@@ -239,7 +239,7 @@ def _of_pair(row: Json) -> Json:
 
 
 def prompts(rows: Dataset, *, turns: bool) -> Dataset:
-    """Return the prompts of rows in any form, without answers. The column ``row`` holds each complete row as JSON."""
+    """Return the prompts without answers. A column "row" holds each original row as JSON."""
     fields = ({name: value for name, value in row.items() if value is not None} for row in _each(rows))
     whole: Passed = [json.dumps(row, default=str) for row in fields]
     asked, form = conform(rows, (("prompt",), ("messages",), PAIR_FORMS[1]), turns=turns)
@@ -256,7 +256,7 @@ def prompts(rows: Dataset, *, turns: bool) -> Dataset:
 
 
 def unfit(row: Fields, form: Sequence[str]) -> str:
-    """Return the reason why Lamina cannot train on a row in TRL's form, or "" for a usable row."""
+    """Return the reason why Lamina cannot train on a row, or "" for a usable row."""
     for name in form:
         value = row[name]
         if isinstance(value, str):
@@ -272,7 +272,7 @@ def unfit(row: Fields, form: Sequence[str]) -> str:
 
 
 def _is_turn(turn: Passed) -> bool:
-    """Return whether a turn has the fields that templates read. An assistant's turn must not be empty."""
+    """Return whether a chat turn has a role and a content. An assistant's turn must not be empty."""
     if not isinstance(turn, dict) or not turn.get("role") or not isinstance(turn.get("content"), str | list | None):
         return False
     return turn["role"] != "assistant" or bool(turn.get("content") or turn.get("tool_calls"))
@@ -281,16 +281,17 @@ def _is_turn(turn: Passed) -> bool:
 def prepare(
     where: str, rows: Dataset, form: Sequence[str], by_trl: Prepare, wrong: Callable[[Json], str], *, skip_bad: bool
 ) -> tuple[Dataset, int]:
-    """Prepare rows with ``by_trl``. Returns the prepared rows, and the number of unusable rows that Lamina left out.
+    """Prepare rows with TRL's code. Returns the prepared rows and the number of unusable rows.
 
     Args:
-        where: the setting and the source, for the messages.
+        where: the setting and the source, for error messages.
         form: the columns that every row needs.
-        wrong: a function that returns the reason why a prepared row is unusable, or "".
+        by_trl: a function that prepares rows with TRL's code.
+        wrong: a function that returns why a prepared row is unusable, or "".
+        skip_bad: whether to skip unusable rows.
 
     Raises:
-        UserError: a row is unusable and ``skip_bad`` is off, or all rows are unusable. The message has the row's
-            number.
+        UserError: all rows are unusable, or one row is unusable and ``skip_bad`` is False.
     """
     reasons: dict[int, str] = {}
 
@@ -322,7 +323,7 @@ def _each(rows: Dataset) -> Iterator[Json]:
 
 
 def _refused(rows: Dataset, places: Sequence[int], by_trl: Prepare) -> Iterator[tuple[int, str]]:
-    """Find the rows that TRL can't prepare. Lamina halves the rows until it finds each bad row."""
+    """Find the rows that TRL cannot prepare, by bisection."""
     try:
         by_trl(rows.select(places))
     except Exception as error:
@@ -334,7 +335,7 @@ def _refused(rows: Dataset, places: Sequence[int], by_trl: Prepare) -> Iterator[
 
 
 def processes_for(rows: Dataset) -> int | None:
-    """Return the number of processes in which ``Dataset.map`` should prepare rows. None means only this process."""
+    """Return how many processes should prepare the rows. None means only the current process."""
     alone = len(rows) <= ALONE or multiprocessing.current_process().daemon
     return None if alone or (count := cores() // launched()[3]) < 2 else count
 
@@ -342,7 +343,7 @@ def processes_for(rows: Dataset) -> int | None:
 def by_trl(
     trainer: Passed, rows: Dataset, config: Passed, tokenizer: PreTrainedTokenizerBase, *more: object, **own: object
 ) -> Dataset:
-    """Prepare rows with a TRL trainer's code, before Lamina loads the model."""
+    """Prepare rows with the code of a TRL trainer, without a model."""
     stand_in = SimpleNamespace(_tokenizer=tokenizer, **own)
     # Lamina's first process is here before the others
     with patched(sys.modules[trainer.__module__], global_then_local_main_first=nullcontext):
@@ -353,7 +354,7 @@ _BREAK = "('\\n\\n' if not loop.first and messages[loop.index0 - 1].role == 'ass
 
 
 def _template(user: str, assistant: str) -> str:
-    """Build a template from two Jinja expressions: the text of a user's turn, and the text of an assistant's turn."""
+    """Build a chat template from Jinja expressions for a user's turn and for an assistant's turn."""
     return (
         "{%- for message in messages -%}"
         "{%- if message.role == 'system' -%}{{ message.content + '\n\n' }}"
@@ -375,15 +376,16 @@ TEMPLATES = {
     "chat": _template(_BREAK + " + 'User: ' + message.content + '\n\nAssistant:'", "' ' + message.content + eos_token"),
     "plain": _template("message.content + '\n'", "message.content + eos_token"),
 }
-"""Jinja templates by name. The text before an answer does not depend on the answer."""
+"""Jinja templates by name. In each template, the text before an answer does not depend on the answer."""
 CHOICES = ("auto", "none", "tokenizer", *TEMPLATES)
 
 
 def read_template(choice: str, tokenizer: PreTrainedTokenizerBase, *, default: str | None) -> str | None:
-    """Return the Jinja template of a choice, or None if Lamina should use the text unchanged.
+    """Return a Jinja template, or None to use texts unchanged. Raises UserError if Lamina cannot find the template.
 
-    ``default`` names the template for ``auto`` if the tokenizer has no template. Raises UserError for an unknown name,
-    an unreadable file, or a tokenizer without a template.
+    Args:
+        choice: a template's name, a file, "tokenizer", "auto" or "none".
+        default: the template that "auto" uses if the tokenizer has no template.
     """
     path = Path(choice)
     if choice == "none" or choice in TEMPLATES:
@@ -412,7 +414,7 @@ def read_template(choice: str, tokenizer: PreTrainedTokenizerBase, *, default: s
 
 
 def training_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Return a chat template that marks the answers. Returns None if the model's template marks the answers."""
+    """Return a chat template that marks the answers' tokens, or None if the tokenizer's template already marks them."""
     from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
     template = str(tokenizer.chat_template)
@@ -423,7 +425,7 @@ def training_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
 
 
 def template_end(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the special token with which the tokenizer's template ends an answer, or ""."""
+    """Return the special token after an answer in the tokenizer's chat template, as a list; [] if there is none."""
     if not tokenizer.chat_template:
         return []
     try:

@@ -1,4 +1,4 @@
-"""Write the pages of the jobs after pretraining: fine-tuning, reward models, and policies."""
+"""Write the report pages for fine-tuning, reward models and policies."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _TUNED = {
     "eval_kl": "KL {:.3f} nats",
 }
 ending_of(Kind.SFT, Kind.REWARD, Kind.RLHF, Kind.DPO)(partial(run_ended, forms=_TUNED))
-# The title of each curve, its names in metrics.jsonl in training and held out, its quantity, and how to read it.
+# Each curve's title, its names in metrics.jsonl (training, held out), the y axis, and the caption.
 CURVES = (
     ("Loss", "loss", "eval_loss", "loss", (
         "Points show the loss on all held-out examples. The line shows the training loss, averaged since the last "
         "record."
     )),
     ("Reward", "reward", "eval_reward", "reward", (
-        "Points show the mean reward of one sampled answer per held-out prompt, without clipping. The line shows the "
+        "Each point is the mean reward over the held-out prompts, without clipping. The line shows the "
         "clipped rewards in training. With ReMax, the line is the mean over sampled and greedy answers."
     )),
     ("KL to the initial model", "kl_per_answer", "eval_kl", "nats per answer", (
@@ -126,7 +126,7 @@ for _kind in _TITLES:
 
 
 def _headline(kind: Kind, records: Sequence[Json], held_out: object) -> str:
-    """Return the page's title: the change of the main metric for this kind of training."""
+    """Return the page's title, which gives the main metric's first and last value."""
     name = _JUDGED_BY[kind]
     values = [record[name] for record in records if is_number(record.get(name))]
     if len(values) < 2:

@@ -1,4 +1,4 @@
-"""Train reward models, or policies with DPO, on pairs of a better and a worse answer."""
+"""Train reward models, or policies with DPO. Each example is a prompt with a better and a worse answer."""
 
 from __future__ import annotations
 
@@ -32,9 +32,7 @@ _EXTREMES = {"min_reward": min, "max_reward": max}
 
 
 class Measured(NamedTuple):
-    """TRL's loss and metrics on a batch of held-out pairs. The weight of each value is the number of pairs or tokens
-    that it averages.
-    """
+    """TRL's loss and metrics on a batch, with the number of pairs or tokens in each average."""
 
     metrics: Mapping[str, float]
     weights: Mapping[str, int]
@@ -44,11 +42,10 @@ class PairTrainer(TunedTrainer):
     """Lamina's additions to TRL's RewardTrainer and to TRL's DPOTrainer."""
 
     def held_out(self) -> dict[str, float]:
-        """Return the mean loss over the held-out pairs, and give TRL the metrics to log: means over pairs or tokens.
+        """Return the mean loss over the held-out pairs, and pass TRL further metrics to log.
 
-        TRL's evaluation averages over batches, and repeats pairs until all processes have equally many pairs. So Lamina
-        does not use TRL's evaluation. Under DDP, an evaluation by Trainer before training would also prevent the
-        training.
+        TRL's evaluation averages over batches, and repeats pairs so that all processes have equally many pairs. Lamina
+        measures every pair once instead.
         """
         batches = [batch for part in self.processes.everyones(self.measured_here()) for batch in part]
         overall: dict[str, float] = {}
@@ -83,7 +80,7 @@ class PairTrainer(TunedTrainer):
 
 
 class PairRewardTrainer(PairTrainer, RewardTrainer):
-    """TRL's RewardTrainer."""
+    """TRL's RewardTrainer with Lamina's additions."""
 
 
 class PairStage(TuningStage[S]):
@@ -93,7 +90,7 @@ class PairStage(TuningStage[S]):
     prepared_by: Passed
 
     def new_model(self) -> PreTrainedModel:
-        """Load or build the model without dropout, which is also TRL's default. Lamina adds LoRA's dropout later."""
+        """Load or build the model. By default, its dropout is off, as in TRL."""
         model = self.start.scorer() if self.head == "sequence_classification" else super().new_model()
         if self.settings.trl.get("disable_dropout", True):
             disable_dropout_in_model(model)
@@ -104,9 +101,10 @@ class PairStage(TuningStage[S]):
 
 
 class RewardModeling(PairStage[RewardSettings]):
-    """Minimizes -log sigmoid(score(chosen) - score(rejected) - margin), InstructGPT's Eq. 1 for two answers.
+    """Train a reward model with the loss -log sigmoid(score(chosen) - score(rejected) - margin).
 
-    The margin is a field of the row, as in TRL and Llama 2's Eq. 2, or 0 if the field is missing.
+    The loss is InstructGPT's Eq. 1 for two answers. An example may have a field "margin", as in Llama 2's Eq. 2
+    (default: 0).
     """
 
     kind = Kind.REWARD
@@ -124,7 +122,7 @@ class RewardModeling(PairStage[RewardSettings]):
         return rows
 
     def wrong(self, row: Fields) -> str:
-        """Reject pairs that are too long, because TRL would drop them."""
+        """Reject the pairs that TRL would drop because they are too long."""
         if max(len(row["chosen_ids"]), len(row["rejected_ids"])) > self.start.longest:
             return f"the prompt and an answer have more than {self.start.longest} tokens together"
         return "the two answers are equal" if row["chosen_ids"] == row["rejected_ids"] else ""
@@ -142,7 +140,7 @@ def _margin(given: object) -> float:
 
 
 class DpoTrainer(PairTrainer, DPOTrainer):
-    """TRL's DPOTrainer."""
+    """TRL's DPOTrainer with Lamina's additions."""
 
     def __init__(self, *args: Passed, **kwargs: Passed):
         # TRL would take the numbers from a cache by a hash of the reference, which LoRA's and a sharded one do not have
@@ -155,7 +153,7 @@ class DpoTrainer(PairTrainer, DPOTrainer):
             self.ref_model = self.without_adapters
 
     def _precompute_ref_logps(self, dataset: Dataset, name: str, batch_size: int) -> Dataset:
-        """Add two columns: the reference model's log-probability of each answer, in nats."""
+        """Add two columns: the reference model's log-probabilities of both answers, in nats."""
         reference = self.without_adapters if isinstance(self.ref_model, NoReference) else self.ref_model
 
         def measure(chosen: list[int]) -> list[tuple[int, float, float]]:
@@ -174,7 +172,7 @@ class DpoTrainer(PairTrainer, DPOTrainer):
 
 
 class DirectPreferences(PairStage[DpoSettings]):
-    """Minimizes -log sigmoid(beta * (log-ratio of chosen - log-ratio of rejected)), Rafailov et al. 2023, Eq. 7."""
+    """Train a policy with the loss of direct preference optimization (Rafailov et al. 2023, Eq. 7)."""
 
     kind = Kind.DPO
     record = DpoSettings
@@ -182,7 +180,7 @@ class DirectPreferences(PairStage[DpoSettings]):
     columns = ("prompt_ids", "chosen_ids", "rejected_ids")
 
     def wrong(self, row: Fields) -> str:
-        """Reject the rows that TRL drops: equal answers, or a prompt that leaves no room for the answer."""
+        """Reject the examples that TRL would drop. TRL drops equal answers, and prompts without room for an answer."""
         room = self.start.longest - len(row["prompt_ids"])
         if room < 1 and self.config.truncation_mode == "keep_start":
             return f"the prompt fills all {self.start.longest} tokens, so none is left for the answer"
@@ -194,7 +192,7 @@ class DirectPreferences(PairStage[DpoSettings]):
         return [*row["prompt_ids"], *row["chosen_ids"]][: self.start.longest]
 
     def counts(self, *parts: Dataset | None) -> Json:
-        """Count the pairs in which TRL's collator cuts an answer."""
+        """Count the pairs with an answer that TRL shortens."""
         lengths = (
             len(row["prompt_ids"]) + max(len(row["chosen_ids"]), len(row["rejected_ids"]))
             for part in parts

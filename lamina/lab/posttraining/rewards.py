@@ -1,4 +1,4 @@
-"""Compute the rewards of answers with reward models and your functions, and add them up with weights."""
+"""Compute answers' rewards with reward models and with your functions, and add the rewards with weights."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Score: TypeAlias = Callable[[Sequence[Fields], Sequence[Sequence[int]], Sequence[str]], list[float]]
-"""A function that returns one reward per answer.
+"""A function from prompts and answers to rewards.
 
-The function gets the prompts (each with prompt, prompt_ids, text and row), the answers' token ids, and their texts.
+Its arguments are the prompts (with prompt, prompt_ids, text and row), and the answers' token ids and texts.
 """
 Parts: TypeAlias = Mapping[str, Sequence[float]]
-"""The rewards of all answers, by the reward's name."""
+"""Each reward's name, with the rewards of all answers."""
 BATCH = 32
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rewards:
-    """The weighted sum of several rewards of an answer.
+    """A weighted sum of several rewards.
 
     Attributes:
-        scores: a function for each reward, by the reward's name in the records.
-        models: the reward models that compute rewards.
-        digest: a hash of the models' and functions' files.
+        scores: functions that compute the rewards, by the reward's name.
+        models: the reward models.
+        digest: a hash of the files of the models and functions.
     """
 
     scores: Mapping[str, Score]
@@ -62,7 +62,7 @@ class Rewards:
     digest: str
 
     def parts(self, rows: Sequence[Fields], answers: Sequence[Sequence[int]], texts: Sequence[str]) -> Parts:
-        """Compute each reward of each answer, by the reward's name."""
+        """Compute all rewards of each answer."""
         return {name: score(rows, answers, texts) for name, score in self.scores.items()}
 
     def total(self, parts: Parts) -> list[float]:
@@ -74,7 +74,7 @@ class Rewards:
 def make_rewards(settings: RlhfSettings, start: Start) -> Rewards:
     """Load the reward models and functions.
 
-    Raises UserError if a model or function is missing or does not work with the starting model.
+    Raises UserError if a model or function is missing, or does not work with the starting model.
     """
     named, functions, seconds = settings.reward_models(), settings.reward_functions(), settings.reward_timeout
     if seconds and threading.current_thread() is not threading.main_thread():
@@ -141,15 +141,15 @@ def _scores(
 
 
 def _unused(name: str, known: Mapping[str, object]) -> str:
-    """Return a name for a reward's records. If another reward has the name, Lamina appends a number."""
+    """Return a reward's name as an identifier. Lamina appends a number if the name is taken."""
     plain = re.sub(r"\W", "_", name)
     return plain if plain not in known else _unused(f"{plain}_{len(known) + 1}", known)
 
 
 def in_time(act: Callable[[], T], seconds: float) -> T | None:
-    """Return the result of ``act``, or None after ``seconds`` (0: no limit).
+    """Call a function with a time limit in seconds. Returns None after the limit.
 
-    At the limit, Lamina interrupts the Python code of ``act``. A limit works only in the main thread of a process.
+    Lamina interrupts the function's Python code at the limit. A limit works only in a process's main thread.
     """
     if not seconds:
         return act()
@@ -208,10 +208,7 @@ def _of_function(named: str, seconds: float) -> Score:
 
 
 def _as_trl_asks(function: Callable[..., Passed], asked: Passed, ids: Sequence[int], text: str, row: Fields) -> Passed:
-    """Call a reward function with TRL's signature on one answer. TRL's functions take lists as keyword arguments.
-
-    TRL leaves a result of None out of the sum, so Lamina counts None as 0.
-    """
+    """Call a TRL reward function on one answer. If the function returns None, the reward is 0."""
     answer = [{"role": "assistant", "content": text}] if isinstance(asked, list) else text
     fields = {name: [value] for name, value in row.items() if name not in ("prompt", "completion", "completion_ids")}
     (reward,) = function(prompts=[asked], completions=[answer], completion_ids=[list(ids)], **fields)
@@ -219,7 +216,7 @@ def _as_trl_asks(function: Callable[..., Passed], asked: Passed, ids: Sequence[i
 
 
 def _number(named: str, reward: Passed) -> float:
-    """Convert a function's reward to a float. Raises UserError if the reward is not a finite number."""
+    """Convert a reward to a float. Raises UserError if the reward is not a finite number."""
     with suppress(TypeError, ValueError, RuntimeError, OverflowError):  # of an integer that no float can hold
         if not isinstance(reward, str | bytes) and math.isfinite(number := float(reward)):
             return number
@@ -239,6 +236,6 @@ def _parts(named: str) -> tuple[Path, str]:
 def padded(
     sequences: Sequence[Sequence[int]], value: int, device: torch.device, *, left: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pad token ids on the right or on the left. Returns the ids and the mask, both [sequences, tokens]."""
+    """Pad token ids with a value. Returns the ids and the mask, both [sequences, tokens]."""
     ids, side = [torch.tensor(sequence, device=device) for sequence in sequences], "left" if left else "right"
     return pad(ids, value, side), pad([torch.ones_like(part) for part in ids], 0, side)

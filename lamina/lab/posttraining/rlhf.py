@@ -1,13 +1,15 @@
-"""Train policies by reinforcement learning with TRL's online trainers: RLOO, GRPO, and ReMax (on TRL's RLOO trainer).
+"""Train policies by reinforcement learning with ReMax, RLOO or GRPO, on TRL's trainers.
 
-ReMax (Li et al. 2024, arXiv 2310.10505) takes one sampled and one greedy answer per prompt. Lamina follows Adam-mini's
-code. r is a clipped reward. logp_t is the policy's log-probability of token t of the sampled answer, and ref_t is the
-initial model's log-probability. Lamina treats the weights as constants.
+ReMax (Li et al. 2024, arXiv 2310.10505) samples one answer per prompt, and takes the greedy answer's reward as the
+baseline. The loss follows the code of Adam-mini:
 
     advantage = r(sampled) - r(greedy)
-    weight_t  = advantage - beta * (logp_t - ref_t)             (with the KL per step)
-    weight_t  = advantage - beta * sum_s (logp_s - ref_s)       (with the KL per sequence, as in TRL's RLOO)
-    loss      = - sum_t weight_t * logp_t / sum_t 1             (the sums are over the tokens of all answers)
+    weight_t  = advantage - beta * (logp_t - ref_t)             (KL penalty per step)
+    weight_t  = advantage - beta * sum_s (logp_s - ref_s)       (KL penalty per sequence, as in TRL's RLOO)
+    loss      = - sum_t weight_t * logp_t / number of tokens    (the sum is over the tokens of all answers)
+
+r is a clipped reward. logp_t is the policy's log-probability of token t in the sampled answer. ref_t is the same
+token's log-probability under the initial model. The weights have no gradient.
 """
 
 from __future__ import annotations
@@ -64,15 +66,13 @@ _ENTROPY = ("entropy_coef", "_last_world_entropy")  # what TRL's GRPOTrainer ada
 
 
 class PolicyTrainer(TunedTrainer, _Online):
-    """Add Lamina's rewards and a separate reference model to TRL's RLOOTrainer and GRPOTrainer.
+    """Add Lamina's rewards and reference model to TRL's RLOOTrainer and GRPOTrainer.
 
     Args:
-        rewards: the rewards of answers, not clipped.
+        rewards: the rewards of answers, before clipping.
         clip: the largest magnitude of a reward. 0 means no clipping.
-        beta: the factor on the KL. TRL's argument ``beta`` is 0 during construction. Otherwise, TRL would load the
-            reference model by name.
-        reference: the frozen model from which the policy starts. With LoRA, the reference is the policy without LoRA's
-            matrices.
+        beta: the factor on the KL penalty.
+        reference: the frozen initial model. With LoRA, the trainer uses the policy without its LoRA matrices.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class PolicyTrainer(TunedTrainer, _Online):
             self.ref_model = self.accelerator.prepare_model(reference, evaluation_mode=True)
 
     def get_train_dataloader(self) -> DataLoader:
-        """Load the prompts in Lamina's order, as lists of rows for TRL's trainers."""
+        """Load the prompts in Lamina's order, as lists of rows."""
         return DataLoader(
             self.train_dataset,  # type: ignore[arg-type]
             batch_sampler=self.order,
@@ -105,11 +105,11 @@ class PolicyTrainer(TunedTrainer, _Online):
 
     @property
     def tokens_seen(self) -> int:
-        """The number of tokens in all prompts and answers so far."""
+        """The number of tokens so far in all prompts and answers."""
         return int(self.state.num_input_tokens_seen)
 
     def state_dict(self) -> Json:
-        """Return TunedTrainer's state, the answers that later steps reuse, and GRPO's entropy weight."""
+        """Return the trainer's state, GRPO's entropy weight, and the answers that later steps reuse."""
         state = {**super().state_dict(), "entropy": [getattr(self, name) for name in _ENTROPY if hasattr(self, name)]}
         options: Passed = self.args
         if self._step % (options.steps_per_generation * self.num_iterations):
@@ -140,7 +140,7 @@ class PolicyTrainer(TunedTrainer, _Online):
         prompts: Sequence[str | Messages],
         **columns: Sequence[Passed],
     ) -> list[float]:
-        """Compute rewards with the signature that TRL expects of a reward function."""
+        """Compute the rewards of TRL's completions."""
         names = ("text", "prompt_ids", "row")
         rows = [
             {"prompt": prompt, **dict(zip(names, values, strict=True))}
@@ -154,11 +154,10 @@ class PolicyTrainer(TunedTrainer, _Online):
         return [max(-self.clip, min(self.clip, reward)) for reward in rewards] if self.clip else rewards
 
     def held_out(self) -> dict[str, float]:
-        """Sample an answer to each held-out prompt, return the mean measures, and write the answers to held_out.jsonl.
+        """Answer every held-out prompt, return the mean metrics, and write the answers to held_out.jsonl.
 
-        ``eval_kl`` is sum_t (logp_t - ref_t) in nats, averaged over the answers. The expectation of ``eval_kl`` is the
-        KL divergence between the policy's answers and the initial model's answers. Each evaluation uses the same random
-        numbers, and restores the random state of training.
+        The metric "eval_kl" estimates KL(policy || initial model) in nats per answer. Every evaluation uses the same
+        random numbers.
         """
         data: Passed = self.eval_dataset
 
@@ -205,19 +204,19 @@ class PolicyTrainer(TunedTrainer, _Online):
 
 
 class RlooTrainer(PolicyTrainer, RLOOTrainer):
-    """TRL's RLOOTrainer."""
+    """TRL's RLOOTrainer with Lamina's additions."""
 
 
 class GrpoTrainer(PolicyTrainer, GRPOTrainer):
-    """TRL's GRPOTrainer."""
+    """TRL's GRPOTrainer with Lamina's additions."""
 
 
 class ReMaxTrainer(RlooTrainer):
-    """ReMax on TRL's RLOOTrainer; the module's docstring has the equations.
+    """Train with ReMax on TRL's RLOOTrainer. The module's docstring has the equations.
 
-    Each prompt has two answers: the first is sampled, and the second is greedy. RLOO's baseline is the mean reward of
-    all other answers. So the sampled answer's baseline is the greedy answer's reward. Lamina drops the greedy answers
-    before the forward pass with a gradient.
+    Lamina gives RLOO two answers per prompt: a sampled answer and the greedy answer. In RLOO, an answer's baseline is
+    the mean reward of the other answers, which here is the greedy answer's reward. The loss uses only the sampled
+    answers.
     """
 
     def __init__(self, *args: Passed, kl_per: str, **kwargs: Passed):
@@ -244,9 +243,7 @@ class ReMaxTrainer(RlooTrainer):
         return output
 
     def _logps(self, model: Passed, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return the log-probabilities of the answers' tokens, [answers, tokens]. The log-probabilities of masked
-        tokens are 0.
-        """
+        """Return the log-probabilities of the answers' tokens: [answers, tokens]."""
         ids, mask = (torch.cat([inputs[f"prompt_{n}"], inputs[f"completion_{n}"]], dim=1) for n in ("ids", "mask"))
         return self._get_per_token_logps_and_entropies(model, ids, mask, inputs["completion_ids"].shape[1])[0]
 
@@ -270,13 +267,14 @@ def remax_weights(
     beta: float,
     kl_per: str,
 ) -> torch.Tensor:
-    """Compute each token's weight in the loss, without a gradient.
+    """Return the weight of each token's log-probability in the loss: [answers, tokens].
 
     Args:
-        advantage: [answers].
+        advantage: the advantages of the sampled answers, [answers].
         logps: the policy's log-probabilities of the tokens in nats, [answers, tokens].
-        reference: the log-probabilities under the initial model, [answers, tokens].
-        mask: 1 for an answer's tokens, [answers, tokens].
+        reference: the initial model's log-probabilities of the tokens, [answers, tokens].
+        mask: 1 for an answer's tokens and 0 for padding, [answers, tokens].
+        kl_per: "step" or "sequence", as in the module's docstring.
     """
     kl = ((logps - reference) * mask).detach()
     if kl_per == "sequence":
@@ -285,14 +283,14 @@ def remax_weights(
 
 
 def remax_loss(weight: torch.Tensor, logps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Compute a batch's loss (a scalar) from the tokens' weights and log-probabilities, both [answers, tokens]."""
+    """Compute a batch's loss from the weights and log-probabilities of the tokens, both [answers, tokens]."""
     return -(weight * logps * mask).sum() / mask.sum().clamp(min=1)
 
 
 def write_held_out(path: Path, step: int, numbers: list[Json]) -> None:
-    """Write an evaluation's held-out answers.
+    """Write the held-out answers of an evaluation.
 
-    A resumed run repeats steps, so the new answers replace all answers recorded at this step or later.
+    A resumed run repeats steps, so Lamina deletes the answers that this step or later steps have already written.
     """
     lines, fault = parse_lines(path)
     if fault is not None:
@@ -302,9 +300,9 @@ def write_held_out(path: Path, step: int, numbers: list[Json]) -> None:
 
 
 def reward_gain(path: Path) -> Json:
-    """Return the gain in held-out reward from the first to the last evaluation, with a 95 % interval over the prompts.
+    """Return the gain in held-out reward from the first to the last evaluation, with a 95 % interval.
 
-    The interval is Student's t interval for paired differences. With fewer than two evaluations or two prompts, the
+    The interval is Student's t interval over the prompts' gains. With fewer than two evaluations or two prompts, the
     result is empty.
     """
     from scipy import stats
@@ -321,7 +319,7 @@ def reward_gain(path: Path) -> Json:
 
 
 class PolicyOptimization(TuningStage[RlhfSettings]):
-    """Train a policy on rewards, as in InstructGPT's third step (default: ReMax with Adam-mini's KL and clipping)."""
+    """Train a policy on rewards, as in InstructGPT's third step."""
 
     kind = Kind.RLHF
     record = RlhfSettings
@@ -347,12 +345,12 @@ class PolicyOptimization(TuningStage[RlhfSettings]):
     def conform(self, rows: Dataset, *, turns: bool) -> tuple[Dataset, tuple[str, ...]]:
         if "tools" in rows.column_names:
             raise UserError(
-                "the rows have a column 'tools', but Lamina's policies cannot call tools. Remove the column"
+                "the rows have a column 'tools', but Lamina cannot train a policy to call tools. Remove the column"
             )
         return prompts(rows, turns=turns), ("prompt",)
 
     def by_trl(self, rows: Dataset, form: Sequence[str]) -> Dataset:
-        """Add each prompt's text and token ids. TRL's trainers compute the same token ids at each step."""
+        """Add the text and token ids that TRL's trainers compute from each prompt."""
         tokenizer, options = self.start.tokenizer, self.settings.trl.get("chat_template_kwargs") or {}
         theirs: Passed = SimpleNamespace(processing_class=tokenizer, chat_template_kwargs=options)
         how = {"tokenize": False, "add_generation_prompt": True, **options}
@@ -415,11 +413,14 @@ class PolicyOptimization(TuningStage[RlhfSettings]):
 
 
 class PromptOrder(TrainOrder):
-    """The order of the prompts for TRL's online trainers. Each prompt occurs ``copies`` times in a row.
+    """Order the prompts for TRL's online trainers, which generate answers for several micro-batches at once.
 
-    TRL forms groups of ``steps_per_generation`` micro-batches (default: a step's micro-batches). TRL generates answers
-    only at a group's first micro-batch, and trains on the answers ``num_iterations`` times. TRL ignores the prompts of
-    the other micro-batches in the group.
+    TRL reads all prompts of such a group of micro-batches at the group's first micro-batch.
+
+    Args:
+        copies: how often each prompt occurs in a row.
+        steps_per_generation: the number of micro-batches in a group (default: all micro-batches of an optimizer step).
+        num_iterations: how often TRL trains on the same answers.
     """
 
     def __init__(

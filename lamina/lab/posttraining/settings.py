@@ -1,4 +1,4 @@
-"""The settings of the jobs after pretraining."""
+"""The settings of fine-tuning, reward models and policies."""
 
 from __future__ import annotations
 
@@ -64,24 +64,24 @@ PRESETS: dict[str, Mapping[str, object]] = {
         "best_by": "loss",
     },
 }
-"""Settings of published recipes for `lamina sft`, by name. A recipe names a dataset only if the hub has the dataset."""
+"""Published recipes for `lamina sft`, by name. A recipe includes a dataset only if the Hugging Face hub has it."""
 
 
 LORA = (
     *("use_dora", "use_rslora", "modules_to_save", "target_parameters", "init_lora_weights", "layers_to_transform"),
     *("layers_pattern", "rank_pattern", "alpha_pattern", "bias"),
 )
-"""The arguments of peft's LoraConfig that Lamina passes on, because no setting of Lamina sets them."""
+"""The other arguments of peft's LoraConfig that you can set."""
 
 
 def of_hub(source: str) -> bool:
-    """Return whether a source is OWNER/NAME on the hub, and not the name of a file or folder."""
+    """Return whether a source is a dataset on the hub (OWNER/NAME) and not a local path."""
     named = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source) is not None
     return named and not re.search(_FILES, source) and not Path(source).exists()
 
 
 class DataSettings(Settings, group="data"):
-    """The settings of the examples and of their conversion to text."""
+    """The settings that choose the examples and turn them into text."""
 
     data: str | None = setting(
         None,
@@ -111,7 +111,7 @@ class DataSettings(Settings, group="data"):
     skip_bad: bool = setting(False, "skip and count unusable rows instead of stopping")
 
     def check_names(self) -> None:
-        """Raise UserError for missing files of examples."""
+        """Raise UserError if a file of examples is missing."""
         super().check_names()
         for name in ("data", "eval_data"):
             source = getattr(self, name)
@@ -120,7 +120,7 @@ class DataSettings(Settings, group="data"):
 
 
 class LoraSettings(Settings, group="LoRA"):
-    """The settings of LoRA, which trains added matrices instead of all weights."""
+    """The settings of LoRA, which trains small added matrices instead of the model's weights."""
 
     lora_rank: int = setting(0, "train LoRA matrices of this rank (0: train all weights)", at_least(0))
     lora_alpha: float | None = setting(None, "alpha of LoRA (default: twice the rank)", above(0.0))
@@ -133,7 +133,7 @@ class LoraSettings(Settings, group="LoRA"):
 
 
 class MemorySettings(Settings, group="machine"):
-    """The settings of the weights' number format in memory, and of the attention kernel."""
+    """The settings of the weights' number format and of the attention kernel."""
 
     weights: Literal["fp32", "bf16", "nf4", "int8"] = setting(
         "fp32",
@@ -148,12 +148,12 @@ class MemorySettings(Settings, group="machine"):
 
     @property
     def quantized(self) -> bool:
-        """Whether the linear layers are quantized, so that Lamina trains and saves only LoRA's matrices."""
+        """Whether the linear layers are quantized. Lamina then trains and saves only the LoRA matrices."""
         return self.weights in ("nf4", "int8")
 
 
 def _outside(*kinds: str) -> dict[str, tuple[str, ...]]:
-    """Return the options of peft, of TRL's trainers, and of Trainer that a job accepts."""
+    """Return the options that Lamina passes to peft, to TRL's trainers and to Trainer."""
     return {
         "lora": (*LORA, "use_peft", "task_type"),
         "trl": tuple(f"trl/trainer/{kind}_config.py" for kind in kinds),
@@ -179,7 +179,7 @@ class TuningSettings(
     EndSettings,
     OutputSettings,
 ):
-    """The settings that all jobs after pretraining share. If ``epochs`` determines the steps, ``steps`` starts as 0."""
+    """The settings that all jobs after pretraining share. With 0 steps, the epochs determine the number of steps."""
 
     outside: ClassVar[Mapping[str, tuple[str, ...]]] = _outside("sft")
 
@@ -213,7 +213,7 @@ class TuningSettings(
         return bool(self.lora.keys() & {"bias", "init_lora_weights"})
 
     def check(self) -> None:
-        """Raise UserError for contradictory values. Checks that need the number of steps come later."""
+        """Raise UserError for contradictory values, except values that depend on the number of steps."""
         if self.steps:
             super().check()
             self.as_run()
@@ -230,7 +230,7 @@ class TuningSettings(
             self.refuse_unused(*lora, here="without LoRA", allowed="with --lora-rank")
 
     def as_run(self) -> PretrainSettings:
-        """Return the settings that every training run has, for code that pretraining also uses."""
+        """Return the settings that pretraining has too, as PretrainSettings."""
         other = ("from_model", "packing")  # which are about other things there
         shared = {name: value for name, value in self.shared_with(PretrainSettings).items() if name not in other}
         shared["sequence_length"] = self.sequence_length or PretrainSettings.sequence_length
@@ -276,12 +276,12 @@ class SftSettings(TuningSettings):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object]) -> Self:
-        """Read settings by name. The given settings override the preset's settings."""
+        """Read settings by name. The given settings take precedence over the preset."""
         return super().from_dict(with_preset(data))
 
 
 def with_preset(given: Mapping[str, object]) -> Json:
-    """Override the preset's settings with your settings. Raises UserError for an unknown preset."""
+    """Merge your settings into the preset's settings. Raises UserError for an unknown preset."""
     name = given.get("preset")
     if name is None:
         return dict(given)
@@ -398,11 +398,11 @@ class RlhfSettings(TuningSettings):
         return entries(self.reward_model)
 
     def reward_functions(self) -> list[str]:
-        """Return the reward functions, each FILE.py:NAME."""
+        """Return the reward functions, each as FILE.py:NAME."""
         return entries(self.reward_function)
 
     def weights_of_rewards(self) -> list[float]:
-        """Return the factors on the rewards: first of the reward models, then of the functions."""
+        """Return the rewards' weights: first for the reward models, then for the functions."""
         if self.reward_weights is None:
             return [1.0] * (len(self.reward_models()) + len(self.reward_functions()))
         return [float(part) for part in entries(self.reward_weights)]

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 
 class SftTrainer(TunedTrainer, SFTTrainer):
-    """TRL's SFTTrainer. The held-out loss is the mean over all held-out tokens, for any batch size."""
+    """TRL's SFTTrainer, with a held-out loss that averages over all held-out tokens."""
 
     def held_out(self) -> dict[str, float]:
-        """Return the mean loss per label, in nats, and the share of labels that the model predicts correctly."""
+        """Return the mean loss in nats per predicted token, and the share of correct predictions."""
         data: Passed = self.eval_dataset
         model = self.bare_model()
 
@@ -47,7 +47,7 @@ class SftTrainer(TunedTrainer, SFTTrainer):
 
 
 class SupervisedFineTuning(TuningStage[SftSettings]):
-    """Minimize the mean negative log-likelihood of the completion's tokens, or of all tokens (TRL's labels)."""
+    """Fine-tune a model: minimize the mean negative log-likelihood of the completions' tokens, or of all tokens."""
 
     kind = Kind.SFT
     record = SftSettings

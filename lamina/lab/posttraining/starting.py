@@ -1,4 +1,4 @@
-"""Load the model and tokenizer from which a job after pretraining starts."""
+"""Load the starting model and tokenizer of a job after pretraining."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ class Start:
 
     Attributes:
         tokenizer: the model's tokenizer, with an end-of-text and a padding token.
-        plan: the placement of the norms, or None if Lamina does not convert the model.
-        config: the configuration of the backbone, or of transformers' model.
-        longest: the maximum number of tokens in the job's sequences.
+        plan: the placement of the model's norms, or None for a model that keeps its transformers class.
+        config: the model's configuration.
+        longest: the maximum sequence length in tokens.
         dtype: the dtype of weights that are not quantized.
         attention: the attention kernel. "auto" means the model's default.
     """
@@ -75,9 +75,7 @@ class Start:
     attention: str = "auto"
 
     def policy(self, ends: Sequence[int] = ()) -> PreTrainedModel:
-        """Return the policy. The policy stops at the end tokens of the model, the tokenizer and the template
-        (``ends``).
-        """
+        """Load the policy. Further token ids may end an answer, besides the model's and the tokenizer's."""
         if self.plan is not None:
             model = source.load(self.path, self.config, "causal_lm", self.dtype)
         else:
@@ -93,7 +91,7 @@ class Start:
         return self._attending(model)
 
     def scorer(self) -> PreTrainedModel:
-        """Return the model with a new score head instead of its output head. The score head reads the last token."""
+        """Load the model with a new score head in place of its output head. The score is computed at the last token."""
         if self.plan is None:
             config = copy.deepcopy(self.config)
             config.num_labels, config.pad_token_id = 1, self.tokenizer.pad_token_id
@@ -124,7 +122,7 @@ class Start:
         return model.train()
 
     def _attending(self, model: PreTrainedModel) -> PreTrainedModel:
-        """Set the attention kernel. Raises UserError for a kernel that transformers or this machine lacks."""
+        """Set the attention kernel. Raises UserError if transformers or this machine lacks the kernel."""
         if self.attention != "auto":
             try:
                 with quiet():
@@ -137,7 +135,7 @@ class Start:
 
 
 def find_start(settings: TuningSettings, head: str = "causal_lm") -> Start:
-    """Inspect the starting model. Raises UserError if Lamina cannot read the model, or the tokenizer does not fit."""
+    """Inspect the starting model. Raises UserError if its files or its tokenizer are unusable."""
     path = str(settings.from_model)
     refuse_as_output(str(settings.output), path)
     folder = model_folder(path)
@@ -178,7 +176,7 @@ def find_start(settings: TuningSettings, head: str = "causal_lm") -> Start:
 
 
 def _check_writes(config: PreTrainedConfig, plan: Plan | None, path: str, head: str) -> None:
-    """Raise UserError if the model generates no text, or transformers has no model of this type with this head."""
+    """Raise UserError if the model cannot generate text, or if transformers lacks the needed head for it."""
     if plan is None:  # of BERT and the like transformers has a model with a readout, too, which sees what comes next
         causal = getattr(config, "is_decoder", True) or any("CausalLM" in name for name in config.architectures or ())
         writes = causal and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
@@ -196,11 +194,10 @@ def _check_writes(config: PreTrainedConfig, plan: Plan | None, path: str, head: 
 
 
 def quantize(model: PreTrainedModel, settings: TuningSettings, dtype: torch.dtype) -> None:
-    """If the settings ask for it, quantize all linear layers except the output head with bitsandbytes on the run's
-    device.
+    """Quantize all linear layers except the output head with bitsandbytes, if the settings ask for it.
 
-    nf4 is QLoRA's NormalFloat with quantized scales (Dettmers et al. 2023), and int8 is LLM.int8(). nf4 layers
-    multiply matrices in ``dtype``. Checkpoints of a quantized model hold only the trained weights.
+    nf4 is QLoRA's NormalFloat with quantized scales (Dettmers et al. 2023). int8 is LLM.int8(). nf4 layers
+    multiply matrices in the given dtype.
     """
     if not settings.quantized:
         return
@@ -226,7 +223,7 @@ def quantize(model: PreTrainedModel, settings: TuningSettings, dtype: torch.dtyp
 
 
 def lora_of(settings: TuningSettings) -> LoraConfig:
-    """Build peft's configuration. Raises UserError for an option that Lamina does not support, or that peft rejects."""
+    """Build peft's configuration of LoRA. Raises UserError for an option that Lamina or peft rejects."""
     from peft import LoraConfig
 
     named, given = settings.lora_targets, {name: value for name, value in settings.lora.items() if name in LORA}
@@ -249,9 +246,9 @@ def lora_of(settings: TuningSettings) -> LoraConfig:
 
 
 def add_lora(model: PreTrainedModel, settings: TuningSettings) -> PeftModel | None:
-    """Add LoRA matrices to a model's linear layers, and freeze the layers. Returns None if LoRA is off.
+    """Add LoRA matrices and freeze the model's weights. Returns None if LoRA is off.
 
-    For a reward model, training also changes all weights of the score head.
+    A reward model's new score head stays trainable.
     """
     if settings.lora_rank == 0:
         return None
@@ -288,19 +285,19 @@ def set_trained(model: PreTrainedModel, trained: Mapping[str, torch.Tensor]) -> 
 
 
 def numel(parameter: torch.Tensor) -> int:
-    """Count a parameter's values. Bitsandbytes packs two values of 4 bits into a byte."""
+    """Return a parameter's number of values. Bitsandbytes stores two 4-bit values per byte."""
     state = getattr(parameter, "quant_state", None)
     return parameter.numel() if state is None else math.prod(state.shape)
 
 
 def trained_of(model: PreTrainedModel) -> dict[str, nn.Parameter]:
-    """Return the trained weights by name. If the model is sharded, return only this process's parts of the weights."""
+    """Return the trainable weights by name. For a sharded model, return only this process's shards."""
     reshard(model)
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def save_adapter(tuner: PeftModel, folder: Path) -> None:
-    """Save the LoRA matrices and all other trained weights in peft's format."""
+    """Save the LoRA matrices and the other trained weights in peft's format."""
     config: Passed = tuner.peft_config["default"]
     for name in ("target_modules", "exclude_modules"):  # sets, whose order changes by the process
         if (modules := getattr(config, name)) is not None:

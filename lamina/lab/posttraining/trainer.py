@@ -1,6 +1,6 @@
-"""Add Lamina's checkpoints, data order, divergence guard and layer monitor to every TRL trainer.
+"""Add Lamina's checkpoints, data order, divergence guard and layer monitor to TRL's trainers.
 
-The additions also turn TRL's telemetry off.
+Lamina also turns TRL's telemetry off.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lamina.training.trainer import RunTrainer
 
 T = TypeVar("T")
 C = TypeVar("C", bound=TrainingArguments)
-# Why arguments of TRL's are refused.
+# TRL's arguments that Lamina rejects, and why.
 _REFUSED = {
     r"model_init_kwargs|trust_remote_code|pad_token": "Lamina takes the model and its tokenizer from --from",
     r"dataset_kwargs|shuffle_dataset|eval_packing": "Lamina orders the rows, so that a run resumes exactly",
@@ -38,14 +38,19 @@ _REFUSED = {
     r"log_\w+": "Lamina already writes held_out.jsonl and metrics.jsonl",
 }
 Passed: TypeAlias = Any
-"""An argument that Lamina passes to TRL's trainer, or gets from the trainer, unchanged."""
+"""An argument that Lamina passes unchanged to or from TRL's trainer."""
 
 
 def check_trl(options: Json, kind: type[C], offered: Collection[str]) -> C:
-    """Build the configuration of TRL's trainer. ``offered`` are the job's settings.
+    """Build the configuration of TRL's trainer.
+
+    Args:
+        options: TRL arguments from the user.
+        kind: the class of TRL's configuration.
+        offered: the names of the job's settings.
 
     Raises:
-        UserError: TRL does not have an option, or Lamina sets the option.
+        UserError: TRL has no such argument, or Lamina sets the argument.
     """
     offered = set(offered)
     trainer_fields = {entry.name for entry in fields(TrainingArguments)}
@@ -72,7 +77,7 @@ def check_trl(options: Json, kind: type[C], offered: Collection[str]) -> C:
 
 
 class NoReference(nn.Module):
-    """A placeholder for TRL's reference model, for runs whose reference is the policy without LoRA matrices."""
+    """A placeholder for TRL's reference model. Lamina instead computes the reference with LoRA turned off."""
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__()
@@ -80,11 +85,11 @@ class NoReference(nn.Module):
 
 
 class TunedTrainer(RunTrainer):
-    """A mixin that adds Lamina's parts to a TRL trainer.
+    """Add Lamina's parts to a TRL trainer.
 
     Args:
-        schedule: a function from the number of finished steps to the share of the peak learning rate. None means the
-            schedule in the arguments.
+        schedule: a function that maps the number of finished steps to the fraction of the peak learning rate. None
+            means the schedule in the trainer's arguments.
 
     Attributes:
         tokens_before: the number of training tokens before the run resumed.
@@ -103,7 +108,7 @@ class TunedTrainer(RunTrainer):
         self.keep_sharded()
 
     def _send_telemetry(self) -> None:
-        """Send nothing. TRL would report the model type and the machine of every run."""
+        """Send nothing."""
 
     def create_model_card(self, *args: object, **kwargs: object) -> None:
         """Do nothing, because Lamina's checkpoints have no model card."""
@@ -117,7 +122,7 @@ class TunedTrainer(RunTrainer):
 
     @contextmanager
     def _arguments_told(self) -> Iterator[None]:
-        """Turn TRL's errors about arguments into UserError."""
+        """Convert a ValueError about TRL's arguments to a UserError."""
         try:
             yield
         except ValueError as error:
@@ -126,7 +131,7 @@ class TunedTrainer(RunTrainer):
             raise UserError(f"trl: {one_line(error)}") from error
 
     def state_dict(self) -> Json:
-        """Return the trainer's state as in pretraining, and TRL's measures since the last record."""
+        """Return the trainer's state, with the metrics that TRL has collected since the last record."""
         counts = {"train_tokens": self.tokens_seen, "measured": dict(self._metrics["train"])}
         return {**super().state_dict(), **counts}
 
@@ -142,7 +147,7 @@ class TunedTrainer(RunTrainer):
         return int(self._total_train_tokens)
 
     def evaluate(self, *args: Passed, **kwargs: Passed) -> dict[str, float]:
-        """Measure every held-out example once, for any batch size and number of processes, and log the result."""
+        """Measure every held-out example exactly once, and log the metrics."""
         with self._arguments_told():
             metrics = self.held_out()
         self.evaluation = self.watched.measure(self)
@@ -154,15 +159,17 @@ class TunedTrainer(RunTrainer):
 
     @abstractmethod
     def held_out(self) -> dict[str, float]:
-        """Measure the held-out examples. The names of the metrics begin with ``eval_``."""
+        """Return the metrics of the held-out examples. Their names begin with "eval_"."""
 
     def held_out_batches(
         self, measure: Callable[[list[int]], T], count: int | None = None, size: int | None = None
     ) -> list[T]:
-        """Call ``measure`` with the indices of this process's items, batch by batch, and return the results.
+        """Measure this process's share of the items in batches. Returns the results of the batches.
 
-        ``count`` is the number of all items (default: of the held-out examples). ``size`` is the batch size (default:
-        the evaluation's batch size).
+        Args:
+            measure: a function that takes the indices of a batch's items.
+            count: the number of items over all processes (default: the number of held-out examples).
+            size: the batch size (default: the evaluation's batch size).
         """
         data: Passed = self.eval_dataset
         number, processes = len(data) if count is None else count, self.processes
@@ -175,7 +182,7 @@ class TunedTrainer(RunTrainer):
         return measured[: math.ceil(len(mine) / size)]
 
     def without_adapters(self, **inputs: Passed) -> Passed:
-        """Return the output of the model without its LoRA matrices: the output before training."""
+        """Run the model with its LoRA matrices turned off, as before training."""
         tuner = self.tuner
         assert tuner is not None
         tuner.disable_adapter_layers()
@@ -186,12 +193,12 @@ class TunedTrainer(RunTrainer):
             tuner.enable_adapter_layers()
 
     def in_precision(self, **inputs: Passed) -> Passed:
-        """Return the model's output in the run's precision, even if accelerate has not wrapped the model yet."""
+        """Run the model in the run's mixed precision, even before accelerate wraps the model."""
         with self.accelerator.autocast():
             outputs = self.bare_model()(**inputs)
         return convert_to_fp32(outputs) if self.accelerator.native_amp else outputs
 
     def bare_model(self) -> Passed:
-        """Return the model without the wrappers of accelerate and DDP. The model keeps LoRA's matrices."""
+        """Return the model without the wrappers of accelerate and DDP, but with its LoRA matrices."""
         assert isinstance(self.model, nn.Module)
         return self.accelerator.unwrap_model(self.model)

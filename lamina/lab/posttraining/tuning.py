@@ -1,4 +1,4 @@
-"""Run the jobs after pretraining: load the model, encode rows, add LoRA, train, and keep the best weights."""
+"""Run the jobs after pretraining: load the model and the data, add LoRA, train, and keep the best weights."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def tune(
     overwrite: bool = False,
     bar: bool = True,
 ) -> Json:
-    """Run a job after pretraining. ``lamina.training.run.train`` has the details."""
+    """Run a job after pretraining, as ``lamina.training.run.train`` describes."""
     with warnings.catch_warnings():
         # TRL reads the name that transformers had for it before 5.23
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
@@ -105,7 +105,7 @@ _TIMES = ("_runtime", "_per_second", "_time")
 
 
 class TuningRecorder(RunRecorder):
-    """A RunRecorder that also records the trainer's metrics: ``NAME`` in training, and ``eval_NAME`` in evaluations."""
+    """Record a run's losses and the metrics of TRL's trainer."""
 
     last_measured: Mapping[str, object] = MappingProxyType({})
 
@@ -118,7 +118,7 @@ class TuningRecorder(RunRecorder):
         return self.trainer.tokens_seen
 
     def measured(self, logs: Json) -> Json:
-        """Return the trainer's metrics. In the metrics' names, _ replaces /."""
+        """Return the trainer's metrics. In their names, "_" replaces "/"."""
         return _numbers(logs)
 
     def evaluated(self, metrics: Json, loss: float) -> Json:
@@ -126,9 +126,7 @@ class TuningRecorder(RunRecorder):
         return dict(self.last_measured)
 
     def state_dict(self) -> Json:
-        """Return RunRecorder's state and the last evaluation's measures, so that a resumed run does not record the
-        measures again.
-        """
+        """Return the recorder's state, with the last evaluation's metrics."""
         return {**super().state_dict(), "last_measured": dict(self.last_measured)}
 
     def load_state_dict(self, state: RunState) -> None:
@@ -153,13 +151,11 @@ BEST_WEIGHTS, BEST_NOTE = "best.safetensors", "best.json"
 
 
 class BestWeights(TrainerCallback):
-    """Keep the trained weights of the evaluation with the lowest held-out loss, or with the best score on a task.
+    """Keep the trained weights of the best evaluation: the lowest held-out loss, or the best score on a task.
 
     Args:
         by: "loss", or a task's name.
-        processes: the run's processes. The first process writes.
-        resumed: the step from which the run resumes. If the best weights come from a later step, Lamina deletes these
-            weights, because the run repeats the step.
+        resumed: the step from which the run resumes. Lamina discards best weights from later steps.
     """
 
     trainer: TunedTrainer
@@ -190,9 +186,7 @@ class BestWeights(TrainerCallback):
         self.processes.by_first(lambda: self._write(tensors))
 
     def _loss(self, metrics: Json) -> float:
-        """Return the number to minimize: the held-out loss, or a task's score. If a higher score is better, Lamina
-        negates the score.
-        """
+        """Return the value to minimize: the held-out loss, or a task's score (negated if higher is better)."""
         if self.by == "loss":
             return metrics["eval_loss"]
         scores = (self.trainer.evaluation.tasks or {}).items()
@@ -205,25 +199,23 @@ class BestWeights(TrainerCallback):
         write_json(self.folder / BEST_NOTE, {"step": self.step, "loss": self.loss, "metrics": self.metrics})
 
     def restore(self) -> Json:
-        """Load the best weights into the model, and return their columns of result.json."""
+        """Load the best weights into the model. Returns their metrics for result.json."""
         if self.step < 0:
             return {}
         set_trained(self.model, load_file(self.folder / BEST_WEIGHTS))
         return {**self.metrics, "best_step": self.step}
 
     def forget(self) -> None:
-        """Delete the kept weights, unless the run's checkpoints may need them to restore a damaged model."""
+        """Delete the best weights, unless a checkpoint remains that may need them."""
         if not Checkpoints(self.folder / "checkpoints").paths():
             for name in (BEST_NOTE, BEST_WEIGHTS):
                 (self.folder / name).unlink(missing_ok=True)
 
 
 class Watched:
-    """A second text and tasks, on which training may make a model worse. At every evaluation, Lamina measures the model
-    on this text and these tasks.
+    """Measure whether training makes a model worse on other text and tasks.
 
-    Args:
-        processes: the run's processes. The first process scores the tasks.
+    Lamina measures the loss on this text and the tasks' scores at every evaluation.
 
     Raises:
         UserError: Lamina cannot read the text or a task.
@@ -246,7 +238,7 @@ class Watched:
             raise unknown("best_by", best_by, measures)
 
     def measure(self, trainer: TunedTrainer) -> LastEvaluation:
-        """Return the loss on the text (nats per token) and the tasks' scores. All processes must call this method."""
+        """Return the loss on the text in nats per token, and the tasks' scores. Call this method in all processes."""
         second, scores = None, None
         if self.blocks is not None:
             chosen, blocks = spread(len(self.blocks), self.run.eval_blocks), self.blocks
@@ -267,20 +259,19 @@ class TuningStage(TrainingStage[S]):
     """A job after pretraining that trains with a TRL trainer.
 
     Attributes:
-        made_by: the class of TRL's trainer with Lamina's additions.
+        made_by: the trainer's class.
         configured_by: the class of the trainer's arguments.
         head: the name of the trained model's head.
-        guarded: whether the loss is in nats, so that Lamina checks the loss for divergence. If ``guarded`` is false,
-            Lamina checks only whether the loss is finite.
-        measure: the evaluation's metric that decides the run's status.
-        forms: the columns of the TRL forms that the job accepts.
-        columns: the columns of the data that TRL has prepared: token ids, and the loss's inputs.
+        guarded: whether the loss is in nats. Otherwise, Lamina only checks that the loss is finite.
+        measure: the metric that decides the run's status.
+        forms: the columns of each format of TRL that the job accepts.
+        columns: the columns of the prepared data: token ids, and other inputs of the loss.
         ordered: a function that returns the training order.
-        train: the prepared examples.
-        held_out: the prepared examples of an evaluation.
-        config: TRL's configuration, which decides how TRL prepares the data.
-        templated: whether the rows have messages, which the tokenizer's chat template turns into a text.
-        inputs: token ids [sequences, tokens] for the layer monitor.
+        train: the prepared training examples.
+        held_out: the prepared held-out examples.
+        config: TRL's configuration.
+        templated: whether a chat template turns the examples into text.
+        inputs: token ids for the layer monitor, [sequences, tokens].
         notes: counts for result.json.
     """
 
@@ -310,30 +301,30 @@ class TuningStage(TrainingStage[S]):
 
     @abstractmethod
     def by_trl(self, rows: Dataset, form: Sequence[str]) -> Dataset:
-        """Prepare rows in TRL's form with the code of TRL's trainer, without cutting the rows to ``start.longest``."""
+        """Prepare rows with TRL's code, without shortening them to the maximum sequence length."""
 
     @abstractmethod
     def wrong(self, row: Fields) -> str:
-        """Return the reason why a prepared row is unusable, or ""."""
+        """Return why a prepared row is unusable, or "" for a usable row."""
 
     def token_ids(self, row: Fields) -> list[int]:
-        """Return the token ids of a prepared row for the layer monitor."""
+        """Return a prepared row's token ids for the layer monitor."""
         return row[self.columns[0]]
 
     def dataset(self, rows: Dataset, *, train: bool) -> Dataset:
-        """Convert prepared rows to the form that TRL's trainer needs. ``train`` is False for an evaluation."""
+        """Convert prepared rows to the format of TRL's trainer."""
         return rows
 
     def conform(self, rows: Dataset, *, turns: bool) -> tuple[Dataset, tuple[str, ...]]:
-        """Convert rows to one of TRL's forms, and return the columns of this form."""
+        """Convert rows to one of TRL's formats. Returns the rows and the names of their columns."""
         return conform(rows, self.forms, turns=turns)
 
     def counts(self, *parts: Dataset | None) -> Json:
-        """Return further counts for result.json. Lamina counts the prepared rows before it cuts them."""
+        """Return more counts for result.json, from the prepared rows before Lamina shortens them."""
         return {}
 
     def rewards(self) -> str:
-        """Check and hash other inputs of the job, such as a reward model, before Lamina reads the data."""
+        """Check and hash the job's other inputs, such as a reward model, before Lamina reads the data."""
         return ""
 
     def given(self, settings: S | Mapping[str, Any]) -> Mapping[str, Any]:
@@ -375,8 +366,9 @@ class TuningStage(TrainingStage[S]):
             self.ordered = partial(TrainOrder, lengths=[sum(map(len, row)) for row in zip(*columns, strict=True)])
 
     def read_examples(self) -> None:
-        """Find the starting model, then read and encode the data. Raises UserError if the model or the data can't be
-        read.
+        """Find the starting model, then read and encode the data.
+
+        Raises UserError if Lamina cannot read the model or the data.
         """
         settings = self.settings
         self.start = find_start(settings, self.head)
@@ -397,7 +389,7 @@ class TuningStage(TrainingStage[S]):
         self.identity = TuningIdentity(self, data, content_hash(self.start.path), rewards)
 
     def _prepared(self, name: str, source: str) -> tuple[Dataset, int]:
-        """Load and prepare the rows of a source. Also return the number of rows that Lamina left out."""
+        """Load and prepare a source's rows. Returns the rows and the number of rows that Lamina skipped."""
         settings, where = self.settings, f"{name}: {source!r}"
         loaded, turns = load(name, source), settings.template not in ("auto", "none")
         try:
@@ -413,8 +405,8 @@ class TuningStage(TrainingStage[S]):
         return encoded.select_columns([name for name in self.columns if name in encoded.column_names]), skipped
 
     def _choose_template(self, where: str, rows: Dataset) -> None:
-        """Give the tokenizer the template from the settings. For ``auto``, the first data with turns determine the
-        template.
+        """Choose the chat template for the tokenizer. With "auto", the choice depends on the first data with chat
+        turns.
         """
         default = "alpaca" if "instruction" in rows.column_names else "chat"
         default = default if self.settings.command_name == "sft" else None
@@ -426,13 +418,13 @@ class TuningStage(TrainingStage[S]):
         self.start.tokenizer.chat_template, self.templated = template, True
 
     def reference(self) -> PreTrainedModel | NoReference:
-        """Load the reference model for the KL. With LoRA, return a placeholder for the policy without LoRA."""
+        """Load the reference model for the KL penalty. With LoRA, return a placeholder instead."""
         if self.tuner is not None and not self.settings.changes_base:
             return NoReference(self.start.config)
         return self.shared(self.start.policy().eval().requires_grad_(False))
 
     def shared(self, model: PreTrainedModel) -> PreTrainedModel:
-        """Shard a model over the processes, under FSDP2."""
+        """Shard a model over the processes if the run uses FSDP2."""
         settings, processes = self.settings, self.processes
         if processes.parallel == "fsdp2":
             bf16 = settings.precision == "bf16" and settings.weights == "fp32"
@@ -486,7 +478,7 @@ class TuningStage(TrainingStage[S]):
         return {}
 
     def options(self, arguments: TrainingArguments) -> Json:
-        """Return the arguments that only the trainer of this job takes."""
+        """Return arguments that only this job's trainer has."""
         return {}
 
     def trainer(self, run: TrainingRun) -> TunedTrainer:
@@ -578,10 +570,10 @@ _COUNTS = ("examples", "held_out", "skipped")
 
 
 def split(encoded_rows: Dataset, settings: TuningSettings, held_out: Dataset | None) -> tuple[Dataset, Dataset]:
-    """Return the rows for training and the rows for evaluation (default: a fixed share of all rows).
+    """Split the rows into training rows and held-out rows.
 
-    The share does not depend on the seed, so runs with several seeds have the same evaluation rows. If the share has
-    more than ``eval_examples`` rows, the surplus joins the training rows.
+    The split is the same for all seeds. If the held-out fraction has more rows than ``eval_examples``, Lamina trains on
+    the surplus.
     """
     if held_out is not None:
         return encoded_rows, held_out.select(_thinned(range(len(held_out)), settings))
@@ -599,7 +591,7 @@ def _thinned(items: Sequence[int], settings: TuningSettings) -> list[int]:
 
 
 def fingerprint(*parts: Dataset) -> str:
-    """Hash encoded rows. Missing fields do not change the hash."""
+    """Return a hash of encoded rows."""
     digest = hashlib.sha256()
     for columns in chain.from_iterable(cast("Iterator[Json]", part.iter(BATCH)) for part in parts):
         for values in zip(*columns.values(), strict=True):
@@ -609,7 +601,7 @@ def fingerprint(*parts: Dataset) -> str:
 
 
 def monitored(sequences: Iterable[Sequence[int]]) -> torch.Tensor:
-    """Choose the four longest sequences for the layer monitor, and cut them to equal length: [sequences, tokens]."""
+    """Choose the four longest sequences for the layer monitor. Returns them at equal length: [sequences, tokens]."""
     longest = heapq.nlargest(4, sequences, key=len)
     length = min(map(len, longest))
     return torch.tensor([list(ids[:length]) for ids in longest])
@@ -617,7 +609,7 @@ def monitored(sequences: Iterable[Sequence[int]]) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class TuningIdentity:
-    """The settings and hashes that a run stores in its checkpoints and in its folder.
+    """The hashes with which a resumed run recognizes its data and model.
 
     Attributes:
         stage: the job, which has the run's settings.
@@ -632,15 +624,15 @@ class TuningIdentity:
     rewards: str = ""
 
     def state_dict(self) -> Json:
-        """Return the settings and the hashes, under the same names as in a pretraining run's checkpoint."""
+        """Return the settings and the hashes, with the names of a pretraining run's checkpoint."""
         return {"settings": self.stage.settings.to_dict(), **self.text}
 
     def load_state_dict(self, state: RunState) -> None:
-        """Do nothing, because ``refuse_changes`` has already compared the state."""
+        """Do nothing, because ``refuse_changes`` compares the state."""
 
     @property
     def text(self) -> dict[str, str]:
-        """The content of data.json. Lamina reads this file if a run has no checkpoint yet."""
+        """The content of data.json, which Lamina reads if a run has no checkpoint yet."""
         return {"plan": self.model, "text": self.data, "rewards": self.rewards}
 
     def refuse_changes(self, folder: Path) -> None:

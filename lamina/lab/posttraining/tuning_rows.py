@@ -1,4 +1,4 @@
-"""The catalog entries of the jobs after pretraining."""
+"""The fine-tuning, reward model and policy jobs in Lamina's catalog of jobs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def tuning(
     *inputs: str,
     files: tuple[str, ...] = (),
 ) -> JobRow:
-    """Make the catalog entry of a job after pretraining."""
+    """Build the catalog entry of a job after pretraining."""
     return JobRow(
         name=name,
         kind=name,
