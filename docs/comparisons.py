@@ -53,10 +53,20 @@ _LABELS = {  # of older records, and today's labels for the same
     "powers of ten, last over first": "log10(last layers' gradient / first layers' gradient)",
     "layers where Mix-LN turns more": "layers that change the direction more in Mix-LN",
     "ratio of both sides": "ratio",
+    "condition number, up, deepest third": "condition number of up-projections in the last third of the layers",
+    "condition number, down, both ends": "condition number of down-projections in the first and last layers",
+    "condition number, up": "condition number of up-projections",
+    "gap in the deepest third": "difference in the last third of layers",
+    "deepest third": "last third of layers",
+    "its first third": "its first third of layers",
+    "log2 of the best rate of Post-LN": "log2 of the best learning rate: Post-LN",
+    " vs of Pre-LN": " vs Pre-LN",
+    "growth over added variance": "growth of the variance, divided by the added variance",
     "share of lost runs": "share of failed runs",
     "spread of log10": "standard deviation of log10",
 }
 _LIST = re.compile(rf"({_NUMBER}), (?:{_NUMBER}, ){{8,}}({_NUMBER})")
+_HOW_RUNS_ENDED = re.compile(r"\d+ of \d+ runs |\S+ failed more often \(")
 _NOTHING = "not measured"
 _COLUMNS = ("difference or value:", "claimed", "95 % interval", "seeds:", "p:", "verdict")
 
@@ -95,6 +105,7 @@ def read(line: str, quantity: str = "") -> Comparison:
     separator = ": " if " vs " in fields["what"] and ": " not in fields["what"] else ", "
     what = ", ".join([separator.join(filter(None, [quantity, fields["what"]])), *more])
     value = _minus(fields.get("value", "")) + (f" ({fields['kind']})" if "kind" in fields else "")
+    value = re.sub(r"\(at most (\S+ %) off\)", r"(largest error \1)", value)
     cells = (value, _minus(fields.get("claimed", "")), _minus(fields.get("interval", "")), fields.get("seeds", ""))
     return Comparison(
         what=said.plain(what),
@@ -115,15 +126,15 @@ def in_short(one: Json) -> str:
     if one["verdict"] == Verdict.NOT_RUN:
         return code(said.command(one["study"], one["scale"]))
     if one["verdict"] == Verdict.NEEDS_SCALE:
-        return "Some settings did not beat a bigram table" if "bigram" in str(one.get("note")) else _joined(one)
+        return "losses above a bigram table" if "bigram" in str(one.get("note")) else _joined(one)
     return deciding(one).short
 
 
 def claims(verdicts: Sequence[Json]) -> str:
-    """Return the table of a study's claims."""
+    """Return the table of a study's claims. It repeats no claim of the page's first tables."""
     rows = [
         [
-            f"{said.claimed(one)} ({code(one['claim'])})",
+            code(one["claim"]) if said.is_on_top(one) else f"{said.claimed(one)} ({code(one['claim'])})",
             f"**{said.verdict(one)}**",
             said.in_paper(one),
             said.number(one.get("p_holm", one.get("p")), ".2g"),
@@ -149,10 +160,15 @@ def compared(verdicts: Sequence[Json]) -> str:
 
 
 def noted(verdicts: Sequence[Json]) -> str:
-    """Return the notes on verdicts as a list, each note once and with the claims that it is about."""
+    """Return the notes on verdicts as a list, each note once and with the claims that it is about.
+
+    The table of settings says how runs ended, so no note says it again.
+    """
     about: dict[str, list[str]] = {}
     for one in verdicts:
         for note in said.notes(one) if one["verdict"] != Verdict.NOT_RUN else []:
+            if _HOW_RUNS_ENDED.search(note):
+                continue
             about.setdefault(note, []).append(code(one["claim"]))
     return "\n".join(f"- {', '.join(names)}: {note}" for note, names in about.items())
 

@@ -50,11 +50,14 @@ _HOW = (
     "They train on more than a hundred thousand times as much text. [Methods](../evidence/methods.md) explains each "
     "verdict and its test. `studies/records` has every number."
 )
+_BIGRAM = (
+    "A bigram table counts how often each token follows another token. If a model's loss is not below the loss of this "
+    "table, we draw no conclusion from the model."
+)
 _READ = (
     "The headings below are the names of the studies. Each study has these tables and figures:",
     '- **Comparisons.** "A 1.2 vs B 1.5" compares the means of A and B over the seeds. The difference is A minus B. If '
-    "runs failed, Lamina ranks them last, and shows the median of the paired differences. A claim that our models "
-    "cannot decide shows only one comparison.",
+    "runs failed, Lamina ranks them last, and shows the median of the paired differences.",
     '- **p values.** The column "p" shows each test without a correction. The column "p (Holm)" is corrected for the '
     "number of claims in the study.",
     "- **Settings.** A run is `finished` if it learned more than token frequencies. Otherwise, the run is `short` if "
@@ -95,11 +98,7 @@ def paper_page(
     ran = [folder for study in studies for folder in folders.get(study.name, {}).values()]
     source = f"[The paper](https://arxiv.org/abs/{number_}). " if number_ else ""
     heading = f"# {title}: the paper's claims on our small models" if number_ else f"# {title}"
-    shown = [one for one in said.best(own) if said.is_whole(one) or one["verdict"] not in _UNDECIDED]
-    order, whole = [*said.IN_WORDS.values()], {one["study"]: one for one in shown if said.is_whole(one)}
-    rank = {study: (order.index(said.verdict(one)), study) for study, one in whole.items()}
-    shown.sort(key=lambda one: (rank.get(one["study"], (0, "")), not said.is_whole(one)))
-    rows = [_claim(one) for one in shown]
+    with_result, without = _tables(own)
     not_ran = [name for name in _SCALES if not any(folder.scale == name for folder in ran)] if ran else []
     return "\n\n".join(
         [
@@ -107,10 +106,11 @@ def paper_page(
             heading,
             f"{source}{said.counts(own)} {on_scale(ran)}".strip(),
             _HOW,
-            *([table(["claim", "verdict", "what we measured", "details"], rows)] if rows else []),
+            *_claims_table("what we measured", with_result),
             "Main claims are in bold. Below a main claim, the table lists the parts of the claim that our models could "
             "decide. If a claim has several comparisons, the table shows the deciding comparison. The details show all "
-            "parts and comparisons, and the papers' numbers.",
+            "comparisons, and what the papers report.",
+            *(["## Claims without a result", _BIGRAM, *_claims_table("reason", without)] if without else []),
             *(["## Run a study again", _again(ran[0], not_ran)] if ran else []),
             "## Details",
             _READ[0],
@@ -123,6 +123,18 @@ def paper_page(
                 )
             ),
         ]
+    )
+
+
+def _tables(own: Sequence[Json]) -> tuple[list[Json], list[Json]]:
+    """Return the claims of a page's two tables: with a result (main claims and decided parts), and without."""
+    shown = [one for one in said.best(own) if said.is_on_top(one)]
+    order, whole = [*said.IN_WORDS.values()], {one["study"]: one for one in shown if said.is_whole(one)}
+    rank = {study: (order.index(said.verdict(one)), study) for study, one in whole.items()}
+    shown.sort(key=lambda one: (rank.get(one["study"], (0, "")), not said.is_whole(one)))
+    return (
+        [one for one in shown if one["verdict"] not in _NO_RESULT],
+        [one for one in shown if one["verdict"] in _NO_RESULT],
     )
 
 
@@ -150,7 +162,11 @@ def study_section(
 
     ``not_ran``: the scales at which no study of the page ran.
     """
-    own = [one for one in verdicts if one["study"] == study.name]
+    own = [
+        one
+        for one in verdicts
+        if one["study"] == study.name and (said.is_whole(one) or one["verdict"] not in _NO_RESULT)
+    ]
     source = "" if study.source == OURS else f" Source: {plain(study.source)}."
     inside, later, undecided = [], [], dict[str, list[str]]()
     for name, scale in study.scales.items():
@@ -162,8 +178,6 @@ def study_section(
             undecided.setdefault(scale.needs, []).append(code(f"--scale {name}"))
         elif here or name not in not_ran:
             later.append(f"We have not run this study at `--scale {name}` yet: {code(said.command(study.name, name))}.")
-            says = [f"- {said.claimed(one)}" for one in here]
-            later += ["\n".join(says)] if says else []
     later += [f"{listed(scales)} cannot decide this study: {plain(needs)}." for needs, scales in undecided.items()]
     return [
         f"### {study.name}",
@@ -195,14 +209,18 @@ def _span(values: Sequence[float]) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def _claim(one: Json) -> list[str]:
-    says = said.claimed(one)
-    return [
-        f"**{says}**" if said.is_whole(one) else says,
-        said.verdict(one),
-        comparisons.in_short(one),
-        f"[{plain(one['claim'])}](#{one['study']})",
+def _claims_table(heading: str, claims: Sequence[Json]) -> list[str]:
+    """Return the table of these claims, if there are any; ``heading``: of the column between verdict and details."""
+    rows = [
+        [
+            f"**{said.claimed(one)}**" if said.is_whole(one) else said.claimed(one),
+            said.verdict(one),
+            comparisons.in_short(one),
+            f"[{plain(one['claim'])}](#{one['study']})",
+        ]
+        for one in claims
     ]
+    return [table(["claim", "verdict", heading, "details"], rows)] if rows else []
 
 
 def _ran(
@@ -337,7 +355,7 @@ def resolution(folder: StudyFolder) -> list[str]:
 
 _POWER = 0.9
 _COLUMNS = ("placement", "best_rate", "optimum", "at_edge", "loss", "std", "seeds")
-_UNDECIDED = (Verdict.INCONCLUSIVE, Verdict.NEEDS_SCALE, Verdict.NOT_RUN)
+_NO_RESULT = (Verdict.NEEDS_SCALE, Verdict.NOT_RUN)
 _PAIRED = ("difference", "paired_std", "detectable")
 
 

@@ -11,6 +11,7 @@ from lamina.lab.papers.judging.findings import FAILED, IN_WORDS, Verdict, in_wor
 from lamina.reports.ranking import listed
 
 NONE = "–"
+_UNDECIDED = (Verdict.NOT_RUN, Verdict.NEEDS_SCALE, Verdict.INCONCLUSIVE)
 _ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;", "|": "&#124;", "[": "&#91;", "]": "&#93;", "`": "&#96;"}
 
 
@@ -41,11 +42,10 @@ def number(value: object, form: str) -> str:
 
 
 def _bigrams(found: re.Match[str]) -> str:
-    settings = re.findall(r"(.+?) ([\d.]+) \(([\d.]+)\)(?:, |$)", found[1])
-    tables = [table for _, _, table in settings]
+    tables = re.findall(r" [\d.]+ \(([\d.]+)\)(?=, |$)", found[1])
     table = " to ".join(dict.fromkeys((min(tables), max(tables))))
-    above = ", ".join(f"{name} ({loss})" for name, loss, _ in settings)
-    return f"the loss is above the loss of a bigram table ({table}) in these settings: {above}"
+    settings = "setting has a loss" if len(tables) == 1 else "settings have a loss"
+    return f"{len(tables)} {settings} above the loss of a bigram table ({table})"
 
 
 def _narrow_and_wide(found: re.Match[str]) -> str:
@@ -148,6 +148,11 @@ def is_whole(one: Json) -> bool:
     return "/" not in str(one["claim"])
 
 
+def is_on_top(one: Json) -> bool:
+    """Whether the page's first tables have the claim: a main claim, or a part with a decision."""
+    return is_whole(one) or one["verdict"] not in _UNDECIDED
+
+
 def counts(verdicts: Sequence[Json]) -> str:
     """Count the main claims by verdict. Each counts once, at the scale where it was decided."""
     whole = best(filter(is_whole, verdicts))
@@ -158,8 +163,7 @@ def counts(verdicts: Sequence[Json]) -> str:
 
 def best(verdicts: Iterable[Json]) -> list[Json]:
     """Return one verdict per claim: from the largest scale that decided it, or else the most informative one."""
-    undecided = [Verdict.NOT_RUN, Verdict.NEEDS_SCALE, Verdict.INCONCLUSIVE]
-    order = [*undecided, *FAILED, Verdict.HOLDS, Verdict.EXPLAINED, Verdict.HOLDS_AT_ISO_LOSS]
+    order = [*_UNDECIDED, *FAILED, Verdict.HOLDS, Verdict.EXPLAINED, Verdict.HOLDS_AT_ISO_LOSS]
     scales = ["cpu", "gpu", "paper"]
 
     def rank(one: Json) -> tuple[int, int]:

@@ -6,7 +6,8 @@ from lamina.lab.papers.judging.curves import at_stage, split
 
 @claim(
     says="FuseNorm has a lower loss than Pre-LN at every dense size",
-    paper="WikiText perplexity, Pre-LN and FuseNorm: 22.5 and 20.6 (740M), 17.4 and 15.7 (1.3B), 12.5 and 11.8 (5B)",
+    paper="WikiText perplexity: FuseNorm 20.6, Pre-LN 22.5 (740M). FuseNorm 15.7, Pre-LN 17.4 (1.3B). FuseNorm "
+    "11.8, Pre-LN 12.5 (5B)",
 )
 def fuse_dense(trials: Trials) -> Finding:
     sizes = split(at_stage(trials.tuned(), "pretrain"), "size")

@@ -24,7 +24,7 @@ def _above(trials: Trials, metric: str, other: str, arm: str = "fusenorm") -> Fi
 @claim(
     says="The feed-forward activations use more directions in FuseNorm than in Pre-LN, by hard rank and by effective "
     "dimension ratio (EDR)",
-    paper="Hard rank 0.23 (FuseNorm) and 0.09 (Pre-LN), EDR 30.7 and 13.0",
+    paper="Hard rank: FuseNorm 0.23, Pre-LN 0.09. EDR: FuseNorm 30.7, Pre-LN 13.0",
 )
 def fuse_rank(trials: Trials) -> Finding:
     return all_of(*(_above(trials.tuned(), metric, "pre_ln") for metric in ("hard_rank", "edr")))

@@ -32,7 +32,7 @@ def straightness(table: Frame) -> float:
 @claim(
     says="In Pre-LN, the cosine similarity between two blocks stays above 0.5 at every distance. At the largest "
     "distance, the cosine similarity is lower in FuseNorm than in Pre-LN",
-    paper="At the largest distance: above 0.5 (Pre-LN) and about 0.25 (FuseNorm)",
+    paper="At the largest distance: Pre-LN above 0.5, FuseNorm about 0.25",
 )
 def fuse_similarity(trials: Trials) -> Finding:
     tuned = trials.tuned()

@@ -18,7 +18,7 @@ THOUSAND = 500  # blocks: 1,000 sub-layers
 
 @claim(
     says="As the depth grows, Keel's loss falls further below Pre-LN's loss",
-    paper="GSM-8K, Keel and Pre-LN: 43.8 and 38.1 at 512 layers, 58.6 and 49.8 at 1,024 layers",
+    paper="GSM-8K: Keel 43.8, Pre-LN 38.1 (512 layers). Keel 58.6, Pre-LN 49.8 (1,024 layers)",
 )
 def keel_depth(trials: Trials) -> Finding:
     gaps = _gaps(trials)

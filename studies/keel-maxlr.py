@@ -21,7 +21,7 @@ def keel_maxlr(trials: Trials) -> Finding:
 
 @claim(
     says="Keel trains at higher learning rates than Pre-LN",
-    paper="Keel and Pre-LN: 1.01e-2 and 7.65e-3 (64 layers), 6.31e-3 and 4.67e-3 (512 layers)",
+    paper="Keel 1.01e-2, Pre-LN 7.65e-3 (64 layers). Keel 6.31e-3, Pre-LN 4.67e-3 (512 layers)",
     quantity="highest learning rate",
 )
 def keel_maxlr__keel(trials: Trials) -> Finding:

@@ -8,8 +8,8 @@ KEEL, PRE = ({"placement": placement, "budget": "1x"} for placement in ("keel", 
 
 @claim(
     says="After two stages of pretraining and fine-tuning, Keel solves more of GSM-8K than Pre-LN",
-    paper="GSM-8K, Keel and Pre-LN: 58.6 and 49.8 at 1,024 layers, 43.8 and 38.1 at 512 layers. Math and code: Keel is "
-    "16.5 % better",
+    paper="GSM-8K: Keel 58.6, Pre-LN 49.8 (1,024 layers). Keel 43.8, Pre-LN 38.1 (512 layers). Math and code: "
+    "Keel is 16.5 % better",
 )
 def keel_tasks(trials: Trials) -> Finding:
     if "budget" in trials.axes:

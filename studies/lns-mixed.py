@@ -8,8 +8,8 @@ ARMS = ("layernorm_scaling", "pre_ln")
 @claim(
     says="LayerNorm Scaling has a lower loss than Pre-LN with the plain initializer, and a higher loss with the "
     "scaled initializer. So the initializers explain why the papers disagree",
-    paper="LayerNorm Scaling and Pre-LN: C4 perplexity 20.35 and 21.92 (250M, plain), WikiText perplexity 13.6 and "
-    "12.5 (5B, scaled)",
+    paper="C4 perplexity: LayerNorm Scaling 20.35, Pre-LN 21.92 (250M, plain). WikiText perplexity: LayerNorm "
+    "Scaling 13.6, Pre-LN 12.5 (5B, scaled)",
 )
 def lns_mixed(trials: Trials) -> Finding:
     return all_of(lns_mixed__plain(trials), lns_mixed__scaled(trials))

@@ -11,8 +11,8 @@ PRE, SIXTH, QUARTER, THIRD, HALF, POST = (
 @claim(
     says="The loss is lowest if about 25 % of the layers are Post-LN. The loss rises with a smaller and with a "
     "larger share",
-    paper="Perplexity 18.65, 18.34, 18.18, 18.41, 18.55, 18.86 and 1434 with 0, 16.7, 25, 33, 41.7, 50 and 100 % "
-    "Post-LN layers",
+    paper="Perplexity by the share of Post-LN layers: 18.65 (0 %), 18.34 (16.7 %), 18.18 (25 %), 18.41 (33 %), "
+    "18.55 (41.7 %), 18.86 (50 %), 1434 (100 %)",
 )
 def mix_alpha(trials: Trials) -> Finding:
     """The quarter beats both ends and the half: the bottom lies between. Its neighbors are the next claim."""

@@ -42,7 +42,7 @@ def mix_init__embed(trials: Trials) -> Finding:
 
 @claim(
     says="With each of the three initializers, Mix-LN has a lower loss than Pre-LN",
-    paper="Perplexity, Mix-LN and Pre-LN: 29.95 and 32.18, 29.77 and 30.63, 31.19 and 31.28",
+    paper="Perplexity: Mix-LN 29.95, Pre-LN 32.18. Mix-LN 29.77, Pre-LN 30.63. Mix-LN 31.19, Pre-LN 31.28",
 )
 def mix_init__mix(trials: Trials) -> Finding:
     return all_of(*(lower(trials.tuned(), mix, than=pre) for pre, mix in (PLAIN, SCALED, EMBED)))

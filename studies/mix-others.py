@@ -9,7 +9,7 @@ MIX, GROUP, SANDWICH, PRE, ADMIN = (
 
 @claim(
     says="The losses rise in this order: Mix-LN, Group-LN, Sandwich-LN, Pre-LN, Admin",
-    paper="Perplexity in this order: 22.33, 23.10, 23.26, 23.39, 24.82 (250M)",
+    paper="Perplexity (250M): Mix-LN 22.33, Group-LN 23.10, Sandwich-LN 23.26, Pre-LN 23.39, Admin 24.82",
 )
 def mix_others(trials: Trials) -> Finding:
     return ordered(trials.tuned(), [MIX, GROUP, SANDWICH, PRE, ADMIN])

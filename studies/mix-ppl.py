@@ -8,8 +8,8 @@ PRE, MIX, POST, DEEP = ({"scheme": name} for name in ("pre_ln", "mix_ln", "post_
 
 @claim(
     says="Mix-LN has a lower loss than Pre-LN, and Pre-LN has a lower loss than DeepNorm and Post-LN",
-    paper="Perplexity of Mix-LN, Pre-LN, DeepNorm and Post-LN: 21.39, 21.92, 22.77 and 1409 (250M), 33.12, 34.77, "
-    "34.87 and 35.18 (71M)",
+    paper="Perplexity: Mix-LN 21.39, Pre-LN 21.92, DeepNorm 22.77, Post-LN 1409 (250M). Mix-LN 33.12, Pre-LN "
+    "34.77, DeepNorm 34.87, Post-LN 35.18 (71M)",
 )
 def mix_ppl(trials: Trials) -> Finding:
     pairs = ((MIX, PRE), (PRE, DEEP), (PRE, POST))

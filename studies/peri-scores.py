@@ -11,8 +11,8 @@ HALF = 0.5
 
 @claim(
     says="Peri-LN has a lower loss than Pre-LN, and Pre-LN has a lower loss than Post-LN",
-    paper="Table 1, C4 loss of Peri-LN and Pre-LN: 3.34 and 3.43 (400M), 3.18 and 3.29 (1.5B), 3.11 and 3.20 (3.2B). "
-    "Post-LN: 7.46, 5.38 and 4.43",
+    paper="Table 1, loss on C4: Peri-LN 3.34, Pre-LN 3.43, Post-LN 7.46 (400M). Peri-LN 3.18, Pre-LN 3.29, "
+    "Post-LN 5.38 (1.5B). Peri-LN 3.11, Pre-LN 3.20, Post-LN 4.43 (3.2B)",
 )
 def peri_scores(trials: Trials) -> Finding:
     parts = split(at_stage(trials.tuned(), "pretrain"), "size")
@@ -75,8 +75,8 @@ def peri_scores__diverged(trials: Trials) -> Finding:
 
 @claim(
     says="Peri-LN has a higher average score over five tasks than Pre-LN, and Pre-LN has a higher score than Post-LN",
-    paper="Peri-LN, Pre-LN and Post-LN: 51.57, 49.69 and 42.45 (400M), 56.55, 53.71 and 45.49 (1.5B), 58.56, 56.69 and "
-    "46.45 (3.2B)",
+    paper="Peri-LN 51.57, Pre-LN 49.69, Post-LN 42.45 (400M). Peri-LN 56.55, Pre-LN 53.71, Post-LN 45.49 "
+    "(1.5B). Peri-LN 58.56, Pre-LN 56.69, Post-LN 46.45 (3.2B)",
 )
 def peri_scores__tasks(trials: Trials) -> Finding:
     parts = split(at_stage(trials.tuned(), "tasks"), "size")

@@ -9,8 +9,8 @@ PERI, PRE, POST = ({"placement": name, "budget": "1x"} for name in ("peri_ln", "
 @claim(
     says="After instruction tuning on LIMA, Peri-LN has a higher average score than Pre-LN, and Pre-LN has a higher "
     "score than Post-LN",
-    paper="Peri-LN, Pre-LN and Post-LN: 51.96, 49.96 and 46.44 (400M), 56.94, 53.89 and 48.95 (1.5B), 59.02, 57.08 and "
-    "49.33 (3.2B)",
+    paper="Peri-LN 51.96, Pre-LN 49.96, Post-LN 46.44 (400M). Peri-LN 56.94, Pre-LN 53.89, Post-LN 48.95 "
+    "(1.5B). Peri-LN 59.02, Pre-LN 57.08, Post-LN 49.33 (3.2B)",
 )
 def peri_sft(trials: Trials) -> Finding:
     return all_of(*(part for size in split(trials, "size") for part in (peri_above_pre(size), pre_above_post(size))))

@@ -221,7 +221,7 @@ LINES = {
     ),
     "a's path 0.33 against 1: off by at most 91 %": (
         "loss, a's path",
-        ("0.33 (at most 91 % off)", "1", "", "", "", ""),
+        ("0.33 (largest error 91 %)", "1", "", "", "", ""),
     ),
     "a and b: Kendall's tau 0.87 over 6 arms (95 % 0.20 to 1.00, 3 seeds, p 0.38), claimed at least 0.6": (
         "loss, a and b: Kendall's tau, over 6 settings",
