@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from lamina.probes.engine.measure import probe
     from lamina.training.monitor.callbacks import LayerMonitor
     from lamina.training.monitor.check import check
+    from lamina.training.monitor.guard import Diverged
     from lamina.training.monitor.lightning import LightningMonitor  # noqa: F401
     from lamina.training.monitor.watch import watch
 
@@ -42,7 +43,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 _FUNCTIONS = sorted({*(row.function_name for row in JOBS.values()), *WRITTEN})
 
-__all__ = ["LayerMonitor", "__version__", "build", "check", "eval", "placements", "probe", "watch", "wire", *_FUNCTIONS]
+__all__ = ["Diverged", "LayerMonitor", "__version__", "build", "check", "eval", "placements", "probe", "watch", "wire"]
+__all__ += _FUNCTIONS
 
 _ELSEWHERE = {
     "build": "lamina.modeling.building",
@@ -51,6 +53,7 @@ _ELSEWHERE = {
     "LayerMonitor": "lamina.training.monitor.callbacks",
     "LightningMonitor": "lamina.training.monitor.lightning",  # not in __all__: it needs lightning
     "check": "lamina.training.monitor.check",
+    "Diverged": "lamina.training.monitor.guard",
     "watch": "lamina.training.monitor.watch",
 }
 _PACKAGES = (

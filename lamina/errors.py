@@ -28,11 +28,19 @@ def _escaped(character: str) -> str:
     return "".join(f"\\u{units[i : i + 4]}" for i in range(0, len(units), 4))
 
 
-class UserError(ValueError):
+class OneLine(Exception):
+    """An error whose message says it all. A notebook shows the error without a traceback."""
+
+    def _render_traceback_(self) -> list[str]:
+        """Return the lines that IPython shows in place of a traceback."""
+        return [f"{type(self).__name__}: {self}"]
+
+
+class UserError(OneLine, ValueError):
     """An invalid input from the user. The message names the field, the value and what to do.
 
-    The command line prints the message as one line and exits with code 2. In Python, the error is also a ValueError. A
-    notebook shows the message without a traceback. Lamina escapes control characters in the message.
+    The command line prints the message as one line and exits with code 2. In Python, the error is also a ValueError.
+    Lamina escapes control characters in the message.
 
     Args:
         problem: the message, or its beginning if you give ``fix``.
@@ -45,10 +53,6 @@ class UserError(ValueError):
     def __init__(self, problem: object = "", fix: str = ""):
         self.problem = printable(str(problem))
         super().__init__(f"{self.problem}. {fix}" if fix else self.problem)
-
-    def _render_traceback_(self) -> list[str]:
-        """Return the lines that IPython shows in place of a traceback."""
-        return [f"{type(self).__name__}: {self}"]
 
 
 @contextmanager

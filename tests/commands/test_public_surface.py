@@ -14,7 +14,7 @@ from lamina.jobs.aliases import NEAR, TAKEN, in_our_words
 
 SETTINGS = {name: row.settings() for name, row in JOBS.items()}
 EXPORTED = {"__version__", "build", "check", "evaluate", "placements", "probe", "probe_folder"}
-EXPORTED |= {"LayerMonitor", "watch", "wire"}
+EXPORTED |= {"Diverged", "LayerMonitor", "watch", "wire"}
 EXPORTED |= {name.replace("-", "_") for name in COMMANDS} - {"placements", "probe"} | {"placement_of"}
 
 

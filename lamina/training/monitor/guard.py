@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from lamina.core.json_types import Json, RunState
+from lamina.errors import OneLine
 from lamina.jobs.status import Status
 from lamina.training.monitor.alarms import Alarms, describe
 from lamina.training.monitor.rules import noise_of
@@ -19,8 +20,8 @@ from lamina.training.setting_groups import GuardSettings
 _NOISES, _CALM = 3.0, 64  # standard deviations of the noise, and the number of losses that show it
 
 
-class Diverged(Exception):
-    """Ends the training loop after a divergence. The file result.json records ``reason``."""
+class Diverged(OneLine):
+    """Ends the training loop after a divergence at ``step``. The file result.json records ``reason``."""
 
     def __init__(self, step: int, reason: str):
         super().__init__(reason)

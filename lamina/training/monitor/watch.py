@@ -7,19 +7,21 @@ import functools
 import logging
 import math
 import numbers
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import nn
 
 from lamina.core.json_types import Json
-from lamina.errors import UserError, one_line
+from lamina.core.terminal import show_error, show_line
+from lamina.errors import UserError, is_reported, mark_reported, one_line
 from lamina.jobs.environment import environment
 from lamina.jobs.files import write_json, write_sealed
 from lamina.jobs.folder import Resume, clear, hold, in_use
@@ -138,6 +140,8 @@ class LoopMonitor(Monitor):
             self.batches = BatchRecords(instruments.batches, folder, step, tokenizer, instruments.model)
         self.outliers = None if settings.skip_outliers is None else OutlierRule(sigmas=settings.skip_outliers)
         self.diverged: Diverged | None = None
+        self.raised: Diverged | None = None  # the last divergence that ended the loop
+        self.shows = False  # whether the end of the process shows the divergence
         self._passed: set[int] = set()  # steps that skip_outliers left out
         self._told = False  # whether anybody ends the steps
         self._broken: set[str] = set()  # series of a noted divergence, until they are finite again
@@ -191,8 +195,24 @@ class LoopMonitor(Monitor):
         for note in notes[len(self._about.get("notes", [])) :]:
             logger.warning("lamina.watch: %s", note)
         if (about := self.instruments.about()) != self._about:
+            if not self._about:
+                self._announce(about)
             self._about = {**about, "notes": list(notes)}
             write_json(self.records.folder / WATCHED, {"record": VERSION, **about})
+
+    def _announce(self, about: Json) -> None:
+        """Log one line about the records. As in Lightning, nobody has to configure logging to see the line."""
+        layers = f"{about['num_layers']} layers, " * bool(about["num_layers"])
+        folder = shlex.quote(self.settings.output)
+        text = (
+            f"lamina.watch: recording {about['model']} ({layers}{about['parameters']:,} parameters) in {folder}. "
+            f"To read the records, run: lamina diagnose {folder}"
+        )
+        logger.setLevel(logging.getLogger("lamina").level or logging.INFO)
+        if logger.hasHandlers():
+            logger.info("%s", text)
+        elif logger.isEnabledFor(logging.INFO):
+            show_line(text)
 
     def _is_outlier(self, norm: torch.Tensor) -> bool:
         """Return whether to skip the next optimizer step. The call waits for the device."""
@@ -302,13 +322,17 @@ class LoopMonitor(Monitor):
 
     def _act(self, diverged: Diverged) -> None:
         """Handle a divergence as ``on_divergence`` requests. Raises Diverged if the run should stop."""
-        if self.processes.first:
+        stops = self.settings.on_divergence == "stop"
+        if not self.processes.first:
+            mark_reported(diverged)
+        elif not (stops and self.shows):
             logger.warning("lamina.watch: diverged: %s", diverged)
         self.write_divergence(diverged)
         self.diverged = self.diverged or diverged
-        if self.settings.on_divergence == "stop":
-            raise diverged
         self.guard.accept()
+        if stops:
+            self.raised = diverged
+            raise diverged
 
     def _leave(self) -> None:
         """Stop watching, because the loop is about to destroy the process group."""
@@ -316,7 +340,7 @@ class LoopMonitor(Monitor):
 
     def end(self, error: BaseException | None) -> bool:
         """Close the monitor. Return whether the monitor raised ``error`` to stop the training."""
-        ended = isinstance(error, Diverged) and error is self.diverged
+        ended = error is not None and error is self.raised
         if ended or error is None:
             self.close(Status.FINISHED)
         elif isinstance(error, KeyboardInterrupt):
@@ -383,7 +407,21 @@ class Watch:
     def start(self) -> Self:
         """Watch from now on until the process ends. Use ``start`` to watch a loop with only one added line."""
         atexit.register(self._at_exit)
-        return self.__enter__()
+        self.__enter__()
+        if self.monitor is not None:
+            self.monitor.shows = True
+            sys.excepthook = functools.partial(self._show, sys.excepthook)
+        return self
+
+    def _show(self, hook: Callable[..., object], kind: type, error: BaseException, *frames: Any) -> None:
+        """Print one line for a divergence that ends the process. Call ``hook`` for any other error."""
+        if self.monitor is None or error is not self.monitor.raised:
+            hook(kind, error, *frames)
+        elif not is_reported(error):
+            show_error(
+                f'{error}. lamina.watch stopped the training (on_divergence="stop"). Run: lamina diagnose '
+                f"{shlex.quote(self.monitor.settings.output)}"
+            )
 
     def _at_exit(self) -> None:
         error = getattr(sys, "last_value", None)  # that ends the process
@@ -508,7 +546,7 @@ def open_monitor(
         if resume != "auto" or not step:
             raise
         if processes.first:
-            logger.warning("lamina.watch: %s. Training continues without records", error)
+            logger.warning("lamina.watch: %s. Training continues without records", str(error).removesuffix("."))
         return None
     modes: Json = {"step": step, "on_alarm": on_alarm, "tokenizer": tokenizer}
     monitor = LoopMonitor(instruments, records[0] if records else None, processes, **modes)

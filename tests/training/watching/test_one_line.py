@@ -2,6 +2,7 @@
 
 import atexit
 import json
+import logging
 import os
 import re
 import subprocess
@@ -261,6 +262,58 @@ def test_the_passes_of_a_closure_are_one_step(tmp_path, says):
     seen = layers(tmp_path / "run").query("metric == 'step_loss'")
     assert seen["step"].tolist() == [1, 2, 3]
     assert seen["value"].tolist() == pytest.approx(first, rel=1e-6)
+
+
+STOPPED = """
+import sys
+from training.watching.loops import NanoGpt, Tokens
+import lamina, torch
+
+model, ids = NanoGpt(), Tokens(items=8).ids
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+lamina.watch(model, optimizer, output="a run", on_divergence="stop").start()
+try:
+    for step in range(8):
+        loss = model(ids[step : step + 1, :-1], ids[step : step + 1, 1:])[1]
+        loss = loss * (float("nan") if step == 3 else 1.0)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+except lamina.Diverged as diverged:
+    if sys.argv[1] == "raise":
+        raise
+    print("caught", diverged.step)
+"""
+
+
+@pytest.mark.parametrize("act", ["raise", "catch"])
+def test_a_divergence_that_stops_an_added_line_is_one_line_and_has_a_name(tmp_path, act):
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run([sys.executable, "-c", STOPPED, act], cwd=tmp_path, env=env, capture_output=True, text=True)
+    started, alarm, *last = ended.stderr.splitlines()
+    assert started == (
+        "lamina.watch: recording NanoGpt (2 layers, 9,056 parameters) in 'a run'. "
+        "To read the records, run: lamina diagnose 'a run'"
+    )
+    assert alarm.startswith("lamina.watch: step 4")
+    if act == "raise":
+        (line,) = last
+        assert line.startswith("lamina: the gradient norm is nan at step 4; the first anomaly is at step 4")
+        assert line.endswith("stopped the training (on_divergence=\"stop\"). Run: lamina diagnose 'a run'")
+    assert (ended.returncode, ended.stdout) == ((1, "") if act == "raise" else (0, "caught 4\n"))
+    assert json.loads((tmp_path / "a run" / "result.json").read_text())["status"] == "diverged"
+
+
+@pytest.mark.parametrize(("logger", "shown"), [("", True), ("lamina", False)])
+def test_the_first_line_comes_unless_lamina_is_told_to_be_quiet(tmp_path, caplog, logger, shown):
+    level = logging.getLogger(logger).level
+    try:
+        logging.getLogger(logger).setLevel(logging.WARNING)
+        loop(NanoGpt(), tmp_path / "run", steps=2)
+    finally:
+        logging.getLogger(logger).setLevel(level)
+    said = [record.getMessage() for record in caplog.records if "lamina.watch" in record.getMessage()]
+    assert ["recording NanoGpt" in text for text in said] == [True] * shown
 
 
 def test_without_lightning_it_is_one_line():

@@ -130,11 +130,12 @@ def test_a_record_of_another_version_is_refused_but_does_not_end_a_training_that
     with pytest.raises(UserError, match=r"record: .* holds records of version 99, but this version"):
         loop(NanoGpt(), tmp_path / "run", steps=2, resume=True)
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    caplog.clear()
     with caplog.at_level(logging.WARNING):
         monitor = loop(NanoGpt(), tmp_path / "run", steps=2, resume="auto", step=2)
     (said,) = [r.getMessage() for r in caplog.records if "lamina.watch" in r.getMessage()]
     assert "records of version 99" in said
-    assert "Training continues without records" in said
+    assert "new run. Training continues without records" in said
     assert monitor.diverged is None
     assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
 
