@@ -1,4 +1,1 @@
-"""Repeat the papers' tables and figures as studies, and judge each claim.
-
-Only the command `lamina study` and its Python function import this package.
-"""
+"""Repeat the tables and figures of papers as studies, and judge the papers' claims."""

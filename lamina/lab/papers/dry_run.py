@@ -1,8 +1,7 @@
-"""Compute the sizes and costs of a study's trials without training (a dry run).
+"""Compute the sizes and costs of a study's models without training (a dry run).
 
-For each trial, Lamina resolves settings and placement, builds the full model on the meta device, and counts parameters
-and FLOPs. A dry run loads no text, tokenizer or weights, so you can check thousands of GPU-hours on a laptop without a
-network.
+Lamina builds each model on the meta device, and counts its parameters and FLOPs. A dry run needs no text, tokenizer,
+weights or network, so a laptop can check a study of thousands of GPU-hours.
 """
 
 from __future__ import annotations
@@ -22,9 +21,10 @@ if TYPE_CHECKING:
     from lamina.training.settings import PretrainSettings
 
 TERAFLOPS = 989.0
-"""The peak of an H100 or H200 (SXM) in dense bfloat16, in TFLOP/s."""
+"""The peak speed of an H100 or H200 (SXM) in dense bfloat16, in TFLOP/s."""
 UTILIZATION = 0.4
-"""The expected share of the peak, on one host without gradient checkpointing. Deep and narrow models reach less."""
+"""The expected fraction of the peak speed, on one host without gradient checkpointing. Deep, narrow models reach less.
+"""
 VOCABULARIES = {
     "mistralai/Mistral-7B-v0.1": 32_000,
     "meta-llama/Llama-2-7b-hf": 32_000,
@@ -36,27 +36,26 @@ VOCABULARIES = {
     "Qwen/Qwen3-0.6B": 151_669,
     "deepseek-ai/DeepSeek-V2-Lite": 100_002,
 }
-"""The published vocabulary sizes of the hub's tokenizers that the studies name."""
+"""The vocabulary sizes of the Hub tokenizers that the studies use."""
 BYTES = 257
 MOST_TRIED = 20e6
-"""The number of parameters of the largest model for which Lamina times a step."""
+"""The largest model, in parameters, for which Lamina times a training step."""
 COLUMNS = (*("arm", "trials", "parameters", "active", "vocabulary", "tokens", "flops", "gpu_hours", "total_gpu_hours"),)
-"""The columns of an arm's row. All columns except ``trials`` and ``total_gpu_hours`` describe one trial."""
+"""The columns of the dry run's table. Only "trials" and "total_gpu_hours" count all runs of a configuration."""
 
 
 def dry_run(arms: Mapping[str, Mapping[str, PretrainSettings]]) -> Frame:
-    """Build a model of every arm on the meta device, and count its parameters and FLOPs.
+    """Count the parameters and FLOPs of each configuration's model.
 
     Args:
-        arms: maps each arm to its trials. Trials are a mapping from the trial's name to all of the trial's settings.
-            The trials of an arm differ only in learning rate and seed.
+        arms: the configurations, by name. Each one maps the names of its runs to their settings. The runs of a
+            configuration differ only in learning rate and seed.
 
     Returns:
-        One row per arm, with the columns ``COLUMNS``. Sizes and costs are for one trial, and ``total_gpu_hours`` is for
-        all trials of the arm.
+        A table with one row per configuration. Its sizes and costs are for one run, except the total GPU-hours.
 
     Raises:
-        UserError: Lamina cannot build a model from a trial's settings, placement or sizes. The message names the trial.
+        UserError: Lamina cannot build a model from a run's settings.
     """
     import pandas as pd
 
@@ -76,7 +75,7 @@ def dry_run(arms: Mapping[str, Mapping[str, PretrainSettings]]) -> Frame:
 
 
 def table(frame: Frame) -> str:
-    """Return the rows of ``dry_run`` as text, with totals and the assumptions behind the GPU-hours."""
+    """Format a dry run's table as text, with the total cost."""
     width = max([len("arm"), *(len(str(arm)) for arm in frame["arm"])])
     lines = [
         f"{'arm':<{width}} {'trials':>6} {'parameters':>10} {'active':>8} {'vocabulary':>10} {'tokens':>8} "
@@ -100,9 +99,9 @@ def table(frame: Frame) -> str:
 def minutes_here(
     arms: Mapping[str, Mapping[str, PretrainSettings]], frame: Frame, *, workers: int, threads: int | None
 ) -> str:
-    """Estimate in a sentence how many minutes the trials take on this machine. For large models, return "".
+    """Estimate how many minutes the study takes on this machine. Returns "" for large models.
 
-    Lamina times two steps of the first trial on random tokens, and scales the time to the other trials by their FLOPs.
+    Lamina times two steps of the first run on random tokens. The estimate scales this time by the other runs' FLOPs.
     """
     import time
 
@@ -140,9 +139,7 @@ def minutes_here(
 
 
 def vocabulary_of(settings: PretrainSettings, config: PreTrainedConfig) -> int:
-    """Return the size of a trial's vocabulary without loading the tokenizer. For an unknown tokenizer, return the
-    backbone's vocabulary size.
-    """
+    """Return a tokenizer's vocabulary size without loading it. For an unknown tokenizer, return the backbone's size."""
     from lamina.data.tokenizers import is_trained
 
     tokenizer = settings.tokenizer
@@ -154,9 +151,7 @@ def vocabulary_of(settings: PretrainSettings, config: PreTrainedConfig) -> int:
 
 
 def _counted(settings: PretrainSettings, counts: dict[str, tuple[int, int, float]]) -> tuple[int, int, int, int, float]:
-    """Count a trial's parameters, the parameters that one token uses, the vocabulary, tokens per item, and FLOPs per
-    token.
-    """
+    """Count parameters, parameters used per token, vocabulary entries, tokens per item, and FLOPs per token."""
     import torch
 
     from lamina.modeling.backbones.presets import parameters_of
@@ -178,8 +173,9 @@ def _counted(settings: PretrainSettings, counts: dict[str, tuple[int, int, float
 
 
 def _resolved(settings: PretrainSettings) -> tuple[PreTrainedConfig, Plan, Objective, int, int]:
-    """Return a trial's backbone, plan, objective, vocabulary size (0 for a trial that reads no text) and tokens per
-    item.
+    """Return the backbone, the norm placement, the objective, the vocabulary size and the tokens per item.
+
+    The vocabulary size is 0 for models that read no text.
     """
     from lamina.training.objectives.objective import objective_of
     from lamina.training.objectives.text import TextObjective, with_vocabulary

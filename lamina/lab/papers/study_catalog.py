@@ -1,6 +1,7 @@
-"""Read and check a study from YAML, and find the paths of the catalog and its records.
+"""Read and check studies from YAML files.
 
-A study has up to three scales. A scale has axes, learning rates, seeds, measures, and stages that follow its trials.
+A study compares configurations in up to three sizes: cpu, gpu and paper. Each size ("scale") lists the compared
+settings, learning rates, seeds and measurements, and further jobs that start from the trained models.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from lamina.lab.papers.trials.jobs import TRIAL_JOBS, TrialJob
 from lamina.probes.engine.registry import check_probe
 
 Axes: TypeAlias = Mapping[str, Mapping[str, Json]]
-"""The values of each axis, by label. A value is a mapping of settings."""
+"""The values of each compared setting (axis). Each value is a label with the settings that it stands for."""
 BASES = "bases.yaml"
 _RECORDS = "lamina_records"
 PAPERS = ("fusenorm", "keel", "mix_ln", "peri_ln", "field")
 SCALES = ("cpu", "gpu", "paper")
 TIMES = ("init", "end", "records")
 MOST_SEEDS = 1000
-"""The largest number of seeds. Lamina rejects a larger number, which the user probably meant as a seed."""
+"""The largest number of seeds, because a larger number is probably meant as a seed."""
 _STUDY = ("study", "paper", "source", "title", "question", "scales", "figures", "notes")
 _SCALE = (
     *("base", "settings", "axes", "measures", "job", "skip", "needs", "looks", "then"),
@@ -37,11 +38,11 @@ _SCALE = (
 )
 _STAGE = ("job", "from", "of", "settings", "skip", "records")
 STAGE = "stage"
-"""The axis that Lamina adds to the axes of a scale with stages."""
+"""The table column that names a model's last job, in studies with further jobs after the first one."""
 RECORDS = ("metrics", "layers", "held_out")
-"""The training records that a study can keep. ``held_out`` has a policy's reward and KL for each prompt."""
+"""The training records that a study can keep. "held_out" has a policy's reward and KL for each prompt."""
 SOURCES = ("data", "eval_data", "reward_function")
-"""The settings of a stage that name files."""
+"""The settings that name a job's input files."""
 ENGINE = {
     "output": "--store, the folder of all trials",
     "threads": "--threads",
@@ -49,7 +50,7 @@ ENGINE = {
     "pause_step": "steps, which end a trial with its schedule",
     "push_to_hub": "a push of the trial's model by hand",
 }
-"""Maps each setting that a study cannot set to the option that replaces the setting."""
+"""The settings that a study cannot change, and what the user can change instead."""
 TAKEN = frozenset(
     (
         *(*columns.names(), "key", "tuned", "at_edge", STAGE, "candidate"),
@@ -57,20 +58,17 @@ TAKEN = frozenset(
         *("label", "panel", "line", "rest", "place", "y", "mean", "std", "low", "high", "trained", "trials", "ended"),
     )
 )
-"""The columns of results.csv, of measures, and of the page's tables. An axis cannot have any of these names."""
+"""The columns that Lamina itself writes to tables. A compared setting cannot have any of these names."""
 
 
 def catalog_folder() -> Path:
-    """Return the folder of the studies that come with Lamina: in the repository, or in the package."""
+    """Return the folder of Lamina's studies."""
     repository = Path(__file__).parents[3] / "studies"
     return repository if (repository / BASES).is_file() else Path(__file__).parent / "studies"
 
 
 def records_folder() -> Path:
-    """Return the folder of the catalog's records: in the repository, or in the installed package.
-
-    If neither contains records, the returned folder does not exist.
-    """
+    """Return the folder with the recorded results of Lamina's studies, which may not exist."""
     spec = find_spec(_RECORDS)
     installed = list(spec.submodule_search_locations or ()) if spec else []
     folder = catalog_folder() / "records"
@@ -82,7 +80,7 @@ def names() -> list[str]:
 
 
 def find(study: str) -> Path:
-    """Find a study's file by its name in the catalog, or by the path of your file. Raises UserError."""
+    """Return the path of a study's YAML file. Raises UserError if no study has this name or path."""
     path = Path(study)
     if path.suffix in (".yaml", ".yml"):
         if not path.is_file():
@@ -95,22 +93,22 @@ def find(study: str) -> Path:
 
 Rule = Literal["best", "one-se"]
 WIDENINGS = 2
-"""How often Lamina widens a sweep whose best rate is at the edge, unless the study sets another number."""
+"""How often Lamina adds a learning rate when the best one is the lowest or highest (default)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """A search for each setting's best learning rate.
+    """A search for each configuration's best learning rate.
 
     Attributes:
-        rates: the learning rates to try with every tuning seed.
-        seeds: the seeds for tuning: a number of the study's first seeds, or a list of other seeds that no claim reads.
-        rule: the rule that chooses a setting's learning rate: ``best``, or ``one-se`` for the lowest rate whose loss is
-            equally good within the noise.
-        widen: how often Lamina widens a sweep whose best learning rate is at the edge.
-        also: a mapping from a label on an axis to another label. Arms with the first label also train at the best rate
-            of the arms with the second label, with all seeds. The papers compare at one learning rate.
-        settings: other settings for the tuning seeds' trials, such as fewer steps.
+        rates: the learning rates to try.
+        seeds: the seeds of the search: either the number of the study's first seeds, or a list of other seeds.
+        rule: "best" for the learning rate with the lowest loss, or "one-se" for the lowest learning rate whose loss is
+            within one standard error of it.
+        widen: how often Lamina adds a learning rate when the best one is the lowest or highest.
+        also: pairs of labels. A configuration with the first label also trains at the best learning rate of the
+            configuration with the second label.
+        settings: other settings for the search, such as fewer steps.
     """
 
     rates: tuple[float, ...]
@@ -121,11 +119,15 @@ class Tuning:
     settings: Json = field(default_factory=dict)
 
     def sweep(self, seeds: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the tuning seeds of a study whose seeds are ``seeds``."""
+        """Return the seeds of the search.
+
+        Args:
+            seeds: the study's seeds.
+        """
         return seeds[: self.seeds] if isinstance(self.seeds, int) else self.seeds
 
     def other(self, values: Mapping[str, str]) -> dict[str, str] | None:
-        """Return the values of the arm from which this arm takes a learning rate, or None without such an arm."""
+        """Return the configuration from which a configuration takes its second learning rate, or None."""
         for axis, label in values.items():
             if label in self.also:
                 return {**values, axis: self.also[label]}
@@ -134,18 +136,18 @@ class Tuning:
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A stage: a job that continues from the models of earlier trials.
+    """A job that continues from the models of a study's earlier runs, such as fine-tuning.
 
     Attributes:
-        name: the stage's label on the axis ``stage``.
-        job: the job of the stage's trials, a name in ``TRIAL_JOBS``.
-        settings: the settings of the stage's trials.
-        inputs: a mapping from a setting to the stage whose model this setting takes.
-        of: values of axes. The stage runs only for the arm with these values. The later stages of all arms use this
-            arm's model, such as a shared reward model. If ``of`` is empty, the stage runs for every arm.
-        skip: patterns of axis values. For matching arms, Lamina leaves out the stage and all stages that need it.
+        name: the label in the column "stage" of the tables.
+        job: the job's name, such as "sft".
+        settings: the job's settings.
+        inputs: the input models. Each entry maps a setting of the job to the earlier job that trained the model.
+        of: the only configuration that runs this job (default: every configuration does). All configurations then use
+            its model, such as a shared reward model.
+        skip: configurations that skip this job and all jobs that need it.
         measures: the training records to keep, as "records/NAME".
-        folder: the folder of the study's file. Files that begin with ``./`` are relative to this folder.
+        folder: the folder of the study's file, to which paths that begin with "./" are relative.
     """
 
     name: str
@@ -162,9 +164,7 @@ class Stage:
         return TRIAL_JOBS[self.job]
 
     def trial(self, seed: int) -> Settings:
-        """Return the settings of a trial, without its inputs. Raises UserError that names the setting if a setting is
-        invalid.
-        """
+        """Return the settings of a run, without its input models. Raises UserError for an invalid setting."""
         settings = dict(self.settings)
         for name in self.record.files:
             if str(settings.get(name, "")).startswith("./"):
@@ -172,7 +172,7 @@ class Stage:
         return self.record.settings_class().from_dict({**settings, **({"seed": seed} if self.record.seeded else {})})
 
     def refuse_missing(self) -> None:
-        """Raise UserError if a file of the stage is missing, before Lamina runs the earlier stages."""
+        """Raise UserError if an input file is missing, before Lamina runs the earlier jobs."""
         settings = self.trial(seed=0).to_dict()
         for name in self.record.files:
             for part in str(settings[name] or "").split(",") if name in SOURCES else ():
@@ -184,22 +184,22 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """One scale of a study.
+    """A study in one of its sizes.
 
     Attributes:
         name: cpu, gpu or paper.
-        job: the job of a trial, a name in ``TRIAL_JOBS``.
-        settings: the settings that all trials share.
-        axes: the values of each axis, by label. A value is a mapping of settings.
-        rates: the learning rates of a sweep (empty if other settings decide the learning rate).
-        tuning: the search for each setting's learning rate, if there is a search.
-        measures: the probes or records to keep, for each time (init, end, records).
-        skip: combinations of axis values that Lamina leaves out.
-        stages: the jobs that start from the models of the scale's trials.
-        needs: the reason why this scale cannot decide the claims, or "".
-        looks: the number of times that somebody has judged the study, each time with more seeds. Lamina multiplies the
-            corrected p values by ``looks``.
-        folder: the folder of the study's file. Placements that begin with ``./`` are relative to this folder.
+        job: the first job's name, such as "pretrain".
+        settings: the settings that all runs share.
+        axes: the compared settings: each axis has labels, and each label stands for some settings.
+        rates: the learning rates to compare, or () if another setting decides the learning rate.
+        tuning: the search for the best learning rates, or None.
+        measures: the probes or records to keep, by time: "init", "end" or "records".
+        skip: combinations of labels that Lamina does not run.
+        stages: the jobs that start from the trained models.
+        needs: the reason why runs of this size cannot decide the claims, or "".
+        looks: how often the claims have been judged with increasing numbers of seeds. Lamina multiplies the corrected p
+            values by this number.
+        folder: the folder of the study's file, to which paths that begin with "./" are relative.
     """
 
     name: str
@@ -222,17 +222,17 @@ class Scale:
 
     @property
     def tuning_seeds(self) -> tuple[int, ...]:
-        """The seeds with which Lamina chooses each arm's learning rate (empty without tuning)."""
+        """The seeds that search for learning rates, or () without a search."""
         return () if self.tuning is None else self.tuning.sweep(self.seeds)
 
     @property
     def axis_names(self) -> tuple[str, ...]:
-        """The axes of a row, without learning rate and seed."""
+        """The columns of the tables that identify a configuration."""
         return (*self.axes, *((STAGE,) if self.stages else ()))
 
     @property
     def all_measures(self) -> Mapping[str, tuple[str, ...]]:
-        """The measures of the scale and its stages, by time."""
+        """The probes and records to keep from all jobs, by time: "init", "end" or "records"."""
         records = [each.partition("/")[2] for stage in self.stages for each in stage.measures]
         kept = dict.fromkeys([*self.measures.get("records", ()), *records])
         return {**self.measures, "records": tuple(kept)} if kept else self.measures
@@ -240,15 +240,15 @@ class Scale:
 
 @dataclass(frozen=True, kw_only=True)
 class StudyDefinition:
-    """A study: one question, at up to three scales.
+    """A study of one question, in up to three sizes.
 
     Attributes:
-        name: the study's name, which is also the id of its main claim.
-        paper: the paper that makes the claim, as an entry of ``PAPERS``.
+        name: the study's name, which is also the name of its main claim.
+        paper: the paper that makes the claim, as a key of ``PAPERS``.
         source: the table, figure or equation in the paper.
         title: the title of the comparison.
-        file: the YAML file. The claims are in the Python file of the same name in the same folder.
-        figures: the YAML's entries for figures.
+        file: the YAML file. A Python file of the same name has the claims.
+        figures: the figures to draw, as in the YAML file.
     """
 
     name: str
@@ -264,14 +264,14 @@ class StudyDefinition:
         return self.file.with_suffix(".py")
 
     def scale(self, name: str) -> Scale:
-        """Return a scale by its name. Raises UserError for a scale that the study does not have."""
+        """Return the study in one size. Raises UserError if the study does not have this size."""
         if name not in self.scales:
             raise unknown("scale", name, self.scales, f"study {self.name}")
         return self.scales[name]
 
 
 class _Entries:
-    """The entries of a mapping in a study's YAML. Every error names the entry and the nearest allowed name."""
+    """A mapping in a study's YAML file. Errors name the field and the nearest allowed name."""
 
     def __init__(self, where: str, data: object, allowed: Sequence[str], what: str) -> None:
         if not isinstance(data, Mapping):
@@ -280,14 +280,14 @@ class _Entries:
         self.among("field", data, allowed)
 
     def among(self, what: str, names: Iterable[object], allowed: Iterable[str], at: str = "") -> None:
-        """Raise UserError for a name that is not allowed. ``at`` is the entry with the name."""
+        """Raise UserError if any name is not allowed."""
         listed = tuple(allowed)
         for name in names:
             if name not in listed:
                 raise unknown(what, str(name), listed, f"{self.where}{f': {at}' if at else ''}")
 
     def refused(self, key: str, value: object, allowed: str) -> UserError:
-        """Return the UserError for an entry's value that does not fit."""
+        """Return a UserError about an invalid value in the YAML file."""
         return UserError(f"{self.where}: {key}: {value!r} does not fit. Give {allowed}.")
 
     def mapping(self, key: str) -> Mapping[str, object]:
@@ -296,27 +296,27 @@ class _Entries:
         return value
 
     def text(self, key: str, default: str | None = None) -> str:
-        """Return an entry that must be a text. If the entry is missing, return ``default``."""
+        """Return a text field, or a default if the field is missing."""
         if not isinstance(value := self.data.get(key, default), str):
             raise self.refused(key, value, "a text")
         return value
 
     def mappings(self, key: str) -> tuple[Json, ...]:
-        """Return an entry that must be a list of mappings. If the entry is missing, return an empty list."""
+        """Return a list of mappings, or () if the field is missing."""
         value = self.data.get(key, ())
         if not isinstance(value, list | tuple) or not all(isinstance(entry, Mapping) for entry in value):
             raise self.refused(key, value, "a list of mappings")
         return tuple(dict(entry) for entry in value)
 
     def whole(self, key: str, default: int, low: int) -> int:
-        """Return an entry that must be a whole number of at least ``low``. If it is missing, return ``default``."""
+        """Return an integer field that has a lower limit, or a default if the field is missing."""
         value = self.data.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < low:
             raise self.refused(key, value, f"a whole number of at least {low}")
         return value
 
     def seeds(self, key: str, given: object) -> tuple[int, ...]:
-        """Read seeds: a list, or a number of seeds that count from 0."""
+        """Return the seeds of a list, or the seeds 0, 1, ... up to a number of seeds."""
         if isinstance(given, int) and not isinstance(given, bool) and 1 <= given <= MOST_SEEDS:
             return tuple(range(given))
         if isinstance(given, Sequence) and not isinstance(given, str) and given:
@@ -326,7 +326,7 @@ class _Entries:
         raise self.refused(key, given, f"the number of seeds, at most {MOST_SEEDS}, or a list of different seeds")
 
     def skip(self, axes: Axes) -> tuple[Json, ...]:
-        """Read the patterns under ``skip``. A pattern maps axes to a label or a list of labels of the axis."""
+        """Read the combinations of labels that Lamina should not run."""
         patterns = self.mappings("skip")
         for axis, given in (item for pattern in patterns for item in pattern.items()):
             if axis not in axes:
@@ -338,10 +338,7 @@ class _Entries:
 
 
 def read_study(study: str | Path) -> StudyDefinition:
-    """Read a study by its name in the catalog or by its file.
-
-    Raises UserError for an invalid file. The message names the file, the field and the nearest allowed name.
-    """
+    """Read a study by its name, or by the path of its YAML file. Raises UserError if the file is invalid."""
     path = find(str(study))
     entries = _Entries(path.name, read_mapping(path), _STUDY, "")
     name = entries.text("study")
@@ -380,7 +377,7 @@ def _read_scale(where: str, name: str, data: object, folder: Path) -> Scale:
         entries.among("setting", tuned_with, TRIAL_JOBS[job].settings_class().names(), "learning_rate: settings")
     decided = {**ENGINE, "seed": "an axis 'seed'"}
     if rates or tuning:
-        decided["learning_rate"] = "the axis 'learning_rate' alone"
+        decided["learning_rate"] = "only the axis 'learning_rate'"
     given = [("settings", scale_settings), ("learning_rate: settings", tuned_with)]
     for where_in_file, settings in [*given, *((f"{a}: {p}", points[a][p]) for a in points for p in points[a])]:
         for setting in settings:
@@ -423,12 +420,12 @@ def _base(entries: _Entries, name: object, folder: Path) -> Json:
 
 @cache
 def _bases(file: Path, changed: int) -> Json:
-    """Read a YAML file of settings that studies share. Lamina reads the file again only if the file has changed."""
+    """Read the settings that several studies share. Lamina reads a file again only if it has changed."""
     return read_mapping(file)
 
 
 def _read_rates(entries: _Entries, given: object) -> tuple[tuple[float, ...], Tuning | None]:
-    """Read a scale's ``learning_rate``: the rates of a sweep, or the description of a tuning. Raises UserError."""
+    """Read learning rates, or the description of a search for learning rates. Raises UserError if they are invalid."""
     if given is None or not isinstance(given, Mapping):
         return () if given is None else _rates(entries, given), None
     allowed = ("tune", "seeds", "rule", "widen", "also", "settings")
@@ -463,7 +460,7 @@ def _rates(entries: _Entries, values: object) -> tuple[float, ...]:
 
 
 def check_seeds(where: str, tuning: Tuning | None, seeds: tuple[int, ...]) -> None:
-    """Raise UserError for tuning seeds that do not fit the study's seeds."""
+    """Raise UserError if the search for learning rates uses seeds that the study must not use for it."""
     if tuning is None:
         return
     if isinstance(tuning.seeds, tuple) and (both := [seed for seed in tuning.seeds if seed in seeds]):
@@ -475,7 +472,7 @@ def check_seeds(where: str, tuning: Tuning | None, seeds: tuple[int, ...]) -> No
 
 
 def _check_also(entries: _Entries, tuning: Tuning, axes: Axes) -> None:
-    """Raise UserError if an entry of ``also`` does not have two different labels of one axis."""
+    """Raise UserError unless each pair of labels under "also" has two different labels of one compared setting."""
     every = {name: labels for labels in reversed([*axes.values()]) for name in labels}
     for label, other in tuning.also.items():
         entries.among("label", [label], every, "learning_rate: also")
@@ -484,7 +481,7 @@ def _check_also(entries: _Entries, tuning: Tuning, axes: Axes) -> None:
 
 
 def _points(entries: _Entries, axis: str, values: object, job: TrialJob) -> dict[str, Json]:
-    """Read an axis's values by label, from a list of a setting's values, or a mapping from labels to settings."""
+    """Read the values of one compared setting: a list of values, or a mapping from labels to settings."""
     names = job.settings_class().names()
     if axis in TAKEN and axis not in names:
         where_in_file = f"{entries.where}: {axis}"
@@ -519,14 +516,15 @@ def _read_measures(entries: _Entries) -> dict[str, tuple[str, ...]]:
 
 
 def _read_stages(scale: _Entries, first: str, axes: Axes, folder: Path) -> tuple[Stage, ...]:
-    """Read the stages under ``then``. ``first`` is the label of the trials before the stages.
+    """Read the jobs that start from the trained models. Raises UserError if a field is invalid.
 
-    Raises UserError with the names of the stage and the field.
+    Args:
+        first: the name of the first job.
     """
     stages: dict[str, Stage] = {}
     listed = scale.mapping("then")
     if listed and STAGE in axes:
-        raise UserError(f"{scale.where}: axes: the stages already have an axis {STAGE!r}. Rename this axis.")
+        raise UserError(f"{scale.where}: axes: Lamina adds an axis {STAGE!r} for the jobs. Rename your axis.")
     for name, entry in listed.items():
         if name == first or not isinstance(entry, Mapping):
             allowed = f"a name other than {first!r}, and a mapping with job, settings"
@@ -556,7 +554,7 @@ def _read_stage(entries: _Entries, name: str, earlier: Sequence[str], axes: Axes
     entries.among("stage", inputs.values(), earlier, "from")
     if inputs_taken[0] not in inputs:
         raise UserError(
-            f"{entries.where}: from: {given!r} lacks {inputs_taken[0]}. Name the stage for {inputs_taken[0]}."
+            f"{entries.where}: from: {given!r} lacks {inputs_taken[0]}. Name the stage whose model it takes."
         )
     stage = Stage(
         name=name,

@@ -1,4 +1,4 @@
-"""The catalog entry of `lamina study`."""
+"""The command `lamina study` in Lamina's catalog of jobs."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Classify images: labeled images, the classifier's objective, and images for probes."""
+"""Classify images: read labeled images, train classifiers, and supply images for probes."""

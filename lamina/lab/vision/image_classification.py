@@ -110,16 +110,14 @@ class ImageClassification(Objective):
         }
 
     def scores(self, logits: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return whether the true class has the highest score, and whether the class has one of the five highest
-        scores.
-        """
+        """Return whether the true class has the highest score, and whether it is among the five highest."""
         best = logits.topk(min(TOP, logits.shape[-1]), dim=-1).indices
         right = (best == labels[:, None]).float()
         return {"accuracy": right[:, 0], "top5_accuracy": right.sum(-1)}
 
 
 def augmentation_of(settings: PretrainSettings, size: int) -> Augmentation:
-    """Make a run's augmentation, for square images whose side has ``side`` pixels."""
+    """Return a run's augmentation of training images."""
     return Augmentation(
         size=size,
         crop_scale=settings.crop_scale,

@@ -1,4 +1,4 @@
-"""Make the images for a probe's forward passes: your images, images of a corpus, or noise."""
+"""Supply the images for a probe: your tensor, images of a corpus, or noise."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def read_images(given: Inputs, corpus: str, model: nn.Module, count: int, seed: int) -> torch.Tensor:
-    """Return the given images, images of a corpus, or noise, in the model's shape. Raises UserError for other input."""
+    """Return images in the model's shape. Raises UserError if your images or the corpus are unusable."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config()
     size = getattr(text, "image_size", None) or getattr(config, "image_size", 224)
@@ -48,10 +48,10 @@ def read_images(given: Inputs, corpus: str, model: nn.Module, count: int, seed: 
 def _from_corpus(
     corpus: str, shape: tuple[int, int, int], count: int, processor: BaseImageProcessor | None
 ) -> torch.Tensor:
-    """Read images from a .npy file of pixel values, a file of labeled pixels, or a folder of picture files.
+    """Read images from a .npy file of pixel values, a file of labeled pixels, or a folder of pictures.
 
-    The checkpoint's ``processor`` resizes and normalizes pictures. If there is no processor, Lamina
-    scales pictures to the range -1 to 1.
+    The checkpoint's image processor resizes and normalizes pictures. Without a processor, Lamina scales pictures to the
+    range -1 to 1.
     """
     path = Path(corpus)
     if corpus == MNIST or corpus.endswith((".csv", ".csv.gz")):

@@ -1,4 +1,4 @@
-"""Convert images to tensors for a classifier. Lamina augments training images, but not held-out images."""
+"""Convert images to a classifier's input tensors, with augmentation for training images."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ _SEEDS = 2**62
 
 @dataclass(frozen=True, kw_only=True)
 class Augmentation:
-    """The augmentation of training images. The default changes nothing.
+    """The augmentation of training images. By default, it changes nothing.
 
     Attributes:
-        size: the side, in pixels, of the square that each crop becomes.
-        crop_scale: the smallest share of an image's area that a random crop takes. 1 means no random crops.
+        size: the side of a cropped and resized image, in pixels.
+        crop_scale: the smallest area of a random crop, as a fraction of the image. 1 means no random crops.
         flip: the probability of a horizontal flip.
         rand_augment: the strength of RandAugment (Cubuk et al. 2020, arXiv 1909.13719), 0 (off) to 1.
         random_erasing: the probability that a rectangle becomes noise (Zhong et al. 2020, arXiv 1708.04896).
-        repeats: the number of times that each image is drawn in a row (Hoffer et al. 2020, arXiv 1901.09335).
+        repeats: the number of augmented copies of each image (Hoffer et al. 2020, arXiv 1901.09335).
     """
 
     size: int
@@ -62,7 +62,7 @@ class Augmentation:
             ) from None
 
     def crop(self, picture: Image, generator: torch.Generator) -> Image | None:
-        """Crop at random and resize to [size, size]. Returns None if random crops are off."""
+        """Crop an image at random and resize it to a square. Returns None if random crops are off."""
         if self.crop_scale >= 1.0:
             return None
         from PIL import Image
@@ -75,7 +75,8 @@ class Augmentation:
     ) -> torch.Tensor:
         """Flip, distort and erase normalized pixel values [channels, height, width].
 
-        ``mean`` and ``std`` [channels, 1, 1] undo the normalization, because RandAugment works on values from 0 to 1.
+        The mean and the standard deviation [channels, 1, 1] undo the normalization, because RandAugment needs values
+        from 0 to 1.
         """
         if self.flip and _uniform(generator) < self.flip:
             pixels = pixels.flip(-1)
@@ -102,10 +103,11 @@ class Augmentation:
 
 
 def crop_box(width: int, height: int, smallest: float, generator: torch.Generator) -> tuple[int, int, int, int]:
-    """Draw a crop's box (left, upper, right, lower) as Inception does (Szegedy et al. 2015, arXiv 1409.4842).
+    """Draw a random crop (left, upper, right, lower) as Inception does (Szegedy et al. 2015, arXiv 1409.4842).
 
-    The box's share of the area is uniform from ``smallest`` to 1. The ratio of the box's sides is log-uniform from 3/4
-    to 4/3. After ten boxes that do not fit, the result is the largest box in the middle.
+    The crop's area is uniform between the smallest allowed fraction and the whole image. Its aspect ratio is
+    log-uniform between 3/4 and 4/3. After ten draws that do not fit into the image, Lamina takes the largest centered
+    crop.
     """
     low, high = map(math.log, _RATIO)
     for _ in range(10):
@@ -126,9 +128,7 @@ def _uniform(generator: torch.Generator) -> float:
 
 
 class ImageItem(TypedDict):
-    """An item: ``pixel_values`` (float [channels, height, width]), ``labels`` (the class), ``draw`` (the item's
-    number).
-    """
+    """An image's pixel values (float [channels, height, width]), its class, and its position in the random order."""
 
     pixel_values: torch.Tensor
     labels: torch.Tensor
@@ -137,12 +137,12 @@ class ImageItem(TypedDict):
 
 @dataclass(frozen=True, eq=False)
 class ImageItems(ItemSource[ImageItem]):
-    """The images of a split, which an image processor of transformers resizes and normalizes.
+    """The images of a split. A transformers image processor resizes and normalizes them.
 
     Attributes:
         numbers: the indices of the images to use, [items].
-        processor: the image processor, which resizes, crops and normalizes.
-        augmentation: the changes that ``for_run`` makes to training images.
+        processor: the image processor.
+        augmentation: the augmentation for training.
     """
 
     images: LabeledImages
@@ -157,7 +157,7 @@ class ImageItems(ItemSource[ImageItem]):
         return self.item(index, index)
 
     def item(self, index: int, draw: int, generator: torch.Generator | None = None) -> ImageItem:
-        """Return an item. With ``generator``, augment the image with the generator's random numbers."""
+        """Return an image's tensors. With a random generator, augment the image."""
         picture, processor = self.picture(index), self.processor
         crop = None if generator is None else self.augmentation.crop(picture, generator)
         pixels = pixels_of(picture, processor) if crop is None else normalized(crop, processor)
@@ -187,7 +187,7 @@ class AugmentedImages(DrawnItems[ImageItem]):
 
 
 def pixels_of(picture: Image, processor: BaseImageProcessor) -> torch.Tensor:
-    """Return an image's pixel values [channels, height, width] as the processor makes them."""
+    """Return the pixel values [channels, height, width] that an image processor computes."""
     side = getattr(processor, "size", {}).get("shortest_edge")
     if (
         picture.size == (side, side) and getattr(processor, "crop_pct", None) == 1.0
@@ -207,21 +207,20 @@ def normalized(picture: Image, processor: BaseImageProcessor) -> torch.Tensor:
 
 
 def statistics_of(processor: BaseImageProcessor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a processor's mean and standard deviation by channel, each [channels, 1, 1]."""
+    """Return an image processor's mean and standard deviation of each channel, both [channels, 1, 1]."""
     mean, std = (torch.tensor(getattr(processor, name)).view(-1, 1, 1) for name in ("image_mean", "image_std"))
     return mean, std
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mixing:
-    """Join items to a batch. By default, no item changes. Loader processes can hold a ``Mixing``, because it is
-    picklable.
+    """Collate images into batches, with mixup, CutMix and label smoothing. By default, all three are off.
 
     Attributes:
         mixup: alpha of mixup's Beta distribution. 0 means no mixup.
-        cutmix: alpha of CutMix's distribution. 0 means no CutMix. If mixup and CutMix are on, each batch uses one of
-            them, with equal probability.
-        label_smoothing: the share of a target that Lamina spreads evenly over all classes.
+        cutmix: alpha of CutMix's Beta distribution. 0 means no CutMix. If both are on, each batch uses one of them at
+            random.
+        label_smoothing: the share of the target probability that Lamina spreads evenly over all classes.
     """
 
     num_classes: int
@@ -235,7 +234,7 @@ class Mixing:
         return bool(self.mixup or self.cutmix or self.label_smoothing)
 
     def __call__(self, items: Sequence[ImageItem]) -> dict[str, torch.Tensor]:
-        """Make a training batch. If mixing or smoothing is on, ``labels`` are probabilities [batch, classes]."""
+        """Collate a training batch. With mixing or smoothing, the labels are probabilities [batch, classes]."""
         batch = plain_batch(items)
         if not self.changes:
             return batch
@@ -250,13 +249,13 @@ class Mixing:
         return {"pixel_values": pixels, "labels": targets}
 
     def smoothed(self, labels: torch.Tensor) -> torch.Tensor:
-        """Return (1 - s) * one_hot + s / classes, [batch, classes]."""
+        """Return the labels' smoothed probabilities, [batch, classes]."""
         one_hot = torch.nn.functional.one_hot(labels, self.num_classes).float()
         return (1.0 - self.label_smoothing) * one_hot + self.label_smoothing / self.num_classes
 
 
 def plain_batch(items: Sequence[ImageItem]) -> dict[str, torch.Tensor]:
-    """Make an evaluation batch, whose ``labels`` are class numbers [batch]."""
+    """Collate an evaluation batch. The labels are class numbers [batch]."""
     return {
         "pixel_values": torch.stack([item["pixel_values"] for item in items]),
         "labels": torch.stack([item["labels"] for item in items]),
@@ -264,15 +263,15 @@ def plain_batch(items: Sequence[ImageItem]) -> dict[str, torch.Tensor]:
 
 
 def mix(x: torch.Tensor, share: float) -> torch.Tensor:
-    """Return share * x + (1 - share) * partner, where the partners are the batch in reverse order."""
+    """Return a weighted mean of each image (or label) and its partner, which comes from the reversed batch."""
     return share * x + (1.0 - share) * x.flip(0)
 
 
 def cut(images: torch.Tensor, share: float, generator: np.random.Generator) -> tuple[torch.Tensor, float]:
-    """Paste a box of each image's partner into the image. Return the images, and the remaining share of each image.
+    """Paste a box of each image's partner into the image (CutMix). Returns the images and the area outside the box.
 
-    The box's sides are the image's sides times sqrt(1 - share). Lamina cuts the box off at the image's edges. The
-    returned share is the area outside the box.
+    The box's sides are the image's sides times sqrt(1 - share), cut off at the image's edges. The returned area is a
+    fraction of the image.
     """
     height, width = images.shape[-2:]
     side = (1.0 - share) ** 0.5
@@ -287,7 +286,7 @@ def cut(images: torch.Tensor, share: float, generator: np.random.Generator) -> t
 
 @dataclass(frozen=True, kw_only=True)
 class ImageStats(Stats):
-    """The statistics of the training split and the held-out split. ``classes`` are the names of the classes."""
+    """The statistics of the training images and the held-out images, and the names of the classes."""
 
     train_images: int
     eval_images: int
@@ -303,20 +302,17 @@ class ImageSplits(Splits[ImageItem]):
 def prepare_images(
     corpus: str, augmentation: Augmentation, *, eval_fraction: float, center_crop: float = 1.0, progress: bool = True
 ) -> tuple[ImageSplits, BaseImageProcessor]:
-    """Return the training and held-out images of a set, and their processor.
+    """Return the training images, the held-out images, and their image processor.
 
     Args:
-        corpus: see ``lamina.lab.vision.labeled_images.ALLOWED``.
-        augmentation: the augmentation of the training images. ``augmentation.size`` is the side of all images in
-            pixels.
-        eval_fraction: the share of each class to hold out. If the set has a test split, ``eval_fraction`` has no
-            effect.
-        center_crop: the side of the center crop, as a share of the shorter side.
+        corpus: a source of labeled images, as in ``lamina.lab.vision.labeled_images.ALLOWED``.
+        augmentation: the augmentation of the training images, and the side of all images.
+        eval_fraction: the fraction of each class to hold out, if the corpus has no test split.
+        center_crop: the side of the center crop, as a fraction of the shorter side.
         progress: show a progress bar on a terminal after two seconds.
 
     Raises:
-        UserError: the set or a library is missing, Lamina cannot read an image, or a class has no images. The message
-            names the path of an unreadable image.
+        UserError: the corpus or a library is missing, an image is unreadable, or a class has no images.
     """
     pillow()
     augmentation.check()
@@ -340,9 +336,9 @@ def prepare_images(
 
 
 def image_processor(size: int, channels: int, center_crop: float = 1.0) -> BaseImageProcessor:
-    """Make transformers' ConvNeXt processor, which resizes the shorter side, crops the middle, and normalizes.
+    """Return transformers' ConvNeXt image processor, which resizes, crops the center, and normalizes.
 
-    The processor normalizes RGB images by ImageNet's mean and standard deviation, and gray images to the range -1 to 1.
+    RGB images are normalized with ImageNet's mean and standard deviation. Gray images are scaled to the range -1 to 1.
     """
     from transformers.models.convnext.image_processing_pil_convnext import ConvNextImageProcessorPil
     from transformers.utils.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD

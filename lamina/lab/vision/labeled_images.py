@@ -1,4 +1,4 @@
-"""Read labeled images by number, from folders, Hub datasets, or files of pixels."""
+"""Read labeled images from folders, Hub datasets, or files of pixels."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ class LabeledImages(ABC):
     """Images and their classes.
 
     Attributes:
-        spec: the name of the set as the user wrote it.
-        classes: the names of the classes, sorted by class number.
-        labels: the class of each image, [images] of int64.
-        held_out: the numbers of the images in the set's test split, or None.
+        spec: the images' source, as the user wrote it.
+        classes: the names of the classes. A class's number is its index.
+        labels: the class number of each image, [images] of int64.
+        held_out: the indices of the images in the test split, or None.
         channels: 1 for gray, 3 for RGB.
     """
 
@@ -59,14 +59,14 @@ class LabeledImages(ABC):
 
     @abstractmethod
     def image(self, number: int) -> Image:
-        """Return an image in mode L or RGB. Raises UserError with the image's name if Lamina cannot read the image."""
+        """Return an image in mode L or RGB. Raises UserError if Lamina cannot read the image."""
 
     def refuse_unreadable(self, *, progress: bool) -> None:
-        """Run a quick check of the images, and raise UserError for the first unreadable image."""
+        """Check the images quickly, and raise UserError for the first unreadable image."""
         return
 
     def check(self) -> None:
-        """Raise UserError if the set has only one class, no images, or a class without images."""
+        """Raise UserError if the source has no images, only one class, or a class without images."""
         if len(self.classes) < 2:
             classes = "1 class, " + repr(self.classes[0]) if self.classes else "no classes"
             raise UserError(f"corpus: {self.spec!r} has {classes}. Give at least 2 classes.")
@@ -82,11 +82,10 @@ class LabeledImages(ABC):
 
 
 def split(images: LabeledImages, eval_fraction: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return the numbers of the training images, and the numbers of the held-out images.
+    """Return the indices of the training images and of the held-out images.
 
-    If the set has splits, Lamina uses these splits. For a set without splits, Lamina holds out ``eval_fraction`` of
-    every class, but at least one image. A class with only one image has no held-out image. The held-out images of a set
-    are always the same.
+    If the source has a test split, Lamina holds out the test split. Otherwise, Lamina holds out a fraction of every
+    class: at least one image, but never a class's only image. The choice is always the same.
     """
     every = np.arange(len(images.labels))
     if images.held_out is not None:
@@ -107,14 +106,17 @@ def split(images: LabeledImages, eval_fraction: float) -> tuple[np.ndarray, np.n
 
 
 def class_entropy(train: Sequence[int] | np.ndarray, held_out: Sequence[int] | np.ndarray, classes: int) -> float:
-    """Return the cross-entropy of held-out classes under add-one smoothed training frequencies, in nats."""
+    """Return the cross-entropy of the held-out classes in nats, under the training classes' frequencies.
+
+    The frequencies have add-one smoothing.
+    """
     counts = np.bincount(np.asarray(train), minlength=classes)
     log_probability = np.log(counts + 1) - np.log(counts.sum() + classes)
     return float(-log_probability[np.asarray(held_out)].mean())
 
 
 def pillow() -> None:
-    """Raise UserError if the library that decodes images is not installed."""
+    """Raise UserError if Pillow is not installed."""
     try:
         import PIL.Image  # noqa: F401
     except ImportError:
@@ -122,9 +124,9 @@ def pillow() -> None:
 
 
 def in_8_bits(picture: Image, mode: str) -> Image:
-    """Convert an image to 8 bits per channel (L or RGB). Lamina keeps the upper 8 bits of a 16-bit gray level.
+    """Convert an image to 8 bits per channel, in mode L or RGB. Lamina keeps the upper 8 bits of 16-bit gray pixels.
 
-    Raises ValueError for pixels with an unknown range: floating-point numbers, or more than 16 bits.
+    Raises ValueError for floating-point pixels and for pixels of more than 16 bits.
     """
     from PIL import Image
 
@@ -139,9 +141,9 @@ def in_8_bits(picture: Image, mode: str) -> Image:
 
 
 def open_images(spec: str) -> LabeledImages:
-    """Open the labeled images that ``spec`` names. Lamina decodes no image here.
+    """Open a source of labeled images, without decoding them.
 
-    Raises UserError if there are no images, a class is empty, or the library that reads images is not installed.
+    Raises UserError if the source has no images, a class is empty, or a library is not installed.
     """
     if hub_datasets.is_hub(spec):
         images: LabeledImages = _of_hub(spec)
@@ -168,7 +170,7 @@ class ImageFiles(LabeledImages):
             return in_8_bits(picture, "RGB")
 
     def refuse_unreadable(self, *, progress: bool) -> None:
-        """Decode every image of a small set. For a large set, run only Pillow's checks, without decoding."""
+        """Decode every image of a small set, or run only Pillow's quick checks on a large set."""
         small = len(self.paths) <= _DECODED
         bar = tqdm(range(len(self.paths)), desc="checking images", delay=2, disable=None if progress else True)
         for number in bar:
@@ -180,7 +182,7 @@ class ImageFiles(LabeledImages):
 
     @contextmanager
     def _open(self, number: int) -> Iterator[Image]:
-        """Open an image file. Any error while the file is open becomes a UserError that names the file."""
+        """Open an image file. Errors become a UserError that names the file."""
         from PIL import Image
 
         path = self.paths[number]
@@ -257,7 +259,7 @@ class PixelImages(LabeledImages):
 
 
 def _of_pixels(spec: str, path: Path) -> PixelImages:
-    """Read rows ``pixel,...,pixel,label``: square gray images with pixels from 0 to 255, and class numbers from 0."""
+    """Read a file with one square gray image per row: its pixels from 0 to 255, then its class number."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a file without rows

@@ -6,7 +6,7 @@ from lamina.jobs.settings import Settings, at_least, between, not_below, setting
 
 
 class ImageSettings(Settings, group="images"):
-    """The images of a classifier, and the augmentation of its training images."""
+    """The size of a classifier's images, and the augmentation of its training images."""
 
     image_size: int | None = setting(None, "side of the images in pixels (default: the backbone's)", at_least(1))
     patch_size: int | None = setting(None, "side of a patch in pixels (default: the backbone's)", at_least(1))

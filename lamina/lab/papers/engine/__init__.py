@@ -1,1 +1,1 @@
-"""Run studies: choose the trials and their order, and judge the claims."""
+"""Run studies: choose the runs and their order, and judge the claims."""

@@ -1,4 +1,4 @@
-"""Describe a study as text: its settings, its finished trials, and the cost of the missing trials."""
+"""Describe a study as text: its settings, its finished runs, and the cost of the missing runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lamina.training.settings import PretrainSettings
 
 
 def description(settings: StudySettings) -> str:
-    """Describe a study at one scale: its question, its settings, its trials, and the recorded verdicts."""
+    """Describe a study in one size: its question, its settings, its runs, and the recorded verdicts."""
     assert settings.study is not None
     study = read_study(settings.study)
     plan = study_plan(study, settings)
@@ -69,9 +69,7 @@ def _tuned(tuning: Tuning, seeds: tuple[int, ...]) -> str:
 
 
 def dry_run_text(settings: StudySettings) -> str:
-    """Describe the cost of a scale: parameters, tokens, FLOPs and GPU-hours. For the scale cpu, add the minutes on this
-    machine.
-    """
+    """Describe a study's cost: parameters, tokens, FLOPs and GPU-hours. The size cpu also has minutes."""
     from lamina.lab.papers.dry_run import dry_run, minutes_here, table
 
     assert settings.study is not None
@@ -96,7 +94,7 @@ def dry_run_text(settings: StudySettings) -> str:
 
 
 def _later(plan: StudyPlan) -> list[str]:
-    """Describe the stages after pretraining. The totals of pretraining do not include these stages."""
+    """Describe the jobs after pretraining, whose cost the totals leave out."""
     lines = []
     counts = plan.stages()
     for stage in plan.scale.stages:

@@ -1,9 +1,9 @@
-"""Plan a study: find the trials that are still missing, given the results so far.
+"""Plan a study: find the training runs that are still missing.
 
-If a study tunes learning rates, its sweep runs first. If the best learning rate is at the sweep's edge, Lamina adds
-learning rates beyond the edge. After the sweep, Lamina trains each arm with the study's seeds at the arm's best
-learning rate. If the study asks for a comparison at one rate, Lamina also trains an arm at another arm's best learning
-rate. ``StudyPlan.wanted`` depends only on the results, so resuming needs no stored state.
+A study may first search for learning rates. If the best learning rate is the lowest or highest, Lamina adds a more
+extreme one. Lamina then trains each configuration with the study's seeds at its best learning rate. Some studies also
+train a configuration at another configuration's best learning rate. The plan depends only on the results so far, so
+resuming needs no stored state.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from lamina.lab.papers.trials.trial import StudyTrial, make_chained, make_trial
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """A setting to compare (an arm): one value on each axis except learning rate and seed.
+    """A configuration to compare: one label for each compared setting, without learning rate and seed.
 
     Attributes:
-        values: the label of each axis's value.
+        values: the label of each compared setting (axis).
         settings: the settings that differ from the job's defaults.
     """
 
@@ -36,7 +36,7 @@ class Arm:
     settings: Json
 
     def trial(self, scale: Scale, learning_rate: float | None, seed: int) -> Settings:
-        """Return the settings of one trial. Raises UserError with the setting's name if a setting is invalid."""
+        """Return the settings of a run with this configuration. Raises UserError if a setting is invalid."""
         varied: Json = {} if learning_rate is None else {"learning_rate": learning_rate}
         if scale.tuning is not None and seed in scale.tuning_seeds:
             varied |= scale.tuning.settings
@@ -44,7 +44,11 @@ class Arm:
 
 
 def arms(scale: Scale, changes: Json | None = None) -> list[Arm]:
-    """Return the arms of a scale in the order of its axes. ``changes`` replace settings of the scale."""
+    """Return the configurations of a study.
+
+    Args:
+        changes: settings that replace the study's settings.
+    """
     made = []
     for labels in product(*(scale.axes[axis] for axis in scale.axes)):
         values = dict(zip(scale.axes, labels, strict=True))
@@ -63,7 +67,7 @@ def arms(scale: Scale, changes: Json | None = None) -> list[Arm]:
 
 
 def refuse_without_effect(scale: Scale, changes: Json) -> None:
-    """Raise UserError if a change would have no effect, because the study or its engine decides this setting."""
+    """Raise UserError if a change would have no effect, because the study decides the setting."""
     decided: dict[str, str] = {**ENGINE, "seed": "--seeds"}
     if scale.rates or scale.tuning is not None:
         decided["learning_rate"] = "a copy of the study with other rates"
@@ -78,7 +82,7 @@ def refuse_without_effect(scale: Scale, changes: Json) -> None:
 
 
 def matches(values: Mapping[str, str], pattern: Json) -> bool:
-    """Return whether an arm's values on the axes match a pattern under the study's ``skip``."""
+    """Return whether a configuration matches a pattern in the study's YAML file."""
     listed = {axis: label if isinstance(label, list) else [label] for axis, label in pattern.items()}
     return all(values[axis] in map(str, labels) for axis, labels in listed.items())
 
@@ -88,13 +92,12 @@ Results = Callable[[StudyTrial], Json | None]
 
 @dataclass
 class StudyPlan:
-    """The plan of a study at one scale: the trials to run.
+    """The training runs that a study still needs.
 
     Attributes:
-        changes: settings that replace the scale's settings.
-        chosen: maps an arm's number to the learning rate that Lamina has chosen for the arm.
-        at_edge: maps an arm's number to whether the arm's best learning rate is the lowest or highest rate in its
-            sweep.
+        changes: settings that replace the study's settings.
+        chosen: each configuration's chosen learning rate, by the configuration's index.
+        at_edge: whether the best learning rate is the lowest or highest that ran, by the configuration's index.
     """
 
     scale: Scale
@@ -108,10 +111,10 @@ class StudyPlan:
         self._made: dict[tuple[int, float | None, int, bool | str], StudyTrial] = {}
 
     def dry(self) -> dict[str, dict[str, Settings]]:
-        """Return every trial's settings, by arm and trial name, without reading the training text.
+        """Return the settings of every run, by configuration and by the run's name.
 
-        For a tuned arm, the result has all learning rates with the tuning seeds, and one rate with the other seeds. If
-        the sweep has other settings than the study, the sweep is a separate arm in the result.
+        The configurations with a search have runs at all learning rates for the search's seeds, and runs at one
+        learning rate for the other seeds. A search with other settings is listed as a separate configuration.
         """
         scale, trials = self.scale, {}
         sweep = scale.seeds if scale.tuning is None else scale.tuning_seeds
@@ -125,7 +128,7 @@ class StudyPlan:
         return trials
 
     def stages(self) -> dict[str, int]:
-        """Return the number of trials of each stage, without reading the training text."""
+        """Return how many runs each further job has."""
         every = set(range(len(self.arms)))
         arms, counts = {self.scale.job: every}, dict[str, int]()
         for stage in self.scale.stages:
@@ -138,7 +141,7 @@ class StudyPlan:
         return {name: count * trials for name, count in counts.items()}
 
     def wanted(self, result: Results) -> list[StudyTrial]:
-        """Return the trials that the study needs after the results so far, and update ``chosen`` and ``at_edge``."""
+        """Return the runs that the study needs, given the results so far. Updates ``chosen`` and ``at_edge``."""
         scale, wanted = self.scale, []
         if scale.tuning is None:
             for seed, number, rate in product(scale.seeds, range(len(self.arms)), scale.rates or (None,)):
@@ -161,15 +164,16 @@ class StudyPlan:
         return list({(trial.key, trial.measures, *trial.values.values()): trial for trial in wanted}.values())
 
     def is_tuned(self, trial: StudyTrial) -> bool:
-        """Return whether a trial has its arm's chosen learning rate and a seed of the study. Without tuning, return
-        True.
+        """Return whether a run has its configuration's chosen learning rate and a seed of the study.
+
+        Without a search for learning rates, the result is True.
         """
         if self.scale.tuning is None:
             return True
         return trial.seed in self.scale.seeds and self.chosen.get(self._number(trial)) == trial.learning_rate
 
     def places(self, trial: StudyTrial) -> Json:
-        """Return a trial's columns ``tuned`` and, in a study that tunes learning rates, ``at_edge``."""
+        """Return whether Lamina chose a run's learning rate, and whether the best one is the lowest or highest."""
         edge = {} if self.scale.tuning is None else {"at_edge": self.at_edge.get(self._number(trial))}
         return {"tuned": self.is_tuned(trial), **edge}
 
@@ -178,20 +182,21 @@ class StudyPlan:
         return next(n for n, arm in enumerate(self.arms) if {**arm.values, **stage} == trial.first.values)
 
     def _others(self, tuning: Tuning) -> dict[int, float]:
-        """Map each arm's number to the learning rate that the arm takes from another arm."""
+        """Return the second learning rate of each configuration that takes one from another configuration."""
         numbers = {tuple(arm.values.items()): number for number, arm in enumerate(self.arms)}
         pairs = ((number, tuning.other(arm.values)) for number, arm in enumerate(self.arms))
         partners = {number: numbers.get(tuple(other.items()), -1) for number, other in pairs if other is not None}
         return {number: self.chosen[other] for number, other in partners.items() if other in self.chosen}
 
     def _chain(self, number: int, rate: float | None, seed: int) -> list[StudyTrial]:
-        """Return an arm's first trial and the known trials of its stages."""
+        """Return a configuration's first run, and the known runs of its further jobs."""
         stages = (self._staged(stage, number, rate, seed) for stage in self.scale.stages)
         return [self._trial(number, rate, seed, measured=True), *(trial for trial in stages if trial is not None)]
 
     def _staged(self, stage: Stage, number: int, rate: float | None, seed: int) -> StudyTrial | None:
-        """Return a stage's trial for an arm. Returns None if the stage skips the arm. Also returns None while the
-        learning rate of the trial's starting model is unknown.
+        """Return the run of a further job.
+
+        Returns None if the configuration skips the job, or the learning rate of the input model is still unknown.
         """
         if stage.of:
             values = {**self.arms[number].values, **stage.of}
@@ -228,7 +233,7 @@ class StudyPlan:
     def _rates(
         self, tuning: Tuning, number: int, seeds: tuple[int, ...], result: Results
     ) -> tuple[list[float], Best | None]:
-        """Return the learning rates to try for an arm. If all results are known, also return the best rate."""
+        """Return the learning rates to try, and the best one if all results are known."""
         rates = sorted(tuning.rates)
         for widening in range(tuning.widen + 1):
             results_by_rate: dict[float, list[Json]] = {}
@@ -242,7 +247,7 @@ class StudyPlan:
             inside = best.lowest not in (rates[0], rates[-1])
             if nothing or len(rates) == 1 or inside or widening == tuning.widen:
                 return rates, best
-            # Beyond the edge, in the ratio of the last two, with two digits more than the eye needs.
+            # Lamina continues the ratio of the two outer rates, with four digits.
             down = best.lowest == rates[0]
             beyond = rates[0] / (rates[1] / rates[0]) if down else rates[-1] * (rates[-1] / rates[-2])
             rates = sorted([*rates, float(f"{beyond:.4g}")])
@@ -250,7 +255,7 @@ class StudyPlan:
 
 
 def _label(arm: Arm, scale: Scale) -> str:
-    """Return an arm's labels, such as ``keel, num_layers=8``."""
+    """Return a configuration's name, such as "keel, num_layers=8"."""
     plain = {axis for axis in scale.axes if axis == "placement" or axis not in scale.axes[axis][arm.values[axis]]}
     named = [label if axis in plain else f"{axis}={label}" for axis, label in arm.values.items()]
     return ", ".join(named) or str(arm.settings.get("placement", "all trials"))
@@ -258,19 +263,18 @@ def _label(arm: Arm, scale: Scale) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Best:
-    """The best learning rate (``lowest``) of a sweep, and the learning rate that the arm trains at (``chosen``)."""
+    """The best learning rate of a search ("lowest" loss), and the learning rate that Lamina chose for training."""
 
     lowest: float
     chosen: float
 
 
 def best_rate(known: Mapping[float, list[Json]], rule: Rule) -> Best:
-    """Choose the best learning rate of a sweep from the tuning seeds' results, which are sorted by rate.
+    """Choose a learning rate from the results of a search, which are sorted by learning rate.
 
-    The rule ``best`` chooses the rate at which the smallest share of seeds diverged or got stuck. At a tie, ``best``
-    chooses the rate with the lowest mean loss. The rule ``one-se`` first finds the rate of the rule ``best``. It then
-    chooses the lowest rate with the same share of failed seeds and a mean loss within one standard error. The means are
-    over the seeds that learned. The standard error is over the seeds at the best rate, and needs at least two seeds.
+    The rule "best" chooses the learning rate with the fewest failed seeds, and then with the lowest mean loss. A seed
+    fails if its run diverges or gets stuck. The rule "one-se" chooses the lowest learning rate that has equally few
+    failed seeds and a mean loss within one standard error of the best. One-se averages only over runs that learned.
     """
     if rule == "one-se":
         known = {
@@ -291,9 +295,9 @@ def best_rate(known: Mapping[float, list[Json]], rule: Rule) -> Best:
 
 
 def _rank(results: list[Json]) -> tuple[float, float]:
-    """Return a learning rate's sort key: the share of trials that did not learn, then the mean of the known losses.
+    """Return a learning rate's sort key: the fraction of failed runs, then the mean loss.
 
-    Lamina ignores trials that did not end. A rate at which no trial ended ranks last.
+    Lamina ignores unfinished runs. A learning rate without finished runs ranks last.
     """
     ended = [result for result in results if result["status"] in ENDED]
     if not ended:

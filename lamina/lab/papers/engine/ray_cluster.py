@@ -1,8 +1,8 @@
-"""Run trials on a Ray cluster, with one Ray task for each process of a trial.
+"""Run a study on a Ray cluster, with one Ray task for each process of a training run.
 
-A task starts a separate process for the trial, as the local engine does, so the Ray engine and the local engine give
-the same numbers. If a worker is lost, Ray runs the task again, and the trial resumes from its last checkpoint. All
-machines need Lamina and access to the store.
+Each task starts a separate process, as without Ray, so both ways give the same numbers. If Ray loses a worker, it runs
+the task again, and training resumes from the last checkpoint. All machines need Lamina and access to the folder of
+runs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lamina.studies.task import Task
 from lamina.studies.worker import BUSY
 
 RETRIES = 3
-"""How often Lamina runs a trial again after Ray has lost the trial's worker."""
+"""How often Ray repeats a run after losing its worker."""
 ROUND_SECONDS = 0.5
 REACH_SECONDS = 5.0
 GRACE_SECONDS = 60.0
@@ -35,13 +35,13 @@ _PASSED_ON = ("LAMINA_", "HF_", "OMP_", "MKL_", "TOKENIZERS_", "WANDB_", "TRACKI
 
 
 def executor(*, address: str | None, gpus: float, processes: int, cpus: int) -> Executor:
-    """Return a function that runs tasks on the cluster at ``address``, or on a temporary cluster on this machine.
+    """Return a function that executes training runs on a Ray cluster.
 
     Args:
-        address: the cluster's address: HOST:PORT, ray://HOST:PORT, or auto.
-        gpus: number of GPUs for each process of a trial.
-        processes: number of processes of each trial.
-        cpus: number of CPUs for each process.
+        address: the cluster's address: HOST:PORT, ray://HOST:PORT, or auto. None starts a cluster on this machine.
+        gpus: number of GPUs per process.
+        processes: number of processes per run.
+        cpus: number of CPUs per process.
     """
 
     def execute(trials: Mapping[str, Task], *, workers: int, ended: Ended, tick: Callable[[list[str]], None]) -> None:
@@ -52,7 +52,7 @@ def executor(*, address: str | None, gpus: float, processes: int, cpus: int) -> 
 
 
 class _Runs:
-    """The tasks of a study on the cluster."""
+    """A study's training runs on the cluster."""
 
     def __init__(self, ray: Any, trials: Mapping[str, Task], shares: Json):
         self.ray, self.trials, self.shares = ray, trials, shares
@@ -60,7 +60,7 @@ class _Runs:
         self.running: dict[Any, str] = {}
 
     def run(self, ended: Ended, tick: Callable[[list[str]], None]) -> None:
-        """Run every task. At KeyboardInterrupt, the running tasks first save a checkpoint."""
+        """Execute all runs. At KeyboardInterrupt, running processes first save a checkpoint."""
         for name in self.trials:
             self._submit(name)
         try:
@@ -112,7 +112,7 @@ class _Runs:
 
 
 def run_alone(request: Json, environment: Mapping[str, str]) -> int:
-    """Run a trial's process on this node of the cluster, and return the exit code."""
+    """Execute a run of one process on this node of the cluster. Returns the exit code."""
     process = processes.Alone(
         {
             **request,
@@ -134,9 +134,7 @@ def run_alone(request: Json, environment: Mapping[str, str]) -> int:
 
 
 def run_together(request: Json, environment: Mapping[str, str], shares: Json) -> int:
-    """Run a trial of several processes, and return the worst exit code. Each process has a bundle of one placement
-    group.
-    """
+    """Execute a run of several processes, each with its own share of the cluster. Returns the worst exit code."""
     ray = importlib.import_module("ray")
     groups = importlib.import_module("ray.util.placement_group")
     strategies = importlib.import_module("ray.util.scheduling_strategies")

@@ -17,7 +17,7 @@ Engine = Literal["local", "ray"]
 
 
 class StoreSettings(Settings):
-    """The folders of all studies' trials and records."""
+    """The folders of the studies' training runs and of recorded results."""
 
     store: str = setting(
         "runs/trials", "folder of all studies' trials; Lamina does not train stored trials again", path, decides=False
@@ -35,7 +35,7 @@ class StoreSettings(Settings):
 
 
 class StudySettings(StoreSettings, OutputSettings, WorkerSettings, ThreadSettings):
-    """The settings of a study at one scale."""
+    """The settings of a study in one size."""
 
     command_name = "study run"
     main = (
@@ -70,12 +70,12 @@ class StudySettings(StoreSettings, OutputSettings, WorkerSettings, ThreadSetting
     )
 
     def check(self) -> None:
-        """Raise UserError for an address without --engine ray."""
+        """Raise UserError for Ray's settings without --engine ray."""
         super().check()
         if self.engine != "ray":
             self.refuse_unused("address", "gpus", "processes", allowed="with --engine ray")
 
     @property
     def changes(self) -> Json:
-        """The settings in which the trials differ from the study's definition."""
+        """The settings in which the runs differ from the study's file."""
         return {**self.set, **({} if self.corpus is None else {"corpus": self.corpus})}

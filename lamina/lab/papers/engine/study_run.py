@@ -1,4 +1,4 @@
-"""Run a study's trials, write its tables, and judge its claims (`lamina study run`)."""
+"""Run a study, write its tables, and judge its claims (`lamina study run`)."""
 
 from __future__ import annotations
 
@@ -43,11 +43,9 @@ Known = Callable[[StudyTrial], Json | None]
 
 
 def runnable(trials: Iterable[StudyTrial], store: Store, known: Known) -> dict[str, StudyTrial]:
-    """Return the trials that can start now, by key. If a trial must wait for other trials, return the other trials
-    instead.
+    """Return the runs that can start now, by key. Instead of a run that lacks an input model, return the input's run.
 
-    The records keep results but no models. If another trial needs a recorded trial's model, the recorded trial runs
-    again.
+    Recorded results come without models. If another run needs such a model, Lamina trains it again.
     """
     ready: dict[str, StudyTrial] = {}
 
@@ -65,7 +63,7 @@ def runnable(trials: Iterable[StudyTrial], store: Store, known: Known) -> dict[s
 
 
 def blocked(trial: StudyTrial, failed: Mapping[str, Json]) -> Json | None:
-    """Return the result "failed" if an input of the trial has failed, and None otherwise."""
+    """Return a result with the status "failed" if the run that trains an input model has failed, and otherwise None."""
     for source in trial.inputs.values():
         result = failed.get(source.key)
         if result is None or result["status"] in ENDED:  # it ended, and only a measurement failed
@@ -87,13 +85,17 @@ def run_plan(
     ended: Callable[[], None] = lambda: None,
     execute: Executor = run_trials,
 ) -> dict[str, Json]:
-    """Run the missing trials, and return every trial's result by key. Lamina calls ``ended`` after each trial.
+    """Execute the missing runs. Returns every run's result by its key.
 
-    A failed trial does not run again in the same call. The result of a failed trial states the reason.
+    A failed run is not repeated in the same call.
+
+    Args:
+        ended: a function that Lamina calls after each run.
+        execute: a function that executes the runs, on this machine or on a cluster.
 
     Raises:
-        OSError: the disk is full; Lamina keeps the finished trials.
-        KeyboardInterrupt: Lamina first ends the running trials as `interrupted`.
+        OSError: the disk is full. Lamina keeps the finished runs.
+        KeyboardInterrupt: Lamina first ends the current runs with the status "interrupted".
     """
     failed: dict[str, Json] = {}
 
@@ -120,7 +122,7 @@ def run_plan(
             ended()
 
         run_tasks(tasks, done=done, waiting=waiting, workers=workers, bar=bar, ended=one_ended, execute=execute)
-        # What ended without its measures, or without a model that another trial needs, would be run for ever.
+        # A run without its measures, or without a needed model, would run forever.
         for key, trial in todo.items():
             if key not in failed and store.complete(trial) is None and (found := store.result(trial)) is not None:
                 failed[key] = found
@@ -143,17 +145,18 @@ def run_study(
     overwrite: bool = False,
     bar: bool = True,
 ) -> pd.DataFrame:
-    """Run a study at one scale, and return the rows of results.csv: a row per trial.
+    """Run a study in one size. Returns the table of results.csv, with a row for each training run.
 
-    OUTPUT/claims.json has the verdicts. Lamina skips trials whose results are in the store or the records. With
-    ``record``, Lamina also writes the study's tables and verdicts to the records. If the study stops early, Lamina
-    records the trials that have ended, unless the records already hold verdicts of this study.
+    Lamina skips runs with a stored or recorded result, and writes the verdicts to claims.json.
+
+    Args:
+        record: whether to copy the study's tables and verdicts to the folder of recorded results.
 
     Raises:
-        UserError: a setting is invalid, the output folder holds files, the study is unreadable, the study has changed
-            since its last run here, or the study does not measure what a claim reads.
+        UserError: a setting or the study is invalid, the output folder has files, the study has changed since it last
+            ran here, or a claim needs something that the study does not measure.
         OSError: the disk is full.
-        KeyboardInterrupt: Lamina first ends the running trials as `interrupted` and writes results.csv.
+        KeyboardInterrupt: Lamina first ends the current runs with the status "interrupted" and writes results.csv.
     """
     given = settings.to_dict() if isinstance(settings, StudySettings) else dict(settings)
     if record and not given.get("records") and any(given.get(name) for name in ("seeds", "set", "corpus")):
@@ -173,7 +176,7 @@ def run_study(
     store = store_of(complete)
     if job.resumes and has_study(job.folder):
         _refuse_edited(read_record(job.folder), read_mapping(study.file), plan, store)
-    # Before the folder is touched: a placement or the corpus may be unreadable.
+    # before any writing, because a placement or the corpus may be unreadable
     wanted = [] if plan.scale.needs else plan.wanted(store.result)
     damage = store.damage(wanted)  # in trials that are only reused, which nothing else reads
     more = [f"{len(damage) - SHOWN} more files are damaged"] if len(damage) > SHOWN else []
@@ -195,7 +198,7 @@ def run_study(
 
 
 def output_of(settings: Mapping[str, object]) -> Path:
-    """Return the study's folder (default: runs/studies/STUDY-SCALE). Raises UserError if the settings name no study."""
+    """Return the study's output folder (default: runs/studies/STUDY-SCALE). Raises UserError if no study is named."""
     record = StudySettings.from_dict(settings)
     name = record_name(record)
     return Path("runs") / "studies" / name if record.output is None else Path(record.output)
@@ -208,9 +211,7 @@ def record_name(settings: StudySettings) -> str:
 
 
 def records_are_of(study: StudyDefinition, settings: StudySettings) -> bool:
-    """Return whether the records may hold this study. The records that come with Lamina hold only the catalog's
-    studies.
-    """
+    """Return whether the study's results may be recorded. Lamina's own folder takes only Lamina's studies."""
     return settings.records is not None or study.file.parent == catalog_folder()
 
 
@@ -220,10 +221,9 @@ def store_of(settings: StudySettings) -> Store:
 
 
 def work(settings: StudySettings, *, bar: bool = True) -> dict[str, Json]:
-    """Run some of a study's trials, while other processes with the same store run the other trials.
+    """Execute part of a study, while other processes with the same folder of runs execute the rest.
 
-    The function returns every trial's result by key when all trials of the study have ended. The function writes only
-    the trials' folders.
+    Returns every run's result by its key, after all runs have ended. The process writes no tables.
     """
     assert settings.study is not None
     plan, store = study_plan(read_study(settings.study), settings), store_of(settings)
@@ -235,7 +235,7 @@ def work(settings: StudySettings, *, bar: bool = True) -> dict[str, Json]:
 
 
 def study_plan(study: StudyDefinition, settings: StudySettings) -> StudyPlan:
-    """Return the plan of a study's scale, with the seeds and settings that the user changed. Raises UserError."""
+    """Plan a study's runs, with the user's seeds and settings. Raises UserError if they are invalid."""
     read_again()
     scale = study.scale(settings.scale)
     if settings.seeds is not None:
@@ -310,7 +310,7 @@ def _write_tables(plan: StudyPlan, results: pd.DataFrame, store: Store, folder: 
 
 
 def _refuse_edited(stored: Json, definition: Json, plan: StudyPlan, store: Store) -> None:
-    """Raise UserError if the study has changed, so that it no longer contains all trials that ran in this folder."""
+    """Raise UserError if the changed study no longer contains all runs that this folder lists."""
     allowed = (
         "Restore the study, choose another --output, or add --overwrite, which keeps all stored trials and runs "
         "only new trials."
@@ -325,7 +325,7 @@ def _refuse_edited(stored: Json, definition: Json, plan: StudyPlan, store: Store
     )
     ran = set(stored.get("trials", []))
 
-    # A rate of which a trial failed was known to lose when the study ran here.
+    # A learning rate with a failed run had already lost when the study ran here.
     def known(trial: StudyTrial) -> Json | None:
         return store.result(trial) or store.outcome(trial)
 
@@ -340,9 +340,9 @@ def _refuse_edited(stored: Json, definition: Json, plan: StudyPlan, store: Store
 
 
 def _record(study: StudyDefinition, settings: StudySettings, folder: Path, store: Store, *, whole: bool = True) -> None:
-    """Copy a study's tables and verdicts to the records, without models and without paths of this machine.
+    """Copy a study's tables and verdicts to the folder of recorded results, without models and local paths.
 
-    An unfinished study (``whole`` is false) has no verdicts, and never replaces a record with verdicts.
+    An unfinished study has no verdicts, and never replaces recorded verdicts.
     """
     records = settings.records_folder / record_name(settings)
     if not whole and (records / CLAIMS).is_file():
@@ -380,10 +380,10 @@ def _record(study: StudyDefinition, settings: StudySettings, folder: Path, store
 
 
 def _trained(records: Path, keys: Sequence[str], store: Store) -> list[Json]:
-    """Return the machines that trained the trials, with the number of trials on each.
+    """Return the machines that trained the models, with the number of runs on each.
 
-    The store and the existing record list the machines. Lamina uses the list with more trials, because the store may
-    have lost trials.
+    Both the folder of runs and the existing record list machines. Lamina uses the list with more runs, because the
+    folder may have lost some.
     """
     machines = [store.machines(keys)]
     if (records / STUDY).is_file() and set(recorded_keys(records)) <= set(keys):
@@ -395,7 +395,7 @@ _NOTES = {*columns.BESIDES, "rollbacks", "key", "tuned", "at_edge"}
 
 
 def results_table(plan: StudyPlan, store: Store, failed: Mapping[str, Json] | None = None) -> pd.DataFrame:
-    """Return the rows of results.csv, one for each trial with a result."""
+    """Return the table of results.csv, with a row for each run that has a result."""
     failed, axes = failed or {}, plan.scale.axes
     rows: dict[tuple[object, ...], Json] = {}  # two arms may be one computation: each has its rows
 
@@ -412,7 +412,7 @@ def results_table(plan: StudyPlan, store: Store, failed: Mapping[str, Json] | No
 
 
 def as_table(rows: Iterable[Json], axes: Sequence[str]) -> pd.DataFrame:
-    """Return rows as a table. The columns are the key, the axes, and the columns of a result."""
+    """Return results as a table. The columns are the key, the compared settings, and the results."""
     import pandas as pd
 
     rows = list(rows)
@@ -423,7 +423,12 @@ def as_table(rows: Iterable[Json], axes: Sequence[str]) -> pd.DataFrame:
 
 
 def result_row(trial: StudyTrial, result: Json, values: Mapping[str, object], **places: object) -> Json:
-    """Return a trial's row: its key, its result, ``values`` on the axes, and ``places`` (``tuned`` and ``at_edge``)."""
+    """Return a run's row of results.csv.
+
+    Args:
+        values: the compared settings.
+        places: whether the learning rate was chosen, and whether it is the lowest or highest that ran.
+    """
     left_out = {*_NOTES, *values, "trial"}
     numbers = TRIAL_JOBS[trial.job].numbers(result)
     scalars = {n: value for n, value in numbers.items() if n not in left_out and not isinstance(value, dict | list)}
@@ -433,9 +438,7 @@ def result_row(trial: StudyTrial, result: Json, values: Mapping[str, object], **
 
 
 def measured_table(results: pd.DataFrame, store: Store, measure: str) -> pd.DataFrame | None:
-    """Return one measure's rows for all trials, or None if no trial has this measure. The first column is the trial's
-    key.
-    """
+    """Return a measurement's rows for all runs, or None if no run has it. The first column is the run's key."""
     import pandas as pd
 
     tables = [(str(key), store.table(str(key), measure)) for key in results["key"].unique()]

@@ -1,4 +1,4 @@
-"""Judge a study's claims (claims.json), and read the verdicts of all stored records."""
+"""Judge a study's claims, and read the recorded verdicts of all studies."""
 
 from __future__ import annotations
 
@@ -31,11 +31,14 @@ if TYPE_CHECKING:
 def judge_study(
     study: StudyDefinition, scale: Scale, results: pd.DataFrame, store: Store, *, missing: int = 0, looks: int = 1
 ) -> list[Json]:
-    """Judge each of a study's claims, and return the verdicts.
+    """Judge each of a study's claims. Returns the verdicts, for claims.json.
 
-    ``missing`` is the number of planned trials that have not ended. Lamina judges nothing before all trials have ended.
-    ``looks`` is the number of judgments of this study with different sets of trials, including this judgment. Raises
-    UserError for a claim about something that the study does not measure.
+    Args:
+        missing: the number of unfinished runs. Lamina judges nothing before all runs have finished.
+        looks: how often the claims have been judged with different sets of runs, including this time.
+
+    Raises:
+        UserError: a claim needs something that the study does not measure.
     """
     if not study.claims_file.is_file():
         return []
@@ -64,7 +67,7 @@ def judge_study(
 
 
 def _reader(scale: Scale, store: Store) -> Reader:
-    """Return a function that reads a trial's table. Use the table's name in the YAML, or the probe's name."""
+    """Return a function that reads a run's table by its name in the YAML file, or by the probe's name."""
 
     def read(key: str, name: str, at: str) -> Frame | None:
         listed = scale.all_measures.get(at, ())
@@ -80,9 +83,9 @@ def _unjudged(claim: Claim, verdict: Verdict, note: str) -> Json:
 
 
 def looks_of(record: Path, trials: Collection[str]) -> list[int]:
-    """Return the number of trials at each recorded judgment, and at this judgment.
+    """Return how many runs each recorded judgment had, and how many this judgment has.
 
-    A record without any of these trials belongs to another experiment.
+    A record without any of the same runs is ignored, because it belongs to another experiment.
     """
     before: list[int] = []
     if (record / STUDY).is_file() and set(trials) & set(recorded_keys(record)):
@@ -91,21 +94,17 @@ def looks_of(record: Path, trials: Collection[str]) -> list[int]:
 
 
 def all_verdicts(records: Path | None = None) -> list[Json]:
-    """Return the catalog's claims with their verdicts at every scale that ran. A claim without verdict is `not run
-    yet`.
-
-    Raises UserError for a file of the catalog that can't be read.
-    """
+    """Return the verdicts of all Lamina's studies in every size that ran. Other claims are `not run yet`."""
     folder = records_folder() if records is None else records
     return [verdict for name in names() for verdict in verdicts_of(read_study(name), folder)]
 
 
 def verdicts_of(study: StudyDefinition, records: Path) -> list[Json]:
-    """Return every claim of a study with its verdict at every recorded scale.
+    """Return a study's claims with their recorded verdicts, in every size.
 
-    If the study is in the catalog, Lamina takes the claims' texts from the study's file, because a record keeps old
-    texts. If a catalog study has no verdicts at the scale cpu, its claims are `not run yet`, and the note has the
-    command to run. Raises UserError for a file that can't be read.
+    The texts of the claims come from the study's file, because a record may keep older texts. If a study of Lamina has
+    no verdicts in the size cpu, its claims are `not run yet`, with the command to run. Raises UserError for an
+    unreadable file.
     """
     listed = study.file.parent == catalog_folder() and study.claims_file.is_file()
     claims = _load(study) if listed else []
@@ -129,5 +128,5 @@ def verdicts_of(study: StudyDefinition, records: Path) -> list[Json]:
 
 
 def _load(study: StudyDefinition) -> list[Claim]:
-    """Load the claims of a study. Lamina logs a warning before it executes a file outside the catalog."""
+    """Load a study's claims. Lamina warns before it executes a file that is not its own."""
     return load_claims(study.claims_file, trusted=study.file.parent == catalog_folder())
