@@ -1,4 +1,4 @@
-"""Write a study's claims: this package exports the names that a study's Python file imports."""
+"""The functions and classes with which a study's Python file states claims."""
 
 from lamina.lab.papers.judging.checks import (
     equivalent,

@@ -1,7 +1,7 @@
-"""Compare settings by their losses, or by any other column, paired over the seeds.
+"""Compare configurations by their losses or another column, paired by seed.
 
-A run that diverged or got stuck near the unigram entropy ranks last. A setting that failed more often than the other
-setting cannot win.
+A run that diverged or got stuck near the unigram entropy ranks last. A configuration with more failed runs than the
+other one cannot win.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _GAINS = ("accuracy", "score", "eval_reward")
 
 
 def _worst(column: str) -> float:
-    """Return the value that ranks a failed run last. Returns NaN if neither high nor low values are better."""
+    """Return the value that ranks a failed run last, or NaN if neither high nor low values are better."""
     if column in _LOSSES:
         return math.inf
     return -math.inf if column.startswith(_GAINS) else math.nan
@@ -61,7 +61,7 @@ def _worst(column: str) -> float:
 
 @dataclass(frozen=True)
 class _Arm:
-    """An arm's values in a column, and how the arm's runs ended."""
+    """A configuration's values in a column, and how its runs ended."""
 
     name: str
     values: dict[int, float]  # of the runs that trained
@@ -83,7 +83,7 @@ class _Arm:
         return self.failed / self.runs if self.runs else 0.0
 
     def ranked(self, column: str) -> dict[int, float]:
-        """Return the values. A failed run gets the column's worst value (see ``_worst``)."""
+        """Return the values by seed. Failed runs get the column's worst value."""
         return {**self.values, **dict.fromkeys(self.lost_seeds, _worst(column))}
 
     def note(self) -> str:
@@ -105,14 +105,17 @@ def lower(
     by: float | None = None,
     any_status: bool = False,
 ) -> Finding:
-    """Judge whether arm ``a`` has the lower value, paired over seeds, by at least ``by``.
+    """Judge whether a configuration has lower values than another one, paired by seed.
 
-    The claim holds if the 95 % t interval of the difference a - b is below 0 and the mean is at most -``by``. The claim
-    is `reversed` if the same rule holds with the arms exchanged. The claim is `excluded` if a test at the same level
-    excludes a difference of ``by``. If no rule decides, or with fewer than 3 pairs, the claim is inconclusive. ``by``
-    is the smallest difference that counts (default: 0.01 for a loss; any other column needs a value). With
-    ``any_status``, runs of every status count. Use ``any_status`` for a column that has a meaning in a diverged run,
-    such as the number of spikes.
+    The claim holds if the 95 % t interval of the difference is below 0 and the mean difference is at least ``by``. If
+    the same rule holds with the configurations exchanged, the verdict is `reversed`. If a test at the same level rules
+    out a difference of ``by``, the verdict is `excluded`. Otherwise, and with fewer than 3 pairs, it is inconclusive.
+
+    Args:
+        a: the configuration with lower values, according to the claim.
+        than: the other configuration.
+        by: the smallest difference that counts (default for a loss: 0.01). Other columns have no default.
+        any_status: whether failed runs count like others. This suits columns such as the number of spikes.
     """
     return _compared(trials, (a, than), column, Region(below=0.0), by=by, any_status=any_status)
 
@@ -126,41 +129,40 @@ def higher(
     by: float | None = None,
     any_status: bool = False,
 ) -> Finding:
-    """Judge whether arm ``a`` has the higher value. The rules are the same as in ``lower``, with the arms exchanged."""
+    """Judge whether a configuration has higher values than another one, by the rules of ``lower``."""
     return _compared(trials, (a, than), column, Region(above=0.0), by=by, any_status=any_status)
 
 
 def ordered(trials: Trials, arms: Sequence[Arm], *, column: str = "eval_loss", by: float | None = None) -> Finding:
-    """Judge whether the arms' values rise in this order, so that each arm is ``lower`` than the next arm."""
+    """Judge whether the configurations' values rise in the given order."""
     return all_of(*(lower(trials, a, than=b, column=column, by=by) for a, b in itertools.pairwise(arms)))
 
 
 def equivalent(trials: Trials, a: Arm, b: Arm, *, within: float = 0.02, column: str = "eval_loss") -> Finding:
-    """Judge with two one-sided tests on the pairs whether the arms differ by less than ``within``."""
+    """Judge whether two configurations differ by less than a limit, with two one-sided tests on the pairs."""
     region = Region(above=-within, below=within, text=f", claimed within {number(within)}")
     return _compared(trials, (a, b), column, region)
 
 
 def no_worse(trials: Trials, a: Arm, *, than: Arm, within: float = 0.01, column: str = "eval_loss") -> Finding:
-    """Judge whether arm ``a``'s value exceeds arm ``b``'s value by at most ``within``."""
+    """Judge whether a configuration's values exceed another configuration's values by at most a limit."""
     region = Region(below=within, text=f", claimed at most {number(within)}")
     return _compared(trials, (a, than), column, region)
 
 
 def values_of(trials: Trials, arm: Arm, column: str = "eval_loss") -> dict[int, float]:
-    """Return an arm's values in a column by seed, for the runs that trained."""
+    """Return a configuration's values in a column by seed, for the runs that trained."""
     return _read(trials, arm, column).values
 
 
 def same_as_recorded(trials: Trials, a: Arm, *, record: Path, axis: str, value: str, where: str) -> Finding:
-    """Judge with Welch's t test whether an arm's eval loss differs from an eval loss in another study's record.
+    """Judge with Welch's t test whether a configuration's held-out loss equals the loss in another study's record.
 
     Args:
-        a: the arm in this study.
-        record: the folder of the other study's record. If the folder is missing, the claim is inconclusive.
-        axis: an axis of the other study.
-        value: the value of the recorded arm on this axis. Lamina reads the runs at the recorded arm's tuned learning
-            rate.
+        a: the configuration in this study.
+        record: the folder of the other study's record. If it is missing, the verdict is inconclusive.
+        axis: a compared setting of the other study.
+        value: the recorded configuration's value of this setting.
         where: the other study's name in the verdict's text.
     """
     import pandas as pd
@@ -180,24 +182,24 @@ def same_as_recorded(trials: Trials, a: Arm, *, record: Path, axis: str, value: 
 
 
 def fails_to_train(trials: Trials, a: Arm) -> Finding:
-    """Judge whether at least two thirds of an arm's runs diverged or got stuck.
+    """Judge whether at least two thirds of a configuration's runs diverged or got stuck.
 
-    An exact test must also show that a run diverges or gets stuck with a probability above a third. The claim is
-    reversed if at most a third of the runs failed, and an exact test shows a failure probability below two thirds.
+    An exact test must also show a failure probability above one third. The claim is reversed if at most one third of
+    the runs failed and a test shows a failure probability below two thirds.
     """
     return _share(trials, a, NOT_TRAINED, "did not train")
 
 
 def trains(trials: Trials, a: Arm) -> Finding:
-    """Judge whether at least two thirds of an arm's runs finished and learned, with ``fails_to_train``'s tests."""
+    """Judge whether at least two thirds of a configuration's runs trained, with the tests of ``fails_to_train``."""
     return _share(trials, a, (Status.FINISHED.value,), "trained")
 
 
 def optimum(trials: Trials, a: Arm, column: str = "eval_loss") -> Optimum:
-    """Find the best learning rate of an arm's sweep, with a parabola through the mean losses over log(learning rate).
+    """Find a configuration's best learning rate, with a parabola through the mean losses.
 
-    If a run diverged or got stuck, its learning rate has an infinite loss. Lamina ignores failed and interrupted runs.
-    Raises ValueError if no learning rate trains.
+    A learning rate at which any run diverged or got stuck has an infinite loss. Runs with an error and interrupted runs
+    do not count. Raises ValueError if no learning rate trains.
     """
     chosen = trials.arm(a)
     if len(chosen.seeds) > 1:
@@ -228,7 +230,7 @@ def _compared(
         return failures
     finding = pairs_in(region, ours.ranked(column), other.ranked(column), names=(ours.name, other.name))
     if not math.isnan(worst := _worst(column)):
-        # The verdict that favors each arm: a smaller loss, or a larger gain.
+        # the configuration that the verdict favors, and the other one
         favors = (ours, other) if (worst > 0) == (region.below < math.inf) else (other, ours)
         winner, loser = favors if finding.verdict.shown else favors[::-1]
         level = math.isfinite(region.above) and math.isfinite(region.below)
@@ -261,9 +263,9 @@ def _read(trials: Trials, arm: Arm, column: str, *, any_status: bool = False) ->
 
 
 def _by_failures(a: _Arm, b: _Arm, column: str, region: Region) -> Finding | None:
-    """Compare the shares of failed runs by Fisher's exact test if most runs of an arm failed.
+    """Compare the failure rates by Fisher's exact test if most runs of a configuration failed.
 
-    Returns None if both arms train. If both arms ended before they had learned, the finding is inconclusive.
+    Returns None if both configurations train. If neither has learned yet, the verdict is inconclusive.
     """
     seeds = min(a.runs, b.runs)
     if all(arm.values and arm.short >= MOST * len(arm.values) for arm in (a, b)):

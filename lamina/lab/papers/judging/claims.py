@@ -1,8 +1,7 @@
-"""Judge a study's claims, which are functions in a Python file next to the study's YAML.
+"""Judge a study's claims, which are functions in a Python file next to the study's YAML file.
 
-A claim's code asks for numbers. `Reads` records the trials from which the numbers come, and `limited` applies the rules
-of statistical power to these trials. Therefore, no claim can skip a rule. The rules do not apply to a claim that reads
-only untrained models.
+Lamina records which runs a claim reads, and checks whether these runs can decide the claim. For example, a model must
+learn more than a bigram table. These checks do not apply to claims about untrained models.
 """
 
 from __future__ import annotations
@@ -29,11 +28,15 @@ _SCORE, _GAIN = "score", "reward_gain"
 
 
 def judgeable(results: Frame, axes: Sequence[str], tuning: Sequence[int], seeds: Sequence[int]) -> Frame:
-    """Return the rows that claims may read, if Lamina chose each arm's learning rate with the seeds in ``tuning``.
+    """Return the rows that claims may read after a search for learning rates.
 
-    At the chosen learning rates, the result contains only the seeds that did not tune the learning rate. If fewer than
-    5 such seeds exist, the result contains all rows. The column ``tuned_on`` is then True for the tuning seeds at the
-    chosen learning rates. The column ``rates`` is the number of learning rates in the sweep of the row's arm.
+    At the chosen learning rates, the result has only the seeds that the search did not use. With fewer than 5 such
+    seeds, the result has all rows, and the column "tuned_on" marks the search's seeds. The column "rates" counts the
+    learning rates that ran for the row's configuration.
+
+    Args:
+        tuning: the seeds of the search.
+        seeds: the study's seeds.
     """
     if not tuning or not len(results):
         return results
@@ -56,14 +59,16 @@ def limited(
     exact: bool = False,
     one_learned: bool = False,
 ) -> Finding:
-    """Apply the rules of statistical power to a finding. ``reads`` lists the part of ``results`` that the finding's
-    claim has read.
+    """Check whether the runs that a claim has read can decide the claim.
 
-    The verdict becomes "needs scale" if an arm trains but learns no more than a bigram table, has chance scores on the
-    tasks, or has policies without a higher reward. The verdict becomes "inconclusive" if Lamina chose the learning rate
-    with the tested seeds, or if the best rate is at the sweep's edge. With ``exact``, the claim follows from the
-    model's equations, and no rule applies. With ``one_learned``, the rule needs only one arm with a loss below the
-    bigram table's loss.
+    The verdict becomes "needs scale" if a configuration trains but learns no more than a bigram table, scores no better
+    than chance, or gains no reward. The verdict becomes inconclusive if the search for learning rates used the tested
+    seeds, or if the best learning rate is the lowest or highest that ran.
+
+    Args:
+        reads: what the claim has read.
+        exact: whether the claim follows from the model's equations, so that nothing is checked.
+        one_learned: whether one configuration with a loss below the bigram table's loss is enough.
     """
     if exact or not reads.columns or "key" not in results or "status" not in results:
         return finding
@@ -86,8 +91,9 @@ def limited(
 
 
 def _unlearned(rows: Frame, results: Frame, arms: list[str], *, enough: bool) -> Iterator[str]:
-    """Name the arms whose loss is not below the bigram table's loss. With ``enough``, return no arms if at least one
-    arm's loss is below the table's loss.
+    """Name the configurations whose loss is not below a bigram table's loss.
+
+    With ``enough``, name none if one configuration's loss is below the table's loss.
     """
     if "bigram_entropy" not in results or "eval_loss" not in results or not len(rows):
         return
@@ -143,12 +149,12 @@ def _badly_tuned(rows: Frame, beyond: Frame, arms: Sequence[str], reads: Reads) 
 
 
 def _arms(axes: Sequence[str]) -> list[str]:
-    """Return the axes that distinguish arms."""
+    """Return the compared settings, without learning rate, seed and stage."""
     return [axis for axis in axes if axis not in (*NO_ARM, STAGE)]
 
 
 def _each(rows: Frame, by: Sequence[str]) -> Iterator[tuple[str, Frame]]:
-    """Yield the name and the rows of each arm. The name lists the values in which the arms differ."""
+    """Yield each configuration's name and rows. The name lists the values that differ between configurations."""
     by = [column for column in by if column in rows]
     named = [column for column in by if rows[column].nunique(dropna=False) > 1] or by[:1]
     for _, part in rows.groupby(by, dropna=False, sort=False) if by and len(rows) else ():
@@ -165,8 +171,8 @@ class Claim:
     """A paper's statement, and the code that judges it.
 
     Attributes:
-        name: the study's id, or STUDY/PART for a part of the study's claim ("mix-ppl/post-fails").
-        check: the function that judges trials. ``claim`` documents the other attributes.
+        name: the study's name, or STUDY/PART for a part of the study's claim ("mix-ppl/post-fails").
+        check: the function that judges the runs.
     """
 
     name: str
@@ -180,10 +186,11 @@ class Claim:
 
 @dataclass(frozen=True, kw_only=True)
 class Judged(Finding):
-    """A claim's finding, corrected for the number of the study's claims and judgments.
+    """A claim's finding, corrected for the number of claims and judgments in the study.
 
-    ``p`` is the p value for the claim, or against the claim, depending on the verdict. ``p_holm`` is the corrected p
-    value.
+    Attributes:
+        p: the p value for the claim, or against it if the verdict is against it.
+        p_holm: the corrected p value.
     """
 
     claim: str
@@ -192,7 +199,7 @@ class Judged(Finding):
     p_holm: float | None
 
     def record(self) -> Json:
-        """Return values for JSON. Lamina replaces numbers that JSON cannot hold."""
+        """Return the finding as JSON. Numbers that JSON cannot hold become null."""
 
         def plain(value: float | None) -> float | None:
             return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
@@ -210,19 +217,18 @@ _loading: list[dict[str, Claim]] = []  # of the files that are being read, the i
 def claim(
     *, says: str, paper: str = "", quantity: str = "", exact: bool = False, one_learned: bool = False
 ) -> Callable[[Check], Check]:
-    """Register a function ``(trials) -> Finding`` as a claim, for ``load_claims``.
+    """Register a function from runs to a finding as a claim.
 
-    The function's name is the claim's id, with ``_`` in place of ``-`` and ``__`` in place of ``/``:
-    ``mix_ppl__post_fails``.
+    The function's name is the claim's name, with "_" in place of "-" and "__" in place of "/": ``mix_ppl__post_fails``.
 
     Args:
         says: the claim in one sentence.
         paper: the paper's numbers, to print beside ours.
-        quantity: the name and the unit of the numbers that the check compares, to print before them.
-        exact: the claim follows from equations that hold for every model, even for an untrained model. The rules of
-            power, which require models that have learned enough, then do not apply.
-        one_learned: the claim is about a cause that keeps an arm from learning, such as an initializer. The rules of
-            power then require only one arm with a loss below a bigram table's loss.
+        quantity: the name and unit of the compared numbers.
+        exact: whether the claim follows from equations that hold even for untrained models. Lamina then does not check
+            whether the models have learned enough.
+        one_learned: whether the claim is about a cause that stops a configuration from learning, such as an
+            initializer. Only one configuration then needs a loss below a bigram table's loss.
     """
 
     def register(check: Check) -> Check:
@@ -238,13 +244,15 @@ def claim(
 
 
 def load_claims(path: Path, *, trusted: bool = False) -> list[Claim]:
-    """Load the claims of a file, in the file's order. Lamina executes the file.
+    """Execute a Python file, and return its claims in the file's order.
 
-    Lamina logs a warning before it executes a file that is not ``trusted``. Raises UserError for any error in the file,
-    and for a claim of another study. The message names the file.
+    Raises UserError if the code fails, or if it states a claim of another study.
+
+    Args:
+        trusted: whether to execute the file without a warning.
     """
     if not path.is_file():
-        raise UserError(f"claims {str(path)!r}: no such file. Put the claims there.")
+        raise UserError(f"claims {str(path)!r}: no such file. Write the study's claims to this file.")
     claims: dict[str, Claim] = {}
     _loading.append(claims)
     try:
@@ -263,13 +271,17 @@ def load_claims(path: Path, *, trusted: bool = False) -> list[Claim]:
 
 
 def judge(claims: Sequence[Claim], trials: Trials, *, looks: int = 1) -> list[Judged]:
-    """Run the claims' checks, apply the rules of power, and correct for the number of claims.
+    """Judge all claims of a study, and correct the p values for the number of claims.
 
-    Every claim takes part in Holm's correction, with p = 1 if no test was possible. Lamina corrects the findings that
-    support a claim separately from the findings that contradict a claim. If you added seeds after you had read the
-    verdicts, each judgment is a new test. Lamina therefore multiplies the corrected p values by ``looks`` (Bonferroni).
-    If a claim reads an unmeasured value or its code fails, the verdict is inconclusive. A warning and a note then give
-    the reason. Raises UserError if all claims are inconclusive because of unmeasured values or failed code.
+    The correction is Holm's, separately for and against the claims. A claim without a test has p = 1. If a claim's code
+    fails, or reads something that was not measured, its verdict is inconclusive with a note.
+
+    Args:
+        looks: how often the claims have been judged with increasing numbers of seeds. Lamina multiplies the corrected p
+            values by this number (Bonferroni).
+
+    Raises:
+        UserError: the code of every claim fails.
     """
     findings, errors = [], []
     for claim in claims:

@@ -1,4 +1,4 @@
-"""Compute one number per seed from the tables of a study's trials."""
+"""Compute one number per seed from the tables of a study's runs."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ BySeed = dict[int, float]
 
 
 def split(trials: Trials, axis: str) -> list[Trials]:
-    """Split trials by the values of an axis. If the study lacks the axis, the result has one part with all trials."""
+    """Split runs by a compared setting. Without this setting, the only part has all runs."""
     if axis not in trials.axes:
         return [trials]
     return [trials.where(**{axis: value}) for value in trials.values(axis)]
 
 
 def at_stage(trials: Trials, stage: str) -> Trials:
-    """Return the trials of a stage. In a study without stages, return all trials."""
+    """Return the runs of one job, such as "sft". In a study with one job, return all runs."""
     return trials.where(stage=stage) if "stage" in trials.axes else trials
 
 
 def trained(trials: Trials) -> Trials:
-    """Keep the trials that trained to the end. In a study without training, keep all trials."""
+    """Keep the runs that trained to the end. In a study without training, keep all runs."""
     if trials.statuses().isna().all():
         return trials
     present = [status for status in TRAINED if status in trials.values("status")]
@@ -36,10 +36,10 @@ def trained(trials: Trials) -> Trials:
 
 
 def at_rate_of(trials: Trials, arm: Arm, like: Arm) -> Trials:
-    """Return the trials of ``arm`` at the learning rate chosen for ``like``, or at the arm's nearest learning rate.
+    """Return a configuration's runs at another configuration's chosen learning rate, or at the nearest one it has.
 
-    The papers compare settings at one learning rate. If Lamina widened a sweep, ``arm`` may lack the learning rate of
-    ``like``.
+    Args:
+        like: the configuration whose learning rate to use.
     """
     [chosen] = {float(str(rate)) for rate in trials.arm(like).tuned().values("learning_rate")}
     ours = trials.arm(arm)
@@ -48,11 +48,14 @@ def at_rate_of(trials: Trials, arm: Arm, like: Arm) -> Trials:
 
 
 def numbers(trials: Trials, arm: Arm, probe: str, value: Callable[[Frame], float], *, at: str = "end") -> BySeed:
-    """Apply ``value`` to each seed's table: a probe's table (at="init" or "end"), or a training record (at="records").
+    """Compute a number from each seed's table of a probe or training record.
 
-    At the end of training, Lamina leaves out runs that did not train, because an untrained model's layers show nothing.
-    Lamina also leaves out an arm if most of its runs are ``short``: they ended before they had learned. Lamina also
-    leaves out seeds with a number that is not finite.
+    After training, the result leaves out failed runs and numbers that are not finite. The result is empty if most runs
+    of the configuration ended before they had learned.
+
+    Args:
+        value: a function that computes the number from a table.
+        at: "init" or "end" for a probe, and "records" for a training record.
     """
     chosen = trials.arm(arm)
     chosen = chosen if at == "init" else trained(chosen)
@@ -64,44 +67,44 @@ def numbers(trials: Trials, arm: Arm, probe: str, value: Callable[[Frame], float
 
 
 def rows(table: Frame, **values: object) -> Frame:
-    """Return the rows with these values in these columns. For a column with several allowed values, give a list."""
+    """Return the rows with these values in these columns. A list allows several values."""
     for column, value in values.items():
         table = table[table[column].isin(value if isinstance(value, list | tuple) else [value])]
     return table
 
 
 def layer_means(table: Frame, column: str = "layer") -> Frame:
-    """Return the mean of the column ``value`` for each layer from 0 on, in the order of the layers."""
+    """Return the mean of the column "value" for each layer, from layer 0."""
     return table[table[column] >= 0].groupby(column)["value"].mean().sort_index()
 
 
 def shallow(by_layer: Frame, share: float = 1 / 3) -> Frame:
-    """Return the rows of the first layers: a ``share`` of all layers, but at least one layer."""
+    """Return the rows of the first layers (a fraction of all layers, but at least one)."""
     return by_layer.iloc[: max(1, round(share * len(by_layer)))]
 
 
 def deep(by_layer: Frame, share: float = 1 / 3) -> Frame:
-    """Return the rows of the last layers: a ``share`` of all layers, but at least one layer."""
+    """Return the rows of the last layers (a fraction of all layers, but at least one)."""
     return by_layer.iloc[-max(1, round(share * len(by_layer))) :]
 
 
 def log10_mean(values: Frame) -> float:
-    """Return the mean of log10 of the values. If a value is 0, the mean is minus infinity."""
+    """Return the mean of the values' log10, or minus infinity if a value is 0."""
     return sum(math.log10(value) if value > 0 else -math.inf for value in values) / len(values)
 
 
 def power(points: dict[float, float]) -> float:
-    """Fit the exponent of a power law: the slope of log value over log x, by least squares."""
+    """Fit the exponent of a power law by least squares on logarithms."""
     return statistics.linear_regression([*map(math.log, points)], [*map(math.log, points.values())]).slope
 
 
 def exponents(values: dict[float, BySeed]) -> BySeed:
-    """Fit each seed's exponent of a power law over x. ``values`` maps each x to values by seed."""
+    """Fit each seed's exponent of a power law."""
     seeds = set.intersection(*(set(by_seed) for by_seed in values.values()))
     return {seed: power({x: by_seed[seed] for x, by_seed in values.items()}) for seed in sorted(seeds)}
 
 
 def along(trials: Trials, axis: str) -> Iterator[tuple[float, Trials]]:
-    """Yield each value of an axis as a number, together with its trials, in ascending order."""
+    """Yield each value of a compared setting as a number, with its runs, in ascending order."""
     for value in sorted(trials.values(axis), key=lambda value: float(str(value))):
         yield float(str(value)), trials.where(**{axis: value})

@@ -1,4 +1,4 @@
-"""Describe what a claim's checks found (a verdict and its numbers), and combine findings."""
+"""Describe what a claim's tests found (a verdict and its numbers), and combine findings."""
 
 from __future__ import annotations
 
@@ -19,17 +19,16 @@ class Verdict(StrEnum):
     """The verdict on a claim.
 
     Attributes:
-        HOLDS: the trials show that the claim is true.
-        HOLDS_AT_ISO_LOSS: the trials show that the claim is true, also at equal pretraining loss.
-        EXPLAINED: the trials show that the claim is true, but not at equal pretraining loss.
-        REVERSED: the trials show the opposite.
-        EXCLUDED: the trials show that the claimed difference, if it exists, is too small to count.
-        PART_FAILED: the trials show that a part of the claim is false.
-        FAILS: a count or a formula contradicts the claim, or the trials show a difference but the claim denies a
-            difference.
-        INCONCLUSIVE: the effect is inside the seeds' spread.
-        NEEDS_SCALE: this scale cannot decide the claim. The note gives the reason.
-        NOT_RUN: not all trials have been trained.
+        HOLDS: the runs show that the claim is true.
+        HOLDS_AT_ISO_LOSS: the runs show that the claim is true, and also at equal pretraining loss.
+        EXPLAINED: the runs show that the claim is true, but not at equal pretraining loss.
+        REVERSED: the runs show the opposite.
+        EXCLUDED: the runs show that any difference is too small to count.
+        PART_FAILED: the runs show that a part of the claim is false.
+        FAILS: a count or a formula contradicts the claim, or the runs show a difference that the claim denies.
+        INCONCLUSIVE: the seeds vary too much to tell.
+        NEEDS_SCALE: models of this size cannot decide the claim. The note gives the reason.
+        NOT_RUN: not all runs have finished.
     """
 
     HOLDS = "holds"
@@ -45,17 +44,17 @@ class Verdict(StrEnum):
 
     @property
     def decided(self) -> bool:
-        """Whether the verdict decides the claim."""
+        """Whether the verdict is for or against the claim."""
         return self.shown or self.failed
 
     @property
     def shown(self) -> bool:
-        """Whether the trials show the claimed effect, even if a lower loss explains it."""
+        """Whether the runs show the claimed effect, even if a lower loss explains it."""
         return self in (Verdict.HOLDS, Verdict.HOLDS_AT_ISO_LOSS, Verdict.EXPLAINED)
 
     @property
     def failed(self) -> bool:
-        """Whether the trials show that the claim is false."""
+        """Whether the runs show that the claim is false."""
         return self in FAILED
 
 
@@ -72,11 +71,11 @@ IN_WORDS: dict[str, str] = {
     Verdict.NEEDS_SCALE: "cannot tell at this size",
     Verdict.NOT_RUN: "not run yet",
 }
-"""The pages' words for each verdict of the records, in the order of the pages."""
+"""The words for each verdict on report pages, in the pages' order."""
 
 
 def in_words(text: object) -> str:
-    """Translate a record's verdict into the words of the pages, also in a text "VERDICT: values"."""
+    """Translate a recorded verdict into the words of report pages, also in a text "VERDICT: values"."""
     verdict, colon, rest = str(text).partition(": ")
     return f"{IN_WORDS.get(verdict, verdict)}{colon}{rest}"
 
@@ -86,16 +85,15 @@ class Finding:
     """A verdict, and the numbers behind it.
 
     Attributes:
-        verdict: the check's verdict, before the correction for the number of claims and judgments.
-        ours: the check's numbers in one line.
-        parts: the lines and verdicts of the findings that this finding combines. The deciding finding comes first.
+        verdict: the verdict before the correction for the number of claims and judgments.
+        ours: the numbers in one line of text.
+        parts: the lines of the findings that this finding combines. The deciding finding comes first.
         margin: the judged difference or value, in the column's unit.
         interval: the margin's 95 % interval.
-        p: the p value for the claim, one-sided and doubled. ``p`` is None if the verdict needs no test (an exact
-            formula).
-        p_not: the p value against the claim, also one-sided and doubled.
+        p: twice the one-sided p value for the claim, or None without a test.
+        p_not: twice the one-sided p value against the claim, or None without a test.
         seeds: the number of seeds behind the verdict.
-        note: remarks that a reader needs with the numbers, such as failed runs or a learning rate at the sweep's edge.
+        note: remarks for the reader, such as failed runs.
     """
 
     verdict: Verdict
@@ -114,7 +112,7 @@ class Finding:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """The text lines with which a combined finding lists this finding. Each line begins with a verdict."""
+        """The lines that a combined finding shows for this finding. Each line begins with a verdict."""
         linked = len(self.parts) > 1 or self.ours.startswith(f"{self.verdict}: ")
         return self.parts if linked else (f"{self.verdict}: {self.ours}",)
 
@@ -122,27 +120,27 @@ class Finding:
         return replace(self, note="; ".join(filter(None, [self.note, note])))
 
     def undecided(self, note: str) -> Finding:
-        """Return the same numbers with an inconclusive verdict, and add the reason."""
+        """Return the same numbers with an inconclusive verdict and the reason."""
         return replace(self, verdict=Verdict.INCONCLUSIVE).noted(note)
 
 
 def inconclusive(ours: str, note: str, seeds: int = 0) -> Finding:
-    """Return the finding of a check that has too little data for a judgment."""
+    """Return the finding of a test that has too little data."""
     return Finding(verdict=Verdict.INCONCLUSIVE, ours=ours.strip(), note=note, seeds=seeds)
 
 
 def needs_scale(scale: str, why: str) -> Finding:
-    """Return the finding of a claim that only a larger scale ("gpu", "paper") can decide. ``why`` is one sentence."""
+    """Return the finding of a claim that only a larger study ("gpu" or "paper") can decide, and why."""
     return Finding(verdict=Verdict.NEEDS_SCALE, ours="not measured", note=f"this claim needs scale {scale}: {why}")
 
 
 def all_of(*findings: Finding) -> Finding:
-    """Join findings by "and": the claim holds if all findings hold, and fails if one finding fails.
+    """Combine findings by "and": the claim holds if all findings hold, and fails if one finding fails.
 
     The p value for the claim is the largest p value of the parts (an intersection-union test). The p value against the
-    claim is the smallest p value against a part, times the number of parts (Bonferroni). If a part fails only without
-    this correction, the joined finding is inconclusive. Margin and interval come from the deciding part: the first part
-    that fails or is undecided. If all parts hold, the part with the largest p value decides.
+    claim is the smallest one, times the number of parts (Bonferroni). If a part fails only without this correction, the
+    result is inconclusive. Margin and interval come from the first part that fails or is undecided, or from the part
+    with the largest p value if all parts hold.
     """
     p, p_not = _largest([each.p for each in findings]), _smallest([each.p_not for each in findings])
     failed = [each for each in findings if each.verdict.failed]
@@ -165,10 +163,10 @@ def all_of(*findings: Finding) -> Finding:
 
 
 def any_of(*findings: Finding) -> Finding:
-    """Join findings by "or": the claim holds if one finding holds, and fails if all fail.
+    """Combine findings by "or": the claim holds if one finding holds, and fails if all fail.
 
-    The p value for the claim is the smallest p value of a part, times the number of parts. The p value against the
-    claim is the largest p value against a part.
+    The p value for the claim is the smallest p value of the parts, times their number. The p value against the claim is
+    the largest one.
     """
     p, p_not = _smallest([each.p for each in findings]), _largest([each.p_not for each in findings])
     shown = (Verdict.HOLDS_AT_ISO_LOSS, Verdict.HOLDS, Verdict.EXPLAINED)
@@ -186,7 +184,7 @@ def any_of(*findings: Finding) -> Finding:
 
 
 def denied(finding: Finding) -> Finding:
-    """Negate a finding: ``holds`` becomes ``reversed``, and the verdict on a failed claim becomes ``holds``."""
+    """Negate a finding: `holds` becomes `reversed`, and a verdict against the claim becomes `holds`."""
     verdict = finding.verdict
     if verdict.decided:
         verdict = Verdict.REVERSED if verdict.shown else Verdict.HOLDS
@@ -198,7 +196,7 @@ def _largest(ps: Sequence[float | None]) -> float | None:
 
 
 def _smallest(ps: Sequence[float | None]) -> float | None:
-    """Return the smallest p value times the number of p values."""
+    """Return the smallest p value times the number of p values (Bonferroni)."""
     tested = [p for p in ps if p is not None]
     return min(1.0, min(tested) * len(tested)) if tested else None
 
@@ -227,11 +225,11 @@ BySeed = Mapping[int, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Region:
-    """The region in which a mean lies according to a claim: below a bound, above a bound, or between two bounds.
+    """The range of a mean according to a claim: below a limit, above a limit, or between two limits.
 
     Attributes:
-        least: the smallest distance from the bound that counts.
-        text: the claim in words, which the verdict prints after the numbers.
+        least: the smallest distance from the limit that counts.
+        text: the claim in words, which follows the numbers in the verdict's text.
     """
 
     below: float = math.inf
@@ -240,14 +238,13 @@ class Region:
     text: str = ""
 
     def find(self, values: Sequence[float], *, name: str) -> Finding:
-        """Judge the mean of at least three values, one per seed. An infinite value stands for a failed run.
+        """Judge the mean of at least three values, one per seed. An infinite value marks a failed run.
 
-        For each bound, a one-sided test at 2.5 % shows on which side of the bound the mean is. The claim holds if the
-        mean is on the claimed side of each bound, at a distance of at least ``least``. The claim is `reversed` (with
-        two bounds: `fails`) if the mean is on the wrong side of a bound, at a distance of at least ``least``.
-        Otherwise, the claim is `excluded` if a test shows that the mean is closer than ``least`` to the bound, or on
-        the wrong side. All p values are doubled. If a value is infinite, Lamina uses Wilcoxon's signed ranks and the
-        median in place of the t test and the mean.
+        A one-sided test at 2.5 % must show on which side of a limit the mean is, and the mean must be at least
+        ``least`` away from the limit. If the mean is on the claimed side of every limit, the claim holds. If it is on
+        the wrong side of a limit, the verdict is `reversed`, or `fails` with two limits. If a test rules out that the
+        mean is on the claimed side by ``least``, the verdict is `excluded`. If a value is infinite, Lamina uses
+        Wilcoxon's signed ranks and the median instead of the t test and the mean.
         """
         finite, slack = all(map(math.isfinite, values)), 1e-9
         low, high = statistics.median_low(values), statistics.median_high(values)
@@ -282,10 +279,10 @@ class Region:
 
 
 def pairs_in(region: Region, a: BySeed, b: BySeed, *, names: tuple[str, str]) -> Finding:
-    """Judge the differences a - b over the seeds that both arms have.
+    """Judge the paired differences of two configurations over their common seeds.
 
-    An infinite value stands for a run that did not train, and makes the difference infinite. If both values are
-    infinite, Lamina leaves the pair out. If too few pairs remain, the finding is inconclusive.
+    An infinite value marks a failed run. If both runs of a pair failed, the pair is left out. With too few pairs, the
+    finding is inconclusive.
     """
     seeds = [seed for seed in sorted(a.keys() & b.keys()) if not (math.isnan(a[seed]) or math.isnan(b[seed]))]
     seeds = [seed for seed in seeds if a[seed] != b[seed] or math.isfinite(a[seed])]
@@ -301,7 +298,7 @@ def pairs_in(region: Region, a: BySeed, b: BySeed, *, names: tuple[str, str]) ->
 
 
 def too_few(names: tuple[str, str], a: BySeed, b: BySeed, pairs: int) -> Finding:
-    """Return the finding of a comparison without enough pairs. The finding names the arms without values."""
+    """Return the finding of a comparison with too few pairs, which names the configurations without values."""
     empty = [name.rpartition(": ")[2] for name, values in zip(names, (a, b), strict=True) if not values]
     ours, note = f"{names[0]} vs {names[1]}: {seeds_text(pairs)} in common", f"fewer than {TOO_FEW} pairs of seeds"
     return inconclusive(ours, f"{note}; no run has learned: {', '.join(empty)}" if empty else note, pairs)
@@ -313,13 +310,13 @@ def number(value: float) -> str:
 
 
 def measured(value: float, interval: Sequence[float] | None, seeds: int, p: float) -> str:
-    """Format a number with its interval: ``-0.013 (95 % -0.016 to -0.010, 5 seeds, p 0.001)``."""
+    """Format a number with its interval: "-0.013 (95 % -0.016 to -0.010, 5 seeds, p 0.001)"."""
     within = "" if interval is None else f"95 % {interval[0]:.3g} to {interval[1]:.3g}, "
     return f"{value:.3g} ({within}{seeds_text(seeds)}, {p_text(p)})"
 
 
 def p_text(p: float) -> str:
-    """Format a p value: ``p 0.012``, ``p < 0.001``."""
+    """Format a p value: "p 0.012", "p < 0.001"."""
     return "p < 0.001" if p < 0.001 else f"p {p:.2g}"
 
 

@@ -1,8 +1,8 @@
-"""Compare settings on equal terms: at equal pretraining loss, or at equal KL to the initial model.
+"""Compare configurations on equal terms: at equal pretraining loss, or at equal KL to the initial model.
 
-If a setting ended pretraining at a lower loss, this loss alone may explain a better result later. Lamina therefore
-pretrains the other setting longer, and compares the two settings at equal loss. At equal steps, a policy whose logits
-move faster has an advantage. Lamina therefore compares policies at equal KL.
+A lower pretraining loss alone may explain a better result after tuning. Lamina therefore pretrains the other
+configuration longer, and compares both at equal loss. In reinforcement learning, Lamina compares policies at equal KL,
+because policies whose logits move faster have an advantage at equal steps.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ from lamina.lab.papers.judging.value_checks import compare_values
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """A setting's results for one length of pretraining, by seed: the loss after pretraining, and the value after
-    tuning.
+    """A configuration's results after one length of pretraining, by seed.
+
+    Attributes:
+        losses: the losses after pretraining.
+        values: the values after tuning.
     """
 
     losses: BySeed
@@ -41,10 +44,15 @@ def better_at_equal_loss(
     column: str = "score",
     by: float = 1.0,
 ) -> Finding:
-    """Judge whether setting ``a`` has the higher value after a stage, and whether its lower loss alone explains the
-    value.
+    """Judge whether a configuration has higher values after tuning, and whether its lower pretraining loss explains
+    them.
 
-    ``longer`` is the other setting with more pretraining. ``iso_loss`` has the rules.
+    Args:
+        a: the configuration with higher values, according to the claim.
+        than: the other configuration.
+        longer: the other configuration with more pretraining.
+        stage: the job after pretraining, such as "sft".
+        by: the smallest difference that counts.
     """
     tuned = trials.tuned()
     after, before = tuned.where(stage=stage), tuned.where(stage="pretrain")
@@ -56,29 +64,32 @@ def better_at_equal_loss(
 
 
 def at_other_budgets(trials: Trials, arm: Mapping[str, object]) -> list[Arm]:
-    """Return the same setting with every other length of pretraining (the study's axis ``budget``)."""
+    """Return a configuration with every other length of pretraining in the study."""
     fixed = {name: value for name, value in arm.items() if name != "budget"}
     return [{**fixed, "budget": value} for value in trials.where(**fixed).values("budget") if value != arm["budget"]]
 
 
 def iso_loss(raw: Finding, ours: Budget, others: Sequence[Budget], *, by: float, names: tuple[str, str]) -> Finding:
-    """Add a comparison at equal loss to the finding ``raw`` (our values are higher).
+    """Judge at equal loss too whether our values are higher than another configuration's values.
 
-    ``others`` has the other setting's results for several lengths of pretraining. ``at_loss`` interpolates the other
-    setting's value at the loss of ``ours``.
+    Args:
+        raw: the finding that our values are higher, from runs of equal length.
+        ours: our results.
+        others: the other configuration's results after several lengths of pretraining.
+        by: the smallest difference that counts.
+        names: the names of both configurations.
 
     Returns:
-        If ``raw`` does not hold, the result is ``raw``. Otherwise, the verdict is ``holds at iso-loss`` if our values
-        are also higher at equal loss. If the test at equal loss excludes a difference of ``by``, the verdict is
-        ``explained by loss``. If this test cannot tell, the verdict is ``holds``. The verdicts ``holds at iso-loss``
-        and ``explained by loss`` need two tests, so their p value is the larger p value.
+        The given finding, if it does not hold. Otherwise, the verdict is `holds at iso-loss` if our values are also
+            higher at equal loss, and `explained by loss` if a test rules out a difference of ``by`` there. If this test
+            cannot tell, the verdict is `holds`. A verdict from two tests has the larger p value.
     """
     matched = at_loss(others, ours.losses)
     equal = compare_values(ours.values, matched, lower=False, by=by, names=(names[0], f"{names[1]} at equal loss"))
     lost = len((ours.losses.keys() & ours.values.keys()) - matched.keys())
     note = ""
     if lost > 0:
-        note = f"Lamina leaves out {seeds_text(lost)} at equal loss, because no {names[1]} run reaches their loss"
+        note = f"{seeds_text(lost)} left out at equal loss, because no {names[1]} run reaches such a low loss"
     parts = (*raw.lines, *equal.lines)
     joined = replace(raw, ours="; ".join(parts), parts=parts).noted("; ".join(filter(None, [equal.note, note])))
     if raw.verdict != Verdict.HOLDS:
@@ -91,12 +102,10 @@ def iso_loss(raw: Finding, ours: Budget, others: Sequence[Budget], *, by: float,
 
 
 def at_loss(budgets: Sequence[Budget], losses: BySeed) -> BySeed:
-    """Interpolate a setting's value at each seed's loss, between the two lengths of pretraining with the nearest
-    losses.
+    """Interpolate a configuration's value at a given loss, for each seed.
 
-    If a loss is above all losses of the setting, the function returns the value at the setting's highest loss. This
-    value can only favor the setting, because it belongs to a lower loss. Lamina leaves out a loss below all losses of
-    the setting, because the value at this loss is unknown.
+    Lamina interpolates between the lengths of pretraining whose losses are nearest. Above all losses, the value of the
+    highest loss applies, which can only favor the configuration. Below all losses, the seed is left out.
     """
     scores: dict[int, float] = {}
     for seed, loss in losses.items():
@@ -108,7 +117,7 @@ def at_loss(budgets: Sequence[Budget], losses: BySeed) -> BySeed:
 
 
 def interpolated(points: Sequence[tuple[float, float]], x: float) -> float:
-    """Interpolate y at x between sorted points. Outside the points, return the nearest point's y."""
+    """Interpolate linearly between sorted points. Outside them, return the nearest point's value."""
     if x <= points[0][0]:
         return points[0][1]
     for (left, low), (right, high) in itertools.pairwise(points):
@@ -118,14 +127,13 @@ def interpolated(points: Sequence[tuple[float, float]], x: float) -> float:
 
 
 Frontier: TypeAlias = Sequence[tuple[float, float]]
-"""A policy's reward at each KL to its initial model, in nats per answer, sorted by the KL."""
+"""A policy's rewards at increasing KL to its initial model, in nats per answer."""
 
 
 def frontiers(trials: Trials, arm: Arm) -> dict[int, Frontier]:
-    """Return the reward and KL of a setting's policy at each evaluation, averaged over the prompts, by seed.
+    """Return the reward and KL of a configuration's policies at each evaluation, averaged over prompts, by seed.
 
-    ``trials`` are the trials of the policies' stage, which must record ``held_out``. Lamina leaves out seeds that
-    did not train.
+    Seeds that failed to train are left out.
     """
     chosen = trained(trials.arm(arm))
     if not len(chosen):
@@ -135,10 +143,13 @@ def frontiers(trials: Trials, arm: Arm) -> dict[int, Frontier]:
 
 
 def at_equal_kl(arms: Mapping[str, Mapping[int, Frontier]]) -> tuple[Mapping[str, BySeed], BySeed]:
-    """For each seed, return the largest KL that all settings reached, and each setting's reward at this KL.
+    """Compare policies at equal KL. Returns each configuration's rewards by seed, and the KLs by seed.
 
-    The result is the rewards by setting and seed, then the KLs by seed. ``arms`` maps each setting's name to its
-    frontiers by seed. Lamina interpolates the reward between two evaluations.
+    Each seed's KL is the largest one that all configurations reached. Lamina interpolates the rewards between
+    evaluations.
+
+    Args:
+        arms: the rewards and KLs of each configuration's policies, by seed.
     """
     seeds = set.intersection(*(set(by_seed) for by_seed in arms.values()))
     reached = {seed: min(by_seed[seed][-1][0] for by_seed in arms.values()) for seed in sorted(seeds)}

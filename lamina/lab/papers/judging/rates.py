@@ -1,8 +1,7 @@
-"""Find each setting's best learning rate in a sweep.
+"""Find each configuration's best learning rate among the runs that a claim reads.
 
-If you choose a setting's learning rate on the same runs that you compare, the setting looks too good.
-`Trials.choose_rate` records that a claim chose learning rates on the runs that it compares. A claim that chose its
-learning rates in this way gets no verdict.
+A configuration looks too good if its learning rate was chosen on the runs that are compared. A claim that chooses
+learning rates in this way therefore gets no verdict.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from lamina.lab.papers.judging.trials import Trials
 
 
 def at_best_rates(trials: Trials) -> Trials:
-    """Return the trials of every arm at the arm's best learning rate (see ``best_rate``)."""
+    """Return the runs of every configuration at its best learning rate."""
     keys: list[str] = []
     for arm in trials.arms() or [{}]:
         of_arm = trials.where(**arm)
@@ -21,7 +20,7 @@ def at_best_rates(trials: Trials) -> Trials:
 
 
 def best_rate(trials: Trials) -> float:
-    """Return the learning rate at which the fewest of an arm's runs fail. At a tie, the lowest mean loss decides."""
+    """Return the learning rate at which the fewest runs of a configuration fail. The mean loss decides ties."""
     trials.choose_rate()
 
     def rank(rate: object) -> tuple[int, float]:

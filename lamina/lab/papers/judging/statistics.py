@@ -1,4 +1,4 @@
-"""The statistics of the verdicts. The functions import scipy when called, because this import takes a second."""
+"""The statistical tests behind the verdicts."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _DRAWS, _SEED = 2000, 20261123  # of the tau of means
 
 
 class _Test(Protocol):
-    """A test's result. Scipy makes these classes at run time, so type checkers cannot see their fields."""
+    """The fields of scipy's test results."""
 
     statistic: float
     pvalue: float
 
 
 def share_interval(count: int, runs: int) -> tuple[float, float]:
-    """Return the exact (Clopper-Pearson) 95 % interval of a share of runs."""
+    """Return the exact (Clopper-Pearson) 95 % interval of a proportion."""
     from scipy import stats
 
     interval = stats.binomtest(count, runs).proportion_ci(confidence_level=CONFIDENCE, method="exact")
@@ -30,14 +30,14 @@ def share_interval(count: int, runs: int) -> tuple[float, float]:
 
 
 def share_above(count: int, runs: int, share: float) -> float:
-    """Test exactly whether a share of runs is above ``share``. Returns the one-sided p value, doubled."""
+    """Test exactly whether a proportion is above a limit. Returns twice the one-sided p value."""
     from scipy import stats
 
     return min(1.0, 2 * float(stats.binom.sf(count - 1, runs, share)))
 
 
 def shares_differ(counts: tuple[int, int], runs: tuple[int, int]) -> float:
-    """Test with Fisher's exact test whether two shares of runs differ. Returns the two-sided p value."""
+    """Compare two proportions with Fisher's exact test. Returns the two-sided p value."""
     from scipy import stats
 
     table = [[count, total - count] for count, total in zip(counts, runs, strict=True)]
@@ -45,10 +45,10 @@ def shares_differ(counts: tuple[int, int], runs: tuple[int, int]) -> float:
 
 
 def p_above(values: Sequence[float]) -> float:
-    """Test whether the values' center is above 0. Returns the one-sided p value, doubled (2.5 % for each side).
+    """Test whether the values' mean or median is above 0. Returns twice the one-sided p value.
 
-    The test is Student's t test. If a value is infinite (a run that did not train, ranked last), the test is Wilcoxon's
-    signed-rank test with the exact distribution. If all values are equal (counts, shares), the test is the sign test.
+    The test is Student's t test. If a value is infinite, which marks a failed run, the test is Wilcoxon's exact
+    signed-rank test. If all values are equal, the test is the sign test.
     """
     from scipy.special import stdtr
 
@@ -60,7 +60,7 @@ def p_above(values: Sequence[float]) -> float:
 
 
 def _signed_ranks(values: Sequence[float]) -> float:
-    """Return the share of sign patterns whose sum of positive ranks is at least the observed sum, ignoring zeros."""
+    """Return the one-sided p value of Wilcoxon's exact signed-rank test, without zeros."""
     import numpy as np
     from scipy import stats
 
@@ -74,7 +74,7 @@ def _signed_ranks(values: Sequence[float]) -> float:
 
 
 def kendall(a: Sequence[float], b: Sequence[float]) -> float:
-    """Return Kendall's tau-b. If one side is constant, return 0."""
+    """Return Kendall's tau-b, or 0 if all values in one sequence are equal."""
     from scipy import stats
 
     with warnings.catch_warnings():
@@ -84,9 +84,9 @@ def kendall(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def tau_draws(a: Sequence[Sequence[float]], b: Sequence[Sequence[float]]) -> list[float]:
-    """Draw Kendall's tau between the arms' means. Each mean comes from the t distribution of the arm's values.
+    """Draw Kendall's tau between two sets of means from their sampling distributions.
 
-    An arm with one value counts as exactly known, and an arm without a value ranks last.
+    Each mean follows the t distribution of its values. A mean of one value is exact. A mean without values ranks last.
     """
     import numpy as np
     from scipy import stats
@@ -110,10 +110,10 @@ class Optimum:
     """The best learning rate of a sweep.
 
     Attributes:
-        rate: the lowest point of the parabola, or the best trained rate if this rate is at the sweep's edge.
-        at_edge: whether the best trained rate is the sweep's first or last rate, so that the optimum may be outside the
-            sweep.
-        trained: the best of the trained rates.
+        rate: the minimum of the fitted parabola, or the best learning rate that ran.
+        loss: the loss at this minimum.
+        at_edge: whether the best learning rate that ran is the lowest or the highest.
+        trained: the best learning rate that ran.
     """
 
     rate: float
@@ -125,8 +125,8 @@ class Optimum:
 def parabola_optimum(losses: Mapping[float, float]) -> Optimum:
     """Find the learning rate with the lowest loss.
 
-    Lamina fits a parabola over the logarithm of the rate to the best point and its two neighbors. If a learning rate's
-    loss is not finite, the rate belongs to the sweep, but the parabola does not use it.
+    Lamina fits a parabola to the loss over the logarithm of the learning rate, through the best point and its two
+    neighbors. If a neighbor's loss is not finite, the result is the best learning rate that ran.
     """
     rates = sorted(losses)
     finite = [rate for rate in rates if math.isfinite(losses[rate])]

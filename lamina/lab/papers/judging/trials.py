@@ -1,4 +1,4 @@
-"""Give a study's claims access to the results and measurements of its trials."""
+"""Give a study's claims access to the results and measurements of its training runs."""
 
 from __future__ import annotations
 
@@ -11,25 +11,23 @@ from lamina.errors import nearest
 from lamina.jobs.status import Status
 
 Reader: TypeAlias = Callable[[str, str, str], Frame | None]
-"""(key of a trial, name of a probe or record, "init" | "end" | "records") -> its table, or None."""
+"""A function from a run's key, the name of a probe or record, and "init", "end" or "records" to a table (or None)."""
 Arm: TypeAlias = str | Mapping[str, object]
-"""The value of one axis ("keel", a label), or the values of several axes ({"placement": "keel", "num_layers": 8})."""
+"""A configuration: the label of one compared setting ("keel"), or several ({"placement": "keel", "num_layers": 8})."""
 
 NO_ARM = ("learning_rate", "seed")  # the axes whose values one arm takes in turn
 
 
 class NotMeasured(LookupError):
-    """Raised if a claim asks for something that its study does not measure. The judge turns the exception into a
-    UserError.
-    """
+    """Raised if a claim asks for something that its study does not measure."""
 
 
 @dataclass
 class Reads:
-    """The values that a claim has read, for the rules of power.
+    """The values that a claim has read, which decide how much the claim can show.
 
     Attributes:
-        columns: the columns and final tables that the claim has read, by the trial's key. "*" is the whole row.
+        columns: the columns and final tables that the claim has read, by the run's key. "*" means the whole row.
         chose_rate: whether the claim chose a learning rate by the results.
     """
 
@@ -38,15 +36,14 @@ class Reads:
 
 
 class Trials:
-    """All trials of a study, or a selection of the trials.
+    """The training runs of a study, or some of them.
 
     Args:
-        table: one row per trial. The columns are each axis, ``seed``, ``learning_rate``, the columns of a result
-            (``lamina.jobs.columns``), ``tuned``, ``at_edge`` and ``key``. ``tuned`` says whether the trial has its
-            arm's chosen rate and one of the study's seeds. ``at_edge`` says whether the arm's best rate is the lowest
-            or the highest rate in its sweep.
-        axes: the names of the study's axes, which may include ``learning_rate`` and ``seed``.
-        scale: cpu, gpu or paper.
+        table: one row per run. The columns are the compared settings, seed, learning_rate, the columns of a result
+            (``lamina.jobs.columns``), key, "tuned" and "at_edge". "tuned" is True for runs of the study's seeds at the
+            chosen learning rate. "at_edge" is True if the best learning rate is the lowest or highest that ran.
+        axes: the names of the compared settings.
+        scale: the study's size: cpu, gpu or paper.
         measures: a function that returns the tables of probes and records.
     """
 
@@ -65,25 +62,25 @@ class Trials:
 
     @property
     def table(self) -> Frame:
-        """The rows of all trials. If a claim reads this property, all rows and columns count as read."""
+        """The rows of all runs. A claim that uses this property has read all columns."""
         self._note("*")
         return self._table
 
     @property
     def rows(self) -> Frame:
-        """The rows of all trials, for the judge. Rows that the judge reads here do not count as read by the claim."""
+        """The rows of all runs, for code that judges claims. Lamina does not record this access."""
         return self._table
 
     def choose_rate(self) -> None:
-        """Record that the claim chose a learning rate by the results of these trials."""
+        """Record that the claim chose a learning rate by these runs' results."""
         self.reads.chose_rate = True
 
     def afresh(self) -> Trials:
-        """Return the same trials, with no value marked as read."""
+        """Return the same runs, with no value marked as read."""
         return Trials(self._table, axes=self.axes, scale=self.scale, measures=self._measures)
 
     def statuses(self) -> Frame:
-        """Return the status of each trial. In a study without training, all statuses are missing."""
+        """Return the status of each run. In a study without training, all statuses are missing."""
         self._note("status")
         return self._table["status"] if "status" in self._table else self._table["seed"].where(False)
 
@@ -91,9 +88,9 @@ class Trials:
         return len(self._table)
 
     def where(self, **values: object) -> Trials:
-        """Return the trials with these values in these columns. A list allows several values for its column.
+        """Return the runs with these values in these columns. A list allows several values.
 
-        Raises NotMeasured for a column or a value that no trial has.
+        Raises NotMeasured if no run has the column or the value.
         """
         table = self._table
         for column, value in values.items():
@@ -106,28 +103,28 @@ class Trials:
         return self._of(table)
 
     def tuned(self) -> Trials:
-        """Return the trials of the study's seeds at their arm's chosen rate. Without tuning, return all trials."""
+        """Return the runs of the study's seeds at the chosen learning rate, or all runs if the study chose none."""
         if "tuned" not in self._table:
             return self
         return self._of(self._table[self._table["tuned"].fillna(False).astype(bool)])
 
     @property
     def at_edge(self) -> bool:
-        """Whether a setting's best learning rate is at the edge of its sweep, so that a better rate may be outside."""
+        """Whether a configuration's best learning rate is the lowest or highest that ran."""
         return "at_edge" in self._table and bool(self._table["at_edge"].fillna(False).astype(bool).any())
 
     @property
     def arm_axes(self) -> tuple[str, ...]:
-        """The axes that distinguish arms: all except the learning rate and the seed."""
+        """The compared settings, without learning rate and seed."""
         return tuple(axis for axis in self.axes if axis not in NO_ARM)
 
     def arms(self) -> list[dict[str, object]]:
-        """Return one mapping per arm from axes to values, in the table's order."""
+        """Return the configurations, as mappings from compared settings to values."""
         axes = list(self.arm_axes)
         return [] if not axes else self._table[axes].drop_duplicates().to_dict("records")
 
     def values(self, column: str) -> list[object]:
-        """Return the different values of a column in the table's order. Raises NotMeasured for an unknown column."""
+        """Return the distinct values of a column in the table's order. Raises NotMeasured for an unknown column."""
         self._require_column(column)
         return self._table[column].drop_duplicates().tolist()
 
@@ -136,10 +133,9 @@ class Trials:
         return sorted(int(seed) for seed in self._table["seed"].unique())
 
     def arm(self, arm: Arm) -> Trials:
-        """Return the trials of one arm. A text ``arm`` is a value of ``placement``, or of the first axis with this
-        value.
+        """Return the runs of one configuration. A text is a value of "placement", or of the first setting that has it.
 
-        Raises NotMeasured if no trial belongs to the arm.
+        Raises NotMeasured if no run has this configuration.
         """
         if not isinstance(arm, str):
             return self.where(**arm)
@@ -151,10 +147,10 @@ class Trials:
         raise NotMeasured(f"the arm {arm!r}{nearest(arm, map(str, present))} (measured: {_listed(present)})")
 
     def by_seed(self, arm: Arm, column: str = "eval_loss") -> Frame:
-        """Return a column and ``status`` of one arm, with one row per seed. The index is the seed.
+        """Return a column and the status of a configuration's runs, indexed by seed.
 
-        Raises NotMeasured for an unknown column, and if ``arm`` has several trials per seed. Several trials per seed
-        belong to several arms, so the claim must choose one arm.
+        Raises NotMeasured for an unknown column, or if a seed has several runs, because the configuration is then
+        ambiguous.
         """
         rows = self.arm(arm)
         rows._require_column(column)
@@ -169,11 +165,14 @@ class Trials:
         return table[list(dict.fromkeys([column, "status"]))].sort_index()
 
     def measure(self, name: str, at: str = "end") -> Frame:
-        """Return a probe's table at "init" or "end", for all trials that have this table.
+        """Return a probe's table for all runs that have it.
 
-        ``name`` is the name in the study's YAML, or only the probe's name. Each row begins with the trial's axes,
-        placement, learning_rate, seed and key. If a probe's column has the same name as one of these columns, the
-        probe's name becomes a prefix of the column's name. Raises NotMeasured if no trial has the table.
+        Each row begins with the run's compared settings, placement, learning_rate, seed and key. A probe's column of
+        the same name gets the probe's name as a prefix. Raises NotMeasured if no run has the table.
+
+        Args:
+            name: the name in the study's YAML file, or only the probe's name.
+            at: "init", "end" or "records".
         """
         import pandas as pd
 
@@ -195,9 +194,7 @@ class Trials:
         return pd.concat(frames, ignore_index=True)
 
     def record(self, name: str) -> Frame:
-        """Return the training record "metrics" or "layers" of all trials with this record. ``measure`` documents the
-        columns.
-        """
+        """Return the training record "metrics" or "layers" of all runs that have it, as ``measure`` does."""
         return self.measure(name, at="records")
 
     def _of(self, table: Frame) -> Trials:
@@ -213,7 +210,7 @@ class Trials:
 
 
 def label(arm: Arm) -> str:
-    """Return a setting's name for display."""
+    """Return a configuration's name for display."""
     return arm if isinstance(arm, str) else " ".join(f"{value}" for value in arm.values())
 
 

@@ -1,4 +1,4 @@
-"""Check numbers by seed: compare them with other numbers, a bound, a formula or an order."""
+"""Check values by seed: compare them with other values, a limit, a formula or an order."""
 
 from __future__ import annotations
 
@@ -34,10 +34,13 @@ def compare_values(
     lower: bool = True,
     names: tuple[str, str] = ("a", "b"),
 ) -> Finding:
-    """Judge whether a is below b (with ``lower=False``: above b), paired over the seeds that a and b share.
+    """Judge whether the values "a" are below the values "b", paired by seed.
 
-    The smallest difference that counts is ``by`` in the values' unit, or ``share`` of the mean of b. Give either ``by``
-    or ``share``. Use ``share`` if the size of a quantity depends on the model, such as an angle per layer.
+    Args:
+        by: the smallest difference that counts, in the values' unit. Give either ``by`` or ``share``.
+        share: the smallest difference that counts, as a fraction of the mean of "b". This suits quantities whose size
+            depends on the model, such as an angle per layer.
+        lower: whether to test for below. False tests for above.
     """
     assert (by is None) != (share is None)
     if share is not None:
@@ -48,33 +51,31 @@ def compare_values(
 
 
 def equivalent_values(a: BySeed, b: BySeed, *, within: float, names: tuple[str, str] = ("a", "b")) -> Finding:
-    """Judge whether a and b, paired over the seeds, differ by less than ``within`` (two one-sided tests).
+    """Judge whether the values "a" and "b" differ by less than a limit, paired by seed (two one-sided tests).
 
-    ``within`` is in the values' unit. If the test shows a larger difference, the verdict is `fails`, because a claim of
-    equality has no opposite.
+    If the test shows a larger difference, the verdict is `fails`.
     """
     region = Region(above=-within, below=within, text=f", claimed within {number(within)}")
     return pairs_in(region, a, b, names=names)
 
 
 def below(values: BySeed, limit: float, *, name: str = "") -> Finding:
-    """Judge whether the values' mean is below a limit, by one-sided tests in both directions at 2.5 % each."""
+    """Judge whether the values' mean is below a limit, with a one-sided test in each direction at 2.5 %."""
     return _bounded(values, Region(below=limit, text=f", claimed below {number(limit)}"), name)
 
 
 def above(values: BySeed, limit: float, *, name: str = "") -> Finding:
-    """Judge whether the values' mean is above a limit."""
+    """Judge whether the values' mean is above a limit, with a one-sided test in each direction at 2.5 %."""
     return _bounded(values, Region(above=limit, text=f", claimed above {number(limit)}"), name)
 
 
 def close(
     ours: float | BySeed, expected: float, tolerance: float, *, name: str = "", seeds: int | None = None
 ) -> Finding:
-    """Judge whether every number differs from an exact value by at most ``tolerance``, relative to the value (absolute
-    for 0).
+    """Judge whether every value equals an expected value, up to a relative tolerance (absolute if the expected value is
+    0).
 
-    Use this check for a formula, not for a mean: a single number outside the tolerance makes the claim fail. If the
-    number of values differs from the number of seeds, give the number of seeds in ``seeds``.
+    Use this check for a formula, not for a mean, because one value outside the tolerance makes the claim fail.
     """
     values = list(ours.values()) if isinstance(ours, Mapping) else [float(ours)]
     scale = abs(expected) or 1.0
@@ -90,12 +91,14 @@ def close(
 
 
 def monotone(values: Mapping[float, BySeed], *, rising: bool = True, name: str = "", at_least: float = 0.6) -> Finding:
-    """Judge whether values rise (or fall) with x. ``values`` maps each x to values by seed.
+    """Judge whether values rise (or fall) with x, by Kendall's tau and a slope.
 
-    The claim holds under two conditions. First, Kendall's tau between x and value, averaged over the seeds, is at least
-    ``at_least`` in the claimed direction. Second, value has a slope over the rank of x in the claimed direction
-    (one-sided t test over the seeds, 2.5 %). The claim is reversed if both conditions are true in the other direction.
-    Lamina leaves out a seed if a value at some x is missing or not finite.
+    The claim holds if two conditions are met. Kendall's tau, averaged over the seeds, is at least ``at_least`` in the
+    claimed direction. A one-sided t test at 2.5 % shows a slope over the rank of x in the claimed direction. If both
+    conditions are met in the other direction, the claim is reversed. A seed needs a finite value at every x.
+
+    Args:
+        values: the values by seed, for each x.
     """
     xs = sorted(values)
     seeds = sorted(set.intersection(*({s for s, v in values[x].items() if math.isfinite(v)} for x in xs)))
@@ -103,7 +106,7 @@ def monotone(values: Mapping[float, BySeed], *, rising: bool = True, name: str =
     course = ", ".join(number(mean([values[x][seed] for seed in seeds])) if seeds else "-" for x in xs)
     text = f"{name} {course} at {places}".strip()
     if len(seeds) < TOO_FEW:
-        return inconclusive(text, f"fewer than {TOO_FEW} seeds with all of {places}", len(seeds))
+        return inconclusive(text, f"fewer than {TOO_FEW} seeds have a value at each of {places}", len(seeds))
     sign = 1 if rising else -1
     tau = mean([kendall(xs, [sign * values[x][seed] for x in xs]) for seed in seeds])
     ranks = range(len(xs))
@@ -123,12 +126,14 @@ def monotone(values: Mapping[float, BySeed], *, rising: bool = True, name: str =
 
 
 def same_order(a: Mapping[str, BySeed], b: Mapping[str, BySeed], *, at_least: float = 0.6, name: str = "") -> Finding:
-    """Judge by Kendall's tau whether two mappings rank the arms in the same order. Each mapping contains the values of
-    each arm by seed.
+    """Judge by Kendall's tau whether two quantities rank the configurations in the same order.
 
-    The claim holds if a test at 2.5 % shows that tau is at least ``at_least``. The claim is reversed if the test shows
-    that tau is below ``at_least``. Lamina ranks the arms by their means, and the test draws the means from their t
-    distributions. An arm without a value ranks last.
+    The claim holds if a test at 2.5 % shows that tau is at least ``at_least``, and is reversed if a test shows a
+    smaller tau. The ranking uses the configurations' means. A configuration without values ranks last.
+
+    Args:
+        a: the first quantity's values by seed, for each configuration.
+        b: the second quantity's values by seed, for each configuration.
     """
     arms = sorted(a.keys() & b.keys())
     seeds = min(len(set().union(*side.values())) for side in (a, b))
@@ -158,9 +163,9 @@ def same_order(a: Mapping[str, BySeed], b: Mapping[str, BySeed], *, at_least: fl
 
 
 def fraction(flags: Iterable[bool], *, at_least: float, name: str = "", seeds: int = 0) -> Finding:
-    """Judge whether a share of cases (layers, pairs, steps) is at least ``at_least``.
+    """Judge whether a claimed fraction of cases (layers, pairs, steps) is true, without a statistical test.
 
-    The check counts cases, and runs no statistical test. With fewer than 3 cases, the claim is inconclusive.
+    With fewer than 3 cases, the verdict is inconclusive.
     """
     cases = [bool(flag) for flag in flags]
     if not cases:
