@@ -1,6 +1,6 @@
 """Lamina: choose where the norms sit in a Transformer, train it, and see what each layer does.
 
-Importing this package loads neither torch nor transformers. A function loads torch and transformers when you call it.
+``import lamina`` loads neither torch nor transformers. Lamina's functions load them when you call a function.
 """
 
 from __future__ import annotations

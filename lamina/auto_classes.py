@@ -1,7 +1,7 @@
-"""After the import of lamina and transformers (in any order), transformers' Auto classes load saved Lamina models.
+"""Let transformers' Auto classes load saved Lamina models, in whatever order you import lamina and transformers.
 
-Registering a configuration class would load torch, so Lamina gives transformers a lazy mapping instead. When you first
-load a "lamina" model, this mapping imports ``lamina.modeling``, which registers the classes.
+The classes of Lamina's models need torch, so Lamina does not register the classes at import. It gives transformers a
+lazy mapping instead, which registers the classes when you first load a model of type "lamina".
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from types import ModuleType
 
 
 class _Configurations(dict):
-    """A copy of transformers' table of configurations. A look-up of "lamina" imports Lamina's models."""
+    """transformers' configuration classes by model type. A look-up of "lamina" imports Lamina's models."""
 
     def __contains__(self, key: object) -> bool:
         if key == "lamina" and not super().__contains__(key):

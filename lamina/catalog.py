@@ -1,4 +1,4 @@
-"""The lists of all jobs and commands. A new row here adds a command, a Python function and a page."""
+"""The lists of all jobs and commands. Each new entry adds a command, a Python function and a page of the docs."""
 
 from __future__ import annotations
 

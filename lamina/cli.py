@@ -1,4 +1,4 @@
-"""`lamina COMMAND`: parse the command line and call the command.
+"""Parse the command line and call the command.
 
 Lamina imports no heavy package before it knows the command.
 """
@@ -39,7 +39,7 @@ examples:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command, and return the exit code: 0, 1 for a failed run, 2 for a user's mistake, or 130 for Ctrl-C."""
+    """Run a command and return its exit code: 0, 1 for a failed run, 2 for a user's mistake, or 130 for Ctrl-C."""
     try:
         try:
             if argv is None:  # the process is ours
@@ -113,7 +113,7 @@ def _interrupted(command: str = "") -> int:
 
 
 def _fail(message: str, code: int, *, reported: bool = False) -> int:
-    """Return ``code``. Print the message unless another process has reported it."""
+    """Print the message, unless another process has already printed it. Return the exit code."""
     if not reported:
         show_error(message)
     return code

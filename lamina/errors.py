@@ -1,4 +1,4 @@
-"""UserError: a mistake that the user can fix; the message says how."""
+"""The error for mistakes that the user can fix, and helpers for its messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _JOINERS = "\u200c\u200d"  # formatting characters that scripts and emoji need
 def printable(text: str) -> str:
     r"""Replace control, bidirectional and unpaired surrogate characters with ``\uXXXX``.
 
-    In a terminal, some of these characters change colors, clear lines, set the window's title or reverse text.
+    Such characters could change a terminal's colors, clear its lines, set its title or reverse its text.
     """
     return text if text.isascii() and text.isprintable() else "".join(map(_escaped, text))
 
@@ -29,7 +29,7 @@ def _escaped(character: str) -> str:
 
 
 class OneLine(Exception):
-    """An error whose message says it all. A notebook shows the error without a traceback."""
+    """An error that a notebook shows without a traceback, because its message is enough."""
 
     def _render_traceback_(self) -> list[str]:
         """Return the lines that IPython shows in place of a traceback."""
@@ -37,17 +37,16 @@ class OneLine(Exception):
 
 
 class UserError(OneLine, ValueError):
-    """An invalid input from the user. The message names the field, the value and what to do.
+    """A user's mistake. The message names the field and the value, and tells the user what to do.
 
     The command line prints the message as one line and exits with code 2. In Python, the error is also a ValueError.
-    Lamina escapes control characters in the message.
 
     Args:
-        problem: the message, or its beginning if you give ``fix``.
-        fix: a sentence at the message's end that says what to do.
+        problem: the message. Lamina escapes its control characters.
+        fix: a sentence that Lamina adds to the message, to tell the user what to do.
 
     Attributes:
-        problem: the message without ``fix``, for a caller that repairs the problem itself.
+        problem: the message without ``fix``.
     """
 
     def __init__(self, problem: object = "", fix: str = ""):
@@ -57,9 +56,7 @@ class UserError(OneLine, ValueError):
 
 @contextmanager
 def renamed_setting(old: str, new: str = "") -> Iterator[None]:
-    """Replace the setting's name ``old`` with ``new`` in UserErrors of the context. An empty ``new`` removes the
-    name.
-    """
+    """Replace a setting's internal name with the user's name in UserErrors. An empty ``new`` removes the name."""
     try:
         yield
     except UserError as error:
@@ -67,12 +64,12 @@ def renamed_setting(old: str, new: str = "") -> Iterator[None]:
 
 
 class TrialsFailed(UserError):
-    """Every trial of a study failed. The message gives the first trial's reason.
+    """Every run of a study failed. The message tells why the first run failed.
 
-    If all trials fail, the command line exits with code 1.
+    The command line exits with code 1.
 
     Attributes:
-       results: the rows of results.csv.
+        results: the table of results.csv.
     """
 
     def __init__(self, results: Any):
@@ -83,7 +80,7 @@ class TrialsFailed(UserError):
 
 
 def nearest_name(name: str, allowed: Iterable[str], *, cutoff: float = 0.6) -> str | None:
-    """Return the allowed name nearest to a misspelled name. Return None if no name is as similar as ``cutoff``."""
+    """Return the allowed name most similar to a misspelled name, or None if no similarity reaches ``cutoff``."""
     if len(name) > 100:
         return None  # no misspelled name, and the search takes the square of its length
     names, plain = list(allowed), name.lower().replace("-", "_")  # Peri-LN
@@ -96,21 +93,28 @@ def nearest(name: str, allowed: Iterable[str]) -> str:
 
 
 def nearest_file(name: str, files: Iterable[str]) -> str:
-    """Return the hint "did you mean" for a misspelled file name. Lamina compares the names without their suffixes."""
+    """Return a hint such as ``; did you mean 'a.csv'?`` for a misspelled file name, or "" if no file has a similar
+    name.
+
+    Lamina ignores the file names' suffixes.
+    """
     whole = {file.partition(".")[0]: file for file in files}
     return did_you_mean(whole.get(nearest_name(name.partition(".")[0], whole) or ""))
 
 
 def did_you_mean(name: str | None) -> str:
-    """Return the hint ``; did you mean NAME?``, or "" if ``name`` is empty."""
+    """Return the hint ``; did you mean 'keel'?`` for the name "keel", or "" for an empty name."""
     return f"; did you mean {name!r}?" if name else ""
 
 
 def unknown(field: str, value: str, allowed: Iterable[str], owner: str = "") -> UserError:
-    """Return the error for an unknown name.
+    """Return the error for an unknown name. The message lists the allowed names and suggests the most similar name.
 
-    The message lists the allowed names and suggests the nearest name. With ``owner`` (the owner of the names), the
-    message begins with ``owner``.
+    Args:
+        field: the noun for the name, such as "placement".
+        value: the unknown name.
+        allowed: the allowed names.
+        owner: a text to put at the message's beginning.
     """
     names = sorted(allowed)
     listed = ", ".join(names) if len(names) <= 40 else f"one of {len(names)} names, {names[0]} to {names[-1]}"
@@ -120,7 +124,6 @@ def unknown(field: str, value: str, allowed: Iterable[str], owner: str = "") -> 
 
 
 def shortened(text: str, longest: int) -> str:
-    """Return the text, but cut out its middle if it is longer than ``longest`` characters."""
     if len(text) <= longest:
         return text
     head = longest * 2 // 3
@@ -129,9 +132,7 @@ def shortened(text: str, longest: int) -> str:
 
 
 def out_of_memory(error: BaseException | None) -> str | None:
-    """Return "out of memory" or "out of memory on the GPU" for an exception from a lack of memory. Return None
-    otherwise.
-    """
+    """Return a phrase such as "out of memory" if a lack of memory caused the exception, otherwise None."""
     while error is not None:
         text = f"{type(error).__name__}: {error}"
         if "CUDA out of memory" in text or "MPS backend out of memory" in text:
@@ -145,17 +146,16 @@ def out_of_memory(error: BaseException | None) -> str | None:
 
 
 def mark_reported(error: BaseException) -> None:
-    """Mark an exception that another process of the run reports. So the run prints the exception only once."""
+    """Mark an exception that another process prints, so that the user sees its message only once."""
     error.__dict__["already_reported"] = True
 
 
 def is_reported(error: BaseException) -> bool:
-    """Return whether another process reports the exception."""
     return bool(getattr(error, "already_reported", False))
 
 
 def one_line(error: object) -> str:
-    """Return an error as one line, cut at 300 characters and with control characters escaped."""
+    """Return an error as one line of at most 300 characters, with control characters escaped."""
     text = " ".join(str(error).split())
     text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     name = type(error).__name__ if isinstance(error, BaseException) else ""

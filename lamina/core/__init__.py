@@ -1,1 +1,1 @@
-"""Tools that all packages use: checks of users' values, safe reading of files, registries."""
+"""Tools for all packages: checks of users' values, safe reading of files, and registries."""

@@ -1,9 +1,7 @@
-"""A table of the model types of transformers that Lamina supports. This module does not load torch.
+"""The model types of transformers that Lamina supports. This module does not load torch.
 
-Each row lists the roles of a type's weights (for initialization) and the type's placement (for the conversion of
-checkpoints). Tests check each type: with the same weights and placement, Lamina's logits equal transformers' logits.
-The names of a type's modules and heads are in ``ADAPTERS`` of modeling/modeling_lamina.py. Lamina saves
-modeling_lamina.py beside each checkpoint, because a saved model needs the names to load.
+The table lists the roles of each model type's weights, which initializers need. It also lists the norm placement of
+each type, which the conversion of checkpoints needs.
 """
 
 from __future__ import annotations
@@ -17,18 +15,18 @@ Target = Literal["lamina", "transformers"]  # what a checkpoint is converted to
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """The conversion of a model type's checkpoints to Lamina checkpoints.
+    """How Lamina converts the checkpoints of a model type.
 
     Args:
-        placement: the placement with its options, as ``lamina.placements.resolve`` reads it.
+        placement: the norm placement with its options, such as "peri_ln(embedding_norm=false)".
         norms: a mapping from the name of a norm or learned scale in transformers to its position in Lamina's block.
-        options: a mapping from a placement's option to the configuration's field with the option's value. The option
-            ``wiring`` becomes "parallel" if the field is true.
-        one_norm: whether parallel branches share one norm, which the checkpoint stores as the attention's norm.
-        gain_offset: the number to add to a stored gain: Gemma stores w and multiplies by 1 + w.
-        rounds: a clause for messages about a rounding difference between transformers and Lamina. In float32, the
-            logits agree up to the last bits.
-        note: a line for the table of docs/edit-layers.md.
+        options: a mapping from an option of the placement to the field of transformers' configuration that has its
+            value. The option ``wiring`` becomes "parallel" if the field is true.
+        one_norm: whether the checkpoint stores a single norm for attention and feed-forward, under the attention's
+            name.
+        gain_offset: the number to add to a stored gain. Gemma stores w and multiplies by 1 + w, so its offset is 1.
+        rounds: the reason why Lamina's outputs differ from transformers' in the last bits, as a clause for messages.
+        note: a remark for the table in docs/edit-layers.md.
     """
 
     placement: str
@@ -42,12 +40,12 @@ class Conversion:
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """The facts about a model type.
+    """A model type of transformers.
 
     Args:
-        title: the model type's name in prose.
-        roles: a mapping from the attribute name of a module to the role of the module's weight. If the attention and
-            the feed-forward use the same name, the key begins with the sub-layer's name ("attention.Wo").
+        title: the model type's name for messages and docs.
+        roles: a mapping from a module's attribute name to the role of its weight, such as "query". If attention and
+            feed-forward use the same attribute name, the key begins with the sub-layer's name ("attention.Wo").
     """
 
     title: str
@@ -206,7 +204,7 @@ def conversions() -> dict[str, Conversion]:
 
 
 def convertible() -> str:
-    """Return a text that lists, for each placement, the architectures that Lamina can convert."""
+    """Return a text that lists the convertible model types of each norm placement."""
     groups: dict[str, list[str]] = {}
     for model_type, conversion in conversions().items():
         groups.setdefault(conversion.placement.partition("(")[0], []).append(ARCHITECTURES[model_type].title)

@@ -1,4 +1,4 @@
-"""Presets: a model type of transformers with the fields that a paper states. This module loads no heavy library."""
+"""Presets: the model sizes that papers state. This module loads no heavy library."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lamina.errors import UserError, nearest
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """A backbone's sizes. ``fields`` are values for transformers' configuration of ``model_type``."""
+    """The sizes of a model. ``fields`` has the values for transformers' configuration class of ``model_type``."""
 
     name: str
     source: str
@@ -146,7 +146,7 @@ def names() -> list[str]:
 
 
 def get(name: str) -> Preset:
-    """Return the preset with the name ``name``. Raises UserError for an unknown name, and suggests the nearest name."""
+    """Return a preset by its name. Raises UserError for an unknown name, and suggests the most similar name."""
     if name not in PRESETS:
         problem = f"backbone: {name!r}: no such folder" if "/" in name else f"unknown backbone {name!r}"
         raise UserError(
@@ -157,5 +157,5 @@ def get(name: str) -> Preset:
 
 
 def is_place(name: str) -> bool:
-    """Return whether a name is an existing folder or has the form of a hub name. Return False for presets."""
+    """Return whether a name is an existing folder or looks like a model's name on the hub. Return False for presets."""
     return name not in PRESETS and (os.path.isdir(name) or _ON_THE_HUB.fullmatch(name) is not None)

@@ -1,6 +1,4 @@
-"""The package's extras, as in pyproject.toml: the modules of each extra, and the message that tells users what to
-install.
-"""
+"""Optional dependencies: the modules of each extra in pyproject.toml, and the message for a missing module."""
 
 from __future__ import annotations
 
@@ -18,17 +16,19 @@ _TRAIN = (*_REPORT, "scipy")
 _POSTTRAIN = (*_TRAIN, "trl", "peft", "datasets")
 NAME = "lamina"
 EXTRAS = {"report": _REPORT, "train": _TRAIN, "posttrain": _POSTTRAIN, "qlora": (*_POSTTRAIN, "bitsandbytes")}
-"""For each extra, the modules that commands need, including the modules of extras that the extra contains."""
+"""The modules that each extra installs and Lamina uses."""
 
 
 def require(what: str, extra: str) -> None:
-    """Raise UserError if modules of an extra are missing; ``what`` names the command or page that needs the modules."""
+    """Raise UserError if modules of an extra are missing. The message says that ``what`` (a command or page) needs
+    them.
+    """
     if missing := [module for module in EXTRAS[extra] if importlib.util.find_spec(module) is None]:
         raise _missing(what, missing, extra)
 
 
 def missing_extra(what: str, error: ModuleNotFoundError) -> UserError | None:
-    """Return an error that names the extra to install for a missing module; None if no extra has the module."""
+    """Return an error that tells which extra installs a missing module, or None if no extra installs it."""
     module = str(error.name).partition(".")[0]
     extra = next((extra for extra, modules in EXTRAS.items() if module in modules and extra != "report"), None)
     return None if extra is None else _missing(what, [module], extra)
@@ -40,9 +40,6 @@ def _missing(what: str, modules: list[str], extra: str) -> UserError:
 
 def install(extra: str) -> str:
     """Return the pip command that installs an extra from the source of the installed Lamina: a checkout, a URL or an
-    index.
-
-    For a checkout or a URL, the command names the source. The bare name "lamina" could be another project on the
     index.
     """
     checkout, wanted = Path(__file__).resolve().parents[2], f"[{extra}]"

@@ -1,6 +1,4 @@
-"""Access to the Hugging Face hub. Lamina tests the connection first, because the hub's clients retry for half a minute
-without a network.
-"""
+"""Access to the Hugging Face hub, with a fast test of the connection."""
 
 from __future__ import annotations
 
@@ -13,7 +11,9 @@ from urllib.request import getproxies
 
 
 def hub_resolves() -> bool:
-    """Return whether DNS knows the hub's host name. Return True behind a proxy, because the proxy looks up names."""
+    """Return whether DNS can resolve the hub's host name. Behind a proxy, return True, because the proxy resolves
+    names.
+    """
     from huggingface_hub import constants
 
     if getproxies():
@@ -27,10 +27,9 @@ def hub_resolves() -> bool:
 
 @contextmanager
 def local_when_unreachable() -> Iterator[bool]:
-    """Restrict the hub's libraries to local files if the hub is unreachable, and yield whether the hub is reachable.
+    """Restrict the hub's libraries to local files if the hub is unreachable. Yield whether the hub is reachable.
 
-    The libraries read the environment variable for offline use only at import. So Lamina sets the offline switch in the
-    libraries' modules, and restores the switch at the end.
+    The libraries read the environment variable HF_HUB_OFFLINE only at import, so Lamina sets their internal switches.
     """
     from huggingface_hub import constants
 

@@ -1,6 +1,6 @@
-"""The initializers. An initializer maps a weight's role to the standard deviation of the weight's initial values.
+"""The initializers. An initializer gives the standard deviation of a weight's initial values.
 
-This module loads no torch; lamina/modeling/initialization.py draws the weights.
+This module loads no torch. lamina/modeling/initialization.py draws the values.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ WITH_GAIN = ("value", "attention_out", "feed_forward_in", "feed_forward_out")
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """The facts about a weight that an initializer may need. The defaults describe a block's query projection.
+    """The properties of a weight that an initializer may need. The defaults describe the query projection of a block.
 
-    ``layer`` is the block's index, from 0; -1 outside the blocks. ``wiring`` is the sub-layer's record in the plan.
-    ``num_layers`` is the number of blocks.
+    Attributes:
+        layer: the block's index, counted from 0, or -1 outside the blocks.
+        num_layers: the number of blocks.
+        wiring: the settings that the norm placement gives the weight's sub-layer.
     """
 
     hidden_size: int
@@ -39,12 +41,10 @@ class Facts:
 
     @property
     def fan_in(self) -> int:
-        """The weight's number of input channels."""
         return self.hidden_size
 
     @property
     def fan_out(self) -> int:
-        """The weight's number of output channels."""
         return self.hidden_size
 
 
@@ -53,17 +53,19 @@ Initializer = Callable[[Facts, float], float]
 
 
 def normal(weight: Facts, std: float) -> float:
-    """N(0, std^2) everywhere, std 0.02."""
+    """N(0, std^2) for all weights."""
     return std
 
 
 def scaled(weight: Facts, std: float) -> float:
-    """Megatron: N(0, std^2); the std of attention-out and FFN-out is divided by sqrt(2 * num_layers)."""
+    """Megatron: N(0, std^2), with a standard deviation of std / sqrt(2 num_layers) for attention-out and FFN-out."""
     return std / math.sqrt(2 * weight.num_layers) if weight.role in BRANCH_OUT else std
 
 
 def deepnorm(weight: Facts, std: float) -> float:
-    """Xavier normal. Value, attention-out and FFN weights have gain beta. Other weights have gain 1 (DeepNet Fig 2)."""
+    """Xavier normal, with gain beta for value, attention-out and FFN weights, and gain 1 for other weights (DeepNet Fig
+    2).
+    """
     if weight.layer < 0:
         return std
     gain = 1.0
@@ -75,7 +77,7 @@ def deepnorm(weight: Facts, std: float) -> float:
 
 
 def xavier(weight: Facts, std: float) -> float:
-    """Xavier normal (variance 2 / (fan_in + fan_out)) in the blocks, N(0, std^2) elsewhere."""
+    """Xavier normal in the blocks (variance 2 / (fan_in + fan_out)), and N(0, std^2) elsewhere."""
     return std if weight.layer < 0 else math.sqrt(2 / (weight.fan_in + weight.fan_out))
 
 
@@ -85,12 +87,12 @@ def small(weight: Facts, std: float) -> float:
 
 
 def small_scaled(weight: Facts, std: float) -> float:
-    """HybridNorm: SmallInit; attention-out and FFN-out are divided by sqrt(2 * num_layers)."""
+    """HybridNorm: SmallInit, divided by sqrt(2 num_layers) for attention-out and FFN-out."""
     return scaled(weight, small(weight, std))
 
 
 def over_width(weight: Facts, std: float, *, variance: float) -> float:
-    """Variance ``variance`` / hidden_size everywhere (Peri-LN Table 9)."""
+    """A variance of ``variance`` / hidden_size for all weights (Peri-LN Table 9)."""
     return math.sqrt(variance / weight.hidden_size)
 
 
@@ -111,11 +113,11 @@ INITIALIZERS: dict[str, Initializer] = {
     },
 }
 CUT_AT = {"small_scaled": 3.0}
-"""The number of standard deviations at which an initializer's distribution ends."""
+"""The number of standard deviations beyond which a truncated initializer draws no value."""
 
 
 def check(init: str) -> tuple[str, float]:
-    """Split "name" or "name(std=0.01)" into name and base std. Raises UserError for any other text."""
+    """Split "name" or "name(std=0.01)" into the initializer's name and its std. Raises UserError for any other text."""
     if init in INITIALIZERS:  # some names contain parentheses
         return init, 0.02
     name, options = specs.parse(init, "init")
@@ -130,13 +132,12 @@ def check(init: str) -> tuple[str, float]:
 
 
 def unsuited(init: str, hidden_size: int) -> tuple[float, float] | None:
-    """If an initializer does not suit the width, return its standard deviation and SmallInit's standard deviation.
+    """Return the standard deviations of an initializer and of SmallInit if the initializer does not suit the width.
 
-    An initializer suits a width d if a weight changes the RMS of a norm's output by at most a factor of about two. The
-    lowest suitable standard deviation is half of SmallInit's sqrt(2 / (5 d)) (Nguyen & Salazar 2019, arXiv 1910.05895,
-    Sec 2.2). The highest is twice LeCun's sqrt(1 / d) (LeCun et al. 1998, Eq 16). GPT-2's standard deviation of 0.02
-    equals SmallInit's at width 1,000. GPT-2's value does not suit widths below 250 or above 10,000. Returns None if
-    the initializer suits the width, or if the name is unknown.
+    Return None if the initializer suits the width, or if its name is unknown. A suitable standard deviation is between
+    half of SmallInit's sqrt(2 / (5 d)) (Nguyen & Salazar 2019, arXiv 1910.05895, Sec 2.2) and twice LeCun's sqrt(1 / d)
+    (LeCun et al. 1998, Eq 16), where d is the width. GPT-2's standard deviation of 0.02 suits widths from 250 to
+    10,000.
     """
     try:
         name, base = check(init)

@@ -1,7 +1,4 @@
-"""Statistics of paired numbers, for all packages.
-
-Each function imports scipy when it runs, because the import is slow.
-"""
+"""Statistics of paired numbers. Each function imports scipy only when it runs, because the import is slow."""
 
 from __future__ import annotations
 
@@ -29,11 +26,7 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
 
 
 def holm(ps: Sequence[float]) -> list[float]:
-    """Adjust p values by Holm's step-down method; the result keeps the input's order.
-
-    The i-th smallest of n p values is multiplied by n - i + 1. Adjusted p values do not fall as p grows, and are at
-    most 1. Lamina treats NaN as 1.
-    """
+    """Return p values adjusted by Holm's step-down method, in the order of the input. Lamina treats NaN as 1."""
     ps = [1.0 if math.isnan(p) else p for p in ps]
     adjusted, largest = [0.0] * len(ps), 0.0
     for rank, index in enumerate(sorted(range(len(ps)), key=lambda index: ps[index])):

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 Json = dict[str, Any]
-"""A JSON object as Lamina read it, with values that nobody has checked yet."""
+"""A JSON object whose values Lamina has not checked."""
 RunState = Mapping[str, Any]
-"""The content of a checkpoint's run_state.json, by name. The content is empty at the beginning of the run."""
+"""The content of a checkpoint's run_state.json. The mapping is empty at the beginning of a run."""
 
 
 def parsed(text: str) -> Json:
-    """Parse JSON. Raises ValueError for invalid JSON and for a lone surrogate, which no tokenizer reads."""
+    """Parse JSON. Raises ValueError for invalid JSON and for lone surrogate characters, which tokenizers can't read."""
     value = json.loads(text)
     json.dumps(value, ensure_ascii=False).encode()
     return value

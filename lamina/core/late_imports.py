@@ -1,6 +1,6 @@
-"""Run a callback after the import of another package. If the package is already imported, run the callback at once.
+"""Run a callback as soon as another package is imported.
 
-So `import lamina` loads no other package, and users may import packages in any order.
+So ``import lamina`` loads no other package, and users may import packages in any order.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 
 class _Finder(NamedTuple):
-    """An import finder that runs a callback after the import of ``module``."""
+    """An import finder that calls ``then`` after the import of ``module``."""
 
     module: str
     then: Callable[[ModuleType], None]
@@ -35,7 +35,7 @@ class _Finder(NamedTuple):
 
 
 def when_imported(module: str, then: Callable[[ModuleType], None]) -> None:
-    """Call ``then`` with a module: at once if the module is loaded, otherwise after the module's import."""
+    """Call ``then`` with a module after the module's import, or at once if the module is already imported."""
     finder = _Finder(module, then)
     if (imported := sys.modules.get(module)) is not None:
         then(imported)

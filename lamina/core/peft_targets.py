@@ -1,9 +1,8 @@
-"""PEFT's defaults for Lamina models, so that `LoraConfig()` and similar configurations need no ``target_modules``.
+"""Tell PEFT which modules of a Lamina model to adapt, so that ``LoraConfig()`` needs no ``target_modules``.
 
-PEFT has one table per method, with a row per model type. All backbones of Lamina have the type "lamina". A method's
-row for Llama lists the modules that the method adapts. Lamina's row lists the same modules under the names in every
-backbone of core/architectures.py. Each name means the same module in all backbones, and PEFT skips names that a model
-lacks. If PEFT adds a method, Lamina also adds a row to that method's table.
+PEFT has a table for each method, such as LoRA, that lists the modules to adapt for each model type. Lamina adds the
+type "lamina" to each table. The new entry lists the modules that PEFT adapts in a Llama, under the names that they have
+in any model that Lamina supports. PEFT skips the names that a model does not have.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _NORMS = ("pre_norm", "key_norm", "value_norm", "out_norm", "post_norm", "embedd
 
 
 def targets(of_llama: Iterable[str]) -> list[str]:
-    """Return the module names in Lamina models for the linear layers and norms that PEFT adapts in a Llama."""
+    """Return the names in Lamina models of the linear layers and norms that PEFT adapts in a Llama."""
     from lamina.core.architectures import ROLES  # here, so that `import lamina` stays light
 
     names: set[str] = set()
@@ -39,7 +38,7 @@ def targets(of_llama: Iterable[str]) -> list[str]:
 
 
 def put_rows(module: ModuleType) -> None:
-    """Add a row for "lamina" to each of PEFT's tables that has a row for "llama"."""
+    """Add "lamina" to each of PEFT's tables that has an entry for "llama"."""
     for name, table in vars(module).items():
         of_llama = table.get("llama") if isinstance(table, dict) else None
         if re.fullmatch(r"TRANSFORMERS_MODELS_TO_\w+_MODULES_MAPPING", name) and isinstance(of_llama, list):

@@ -1,4 +1,4 @@
-"""Progress: bars on terminals and in notebooks, and plain lines at intervals elsewhere."""
+"""Progress bars on terminals and in notebooks, and plain progress lines elsewhere."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from lamina.errors import printable
 EVERY = 10.0
 """Seconds between two progress lines."""
 PACED, PACED_STEPS = 1.0, 3
-"""Lamina measures the pace over at least this many seconds and steps."""
+"""Lamina estimates the time left after at least this many seconds and steps."""
 
 
 def has_bars() -> bool:
-    """Return whether progress bars can redraw themselves: on a terminal or in a notebook."""
+    """Return whether the output is a terminal or a notebook, which can redraw a progress bar."""
     return "ipykernel" in sys.modules or bool(getattr(sys.stderr, "isatty", lambda: False)())
 
 
 class ProgressLines:
-    """Writes progress to a log: a line every few seconds, and a last line. Without ``show``, writes nothing."""
+    """Write the progress to a log: a line every few seconds, and a last line. With ``show=False``, write nothing."""
 
     def __init__(self, total: int, *, show: bool = True, every: float = EVERY):
         self.total, self.show, self.every = total, show, every
@@ -29,7 +29,7 @@ class ProgressLines:
         self._seen: deque[tuple[float, int]] = deque()  # when how much was done, since half of the time that passed
 
     def see(self, done: int, numbers: Mapping[str, str] | None = None) -> None:
-        """Write a line with the progress, the numbers and the time left, at most every ``every`` seconds."""
+        """Write a line with the finished steps, the numbers and the time left, at most once per ``every`` seconds."""
         now = time.monotonic()
         if done > (self._seen[-1][1] if self._seen else 0):  # the time before the first step is start-up
             self._seen.append((now, done))
@@ -46,7 +46,7 @@ class ProgressLines:
         sys.stderr.flush()
 
     def seconds_left(self, done: int, now: float) -> float | None:
-        """Estimate the seconds left from the latest pace; None at the beginning and at the end."""
+        """Estimate the seconds left from the recent speed. Return None before Lamina can estimate, and at the end."""
         begun, first = self._seen[0] if self._seen else (now, done)
         if not first + PACED_STEPS <= done < self.total or now - begun < PACED:
             return None
@@ -54,7 +54,7 @@ class ProgressLines:
 
 
 def duration(seconds: float) -> str:
-    """Format a duration in its two largest units: ``1 h 5 min``, ``3 min 10 s``, ``8 s``."""
+    """Format seconds as their two largest units: ``1 h 5 min``, ``3 min 10 s``, ``8 s``."""
     whole = round(seconds)
     if whole >= 3600:
         return f"{whole // 3600} h {whole % 3600 // 60} min"

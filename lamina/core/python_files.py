@@ -1,4 +1,4 @@
-"""Execute users' Python files. If a file raises an exception, Lamina raises a UserError that names the file."""
+"""Execute a user's Python file. An exception in the file becomes a UserError that names the file."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _SAID = "LAMINA_PYTHON_FILES"  # set so that a study's worker processes do not r
 
 
 def run_file(kind: str, path: Path, *, announced: bool = False) -> ModuleType:
-    """Run a Python file, and return its module. In messages, ``kind`` is the noun for the file's content.
+    """Run a Python file and return its module. Raises UserError for any exception in the file, including ``sys.exit``.
 
-    Before the first run of a user's file, log a warning that the file runs as code, unless ``announced`` is true.
-    Raises UserError for any exception in the file, including ``sys.exit``.
+    Before Lamina first runs a user's file, it logs a warning that the file runs as code. ``announced`` omits the
+    warning. ``kind`` is the noun for the file's content in messages, such as "placement".
     """
     if not announced:
         _say(kind, path)
@@ -35,7 +35,7 @@ def run_file(kind: str, path: Path, *, announced: bool = False) -> ModuleType:
 
 @contextmanager
 def guarded(subject: str) -> Iterator[None]:
-    """Turn any exception inside the context into a UserError whose message begins with ``subject``."""
+    """Convert any exception inside the context into a UserError whose message begins with ``subject``."""
     try:
         yield
     except (UserError, KeyboardInterrupt):

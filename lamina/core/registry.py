@@ -1,4 +1,4 @@
-"""Registries of named entries. Lamina, plug-ins and users' files add entries with decorators."""
+"""Registries of named objects, to which Lamina, plug-ins and users' files add objects with decorators."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Entry = TypeVar("Entry")
 
 
 def refuse_namesake(kind: str, name: str, owner: str, holder: str | None) -> None:
-    """Raise UserError if a module registers a name that another module has registered.
+    """Raise UserError if another module has registered the name.
 
-    The same module may register the name again, because Lamina may read a file twice.
+    The same module may register a name again, because Lamina may read a file twice.
     """
     if holder not in (None, owner):
         raise UserError(
@@ -27,12 +27,12 @@ def refuse_namesake(kind: str, name: str, owner: str, holder: str | None) -> Non
 
 
 class Registry(Generic[Entry]):
-    """A mapping from names to registered entries. The registry imports the modules with the entries at its first use.
+    """A mapping from names to registered objects. At its first use, the registry imports the modules that define them.
 
     Args:
-        kind: the noun for an entry ("placement"), for the messages.
-        modules: a function that returns the names of the modules to import. An import registers the module's entries.
-        plugins: the group of entry points under which installed packages add entries.
+        kind: the noun for an object in messages, such as "placement".
+        modules: a function that returns the names of the modules to import.
+        plugins: the entry-point group under which other packages can add objects.
     """
 
     def __init__(self, kind: str, *, modules: Callable[[], Iterable[str]] = tuple, plugins: str | None = None) -> None:
@@ -43,19 +43,16 @@ class Registry(Generic[Entry]):
         self._failure: UserError | None = None
 
     def add(self, name: str, entry: Entry, owner: str) -> None:
-        """Register an entry that the module ``owner`` defines. Decorators can call ``add``, because ``add`` imports no
-        module.
+        """Register an object that the module ``owner`` defines. This method imports no module, so decorators can call
+        it.
 
-        Raises UserError if another module has registered the name (``refuse_namesake``).
+        Raises UserError if another module has registered the name.
         """
         refuse_namesake(self.kind, name, owner, self._entries.get(name, (None, None))[1])
         self._entries[name] = entry, owner
 
     def registered(self, name: str) -> Entry | None:
-        """Return the entry that a name already has; None if no entry has the name.
-
-        Decorators can call this method, because this method imports no module.
-        """
+        """Return the object with a name, or None. This method imports no module, so decorators can call it."""
         return self._entries[name][0] if name in self._entries else None
 
     def names(self) -> list[str]:
@@ -63,18 +60,16 @@ class Registry(Generic[Entry]):
         return sorted(self._entries)
 
     def get(self, name: str, *, other_names: Iterable[str] = ()) -> Entry:
-        """Return the entry with the name ``name``. Raises UserError for an unknown name; the message suggests the
-        nearest name among the entries and ``other_names``.
-        """
+        """Return the object with a name. Raises UserError for an unknown name, and suggests the most similar name."""
         self._load()
         if name not in self._entries:
             raise unknown(self.kind, name, [*self._entries, *other_names])
         return self._entries[name][0]
 
     def from_file(self, path: Path) -> Entry:
-        """Run a user's Python file and return the one entry that it registers; the registry stays unchanged.
+        """Run a user's Python file and return the one object that the file registers. The registry stays unchanged.
 
-        Raises UserError for any exception in the file, and names the file.
+        Raises UserError for any exception in the file.
         """
         if not path.is_file():
             raise UserError(f"{self.kind} {str(path)!r}: no such file")
@@ -100,7 +95,9 @@ class Registry(Generic[Entry]):
             self._entries = before
 
     def _load(self) -> None:
-        """Import Lamina's modules, then the plug-ins. If a plug-in fails, every call raises the plug-in's error."""
+        """Import Lamina's modules, then the plug-ins. If a plug-in fails to load, each later call raises the same
+        error.
+        """
         if self._failure is not None:
             raise self._failure
         if self._state != "new":

@@ -1,8 +1,4 @@
-"""The schemes of width and depth scaling as data.
-
-A width scheme has exponents for each kind of weight, and a depth scheme has one exponent. The schemes are separate from
-the models, so that the settings can list the schemes' names without loading torch.
-"""
+"""The schemes for scaling a model's width and depth. This module loads no torch."""
 
 from __future__ import annotations
 
@@ -12,11 +8,12 @@ from typing import Literal, TypeAlias
 
 @dataclass(frozen=True, kw_only=True)
 class WidthScheme:
-    """Exponents of the width n: each factor is n^e, with an exponent e for the embedding, hidden weights and output
-    head.
+    """The exponents e of scale factors n^e, where n is the width: for the embedding, hidden weights and output head.
 
-    ``multiplier`` (the paper's -a) is for the weight in the forward pass. ``std`` (-b) is for the initial standard
-    deviation. ``rate`` (-c) is for Adam's learning rate.
+    Attributes:
+        multiplier: the exponents for the weight in the forward pass (the paper's -a).
+        std: the exponents for the initial standard deviation (the paper's -b).
+        rate: the exponents for Adam's learning rate (the paper's -c).
     """
 
     multiplier: tuple[float, float, float]

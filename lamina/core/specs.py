@@ -1,7 +1,6 @@
-"""Read specs, and lists of specs. A spec is a name or file with options: ``name(option=value, ...)``.
+"""Read a name or file with options, and lists of such texts: ``name(layers=[0, 3], text='a, b')``.
 
-A value is written as in YAML. A comma inside brackets or quotes belongs to the value: ``name(layers=[0, 3], text='a,
-b')``.
+Write a value as in YAML. A comma inside brackets or quotes belongs to the value.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ _QUOTES = "'\""
 
 
 def parse(spec: str, kind: str) -> tuple[str, dict[str, object]]:
-    """Split ``"name(option=value, ...)"`` into a name or path, and the options.
+    """Split ``"name(option=value, ...)"`` into the name or path, and a mapping of the options.
 
-    ``kind`` is the noun for the spec in messages. Raises UserError for any other text.
+    Raises UserError for any other text. ``kind`` is the noun for the text in messages, such as "placement".
     """
     match = _SPEC.fullmatch(spec)
     if match is None:
@@ -39,17 +38,18 @@ def parse(spec: str, kind: str) -> tuple[str, dict[str, object]]:
 
 
 def split(text: str, kind: str) -> list[str]:
-    """Split a comma-separated list into specs; ``kind`` is the noun for a spec in messages."""
+    """Split a comma-separated list of names with options. ``kind`` is the noun for an entry in messages."""
     if not isinstance(text, str):
         raise UserError(f"{kind}s: {shortened(repr(text), 200)}. Give a text with commas between the names.")
     return [part for part in _parts(text, whole=False) if part is not None]
 
 
 def _parts(text: str, *, whole: bool) -> Iterator[str | None]:
-    """Split at commas outside brackets and quotes, without empty parts. Yield None last if a bracket or quote is open.
+    """Split at commas outside brackets and quotes, and omit empty parts. If a bracket or quote stays open, yield None
+    last.
 
-    If ``whole`` is true, the text is a list of options. Otherwise, the text is a list of specs with options in
-    parentheses.
+    If ``whole`` is true, the text is a list of options. If ``whole`` is false, the text is a list of names with options
+    in parentheses.
     """
     expected: list[str] = []  # the closing characters of the open brackets, or of the open quote
     start, before = 0, "," if whole else ""
@@ -75,7 +75,7 @@ def _parts(text: str, *, whole: bool) -> Iterator[str | None]:
 
 
 def read_value(text: str) -> object:
-    """Read a value as YAML does, except that 1e-3 is a number."""
+    """Read a value as YAML does, but read 1e-3 as a number."""
     import yaml  # only where a spec has options
 
     try:

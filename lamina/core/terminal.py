@@ -1,4 +1,4 @@
-"""Output of text on a terminal. Text from files and models can neither control nor flood the terminal."""
+"""Print text on a terminal. Lamina escapes control characters and shortens very long messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _formatter = logging.Formatter()
 
 
 def escape_logs(prefix: str) -> None:
-    """From now on, escape terminal control characters in the lines of loggers named ``prefix...``."""
+    """Escape terminal control characters in all later log lines of loggers whose names begin with ``prefix``."""
     make = logging.getLogRecordFactory()
 
     def escaped(*args: object, **kwargs: object) -> logging.LogRecord:
@@ -41,7 +41,6 @@ def escape_everything() -> None:
 
 
 def show_traceback(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
-    """Print an error with its traceback on standard error."""
     sys.stderr.write(printable("".join(traceback.format_exception(kind, error, frames))))
 
 
@@ -53,13 +52,12 @@ def show_line(text: str) -> None:
 
 
 def show(text: object = "", end: str = "\n") -> None:
-    """Print a text on standard output."""
     sys.stdout.write(printable(str(text)) + end)
     sys.stdout.flush()
 
 
 def show_error(message: str) -> None:
-    """Print a message on standard error as one line, shortened in the middle if very long."""
+    """Print a message on standard error as one line. Cut out the middle of a very long message."""
     line = f"lamina: {shortened(printable(' '.join(message.split())), LONGEST_LINE)}"
     if "tqdm" in sys.modules:  # a library's progress bar may be open: the line does not go on with it
         sys.modules["tqdm"].tqdm.write(line, file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Lists of numbers in short form, such as 3, 5-7."""
+"""Format a list of numbers in short form, such as 3, 5-7."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 def runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
-    """Return the first and last number of each consecutive stretch: ``[0, 1, 2, 5]`` gives ``[(0, 2), (5, 5)]``."""
+    """Return the first and last number of each consecutive series: ``[0, 1, 2, 5]`` gives ``[(0, 2), (5, 5)]``."""
     ends: list[tuple[int, int]] = []
     for number in sorted({int(n) for n in numbers}):
         if ends and number == ends[-1][1] + 1:

@@ -1,4 +1,4 @@
-"""Checks of users' values. Each check raises a UserError that names the field, the value and what to give instead."""
+"""Checks of users' values. Each check raises a UserError that names the field and the value, and tells what to give."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ PathLike: TypeAlias = str | os.PathLike[str]
 Names: TypeAlias = PathLike | Sequence[PathLike]
 Numbers: TypeAlias = str | float | Sequence[float | str]
 Text: TypeAlias = PathLike | Sequence[PathLike] | Rows
-"""A corpus: the command line's text, a path, a list of paths or of texts, or a dataset with a column of text."""
+"""A corpus: a text from the command line, a path, a list of paths or texts, or a dataset with a text column."""
 Examples: TypeAlias = PathLike | Sequence[Mapping[str, object]] | Rows
-"""Examples: the command line's text, a path, a list of rows, or a dataset."""
+"""Examples: a text from the command line, a path, a list of rows, or a dataset."""
 
 
 def takes(kind: object) -> Callable[[C], C]:
-    """Decorate a check with the types that Python callers may pass for the setting."""
+    """Return a decorator that stores which types Python callers may pass to a check."""
 
     def note(check: C) -> C:
         check.__dict__["takes"] = kind
@@ -52,9 +52,7 @@ def takes(kind: object) -> Callable[[C], C]:
 
 
 def taken(check: object) -> Any:
-    """Return the types that a check accepts from Python callers. Return None if the check accepts only the setting's
-    type.
-    """
+    """Return the types that Python callers may pass to a check. None means the setting's type."""
     return getattr(check, "takes", getattr(getattr(check, "func", None), "takes", None))
 
 
@@ -79,9 +77,7 @@ LONGEST_NAME, LONGEST_PATH = 255, 3800  # bytes of a name in a folder, and of a 
 
 
 def whole_number(name: str, value: object, low: int = 1, *, says: str = "") -> int:
-    """Return a whole number from ``low`` to the field's limit. Raises UserError that begins with ``says`` for other
-    values.
-    """
+    """Return a whole number of at least ``low``. Otherwise raise UserError with a message that begins with ``says``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise UserError(f"{says}{name}: {_shown(value)}. Give a whole number of at least {low}.")
     if value > (high := LIMITS.get(name, MOST)):
@@ -99,8 +95,9 @@ def seed_number(name: str, value: object) -> int:
 def number(
     name: str, value: object, low: float, high: float = math.inf, *, open_low: bool = False, open_high: bool = False
 ) -> float:
-    """Return a finite number from ``low`` to ``high``. ``open_low`` excludes ``low``. Raises UserError for other
-    values.
+    """Return a finite number between ``low`` and ``high``. Raises UserError for other values.
+
+    ``open_low`` and ``open_high`` are true if the bound itself is not allowed.
     """
     if is_finite(value):
         too_low = value <= low if open_low else value < low
@@ -114,9 +111,7 @@ def number(
 
 
 def steps_or_share(name: str, value: object, *, open_low: bool = False) -> float:
-    """Return a whole number of steps, or a share (below 1) of all steps. ``open_low`` excludes 0. Raises UserError for
-    other values.
-    """
+    """Return a whole number of steps, or a fraction of all steps below 1. Raises UserError for other values."""
     span = number(name, value, 0.0, open_low=open_low)
     if span >= 1 and span != int(span):
         raise UserError(f"{name}: {_shown(value)}. Give a whole number of steps, or a share below 1 of all steps.")
@@ -124,7 +119,7 @@ def steps_or_share(name: str, value: object, *, open_low: bool = False) -> float
 
 
 def is_finite(value: object) -> TypeGuard[int | float]:
-    """Return whether a value is a finite number that a float can hold. Return False for bools."""
+    """Return whether a value is an int or float, but no bool, and finite as a float."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     try:
@@ -137,7 +132,7 @@ SPECIAL = "is a pipe, a socket or a device"
 
 
 def is_special(place: str | Path) -> bool:
-    """Return whether a path leads to a pipe, a socket or a device. (A reader of such a path might wait forever.)"""
+    """Return whether a path leads to a pipe, a socket or a device, which a reader might wait for forever."""
     try:
         mode = os.stat(place).st_mode
     except (OSError, ValueError):
@@ -146,15 +141,14 @@ def is_special(place: str | Path) -> bool:
 
 
 def real_path(place: str | Path) -> Path:
-    """Return the absolute path without links. ``Path.resolve`` raises RuntimeError if links lead in a circle."""
+    """Return the absolute path with all links followed. (``Path.resolve`` raises RuntimeError for a loop of links.)"""
     return Path(os.path.realpath(place))
 
 
 def folder_beside(place: str | Path) -> Path:
-    """Return the folder NAME-lamina beside ``place``, for records that Lamina converts.
+    """Return the folder for the records that Lamina converts: NAME-lamina, beside the folder or file NAME.
 
-    For checkpoint-100 it is lamina-checkpoint-100: Trainer counts each folder whose name begins with "checkpoint-" as a
-    checkpoint, and would delete a real checkpoint sooner.
+    If NAME begins with "checkpoint-", return lamina-NAME. Trainer would count "checkpoint-100-lamina" as a checkpoint.
     """
     whole = real_path(place)
     return whole.with_name(f"lamina-{whole.name}" if whole.name.startswith("checkpoint-") else f"{whole.name}-lamina")
@@ -164,9 +158,9 @@ _LEVELS, _ENTRIES = 3, 20_000  # of a folder that is given as an input
 
 
 def refuse_special(name: str, value: str | Path, *, levels: int = _LEVELS, entries: int = _ENTRIES) -> None:
-    """Raise UserError for a pipe, a socket or a device, because a reader might wait there forever.
+    """Raise UserError for a pipe, a socket or a device, which a reader might wait for forever. Accept a missing path.
 
-    If the path is a folder, check up to ``entries`` files in it, down to ``levels`` levels. Accept a missing path.
+    In a folder, this function checks at most ``entries`` files, and goes at most ``levels`` folders deep.
     """
     waiting = [(os.fspath(value), 0)]
     for seen, (place, level) in enumerate(waiting):
@@ -179,7 +173,7 @@ def refuse_special(name: str, value: str | Path, *, levels: int = _LEVELS, entri
 
 @takes(PathLike)
 def path(name: str, value: object) -> str:
-    """Return a path as text, with ``~`` replaced by the home folder. Raises UserError for any other value."""
+    """Return a path as text, with ``~`` replaced by the home folder. Raises UserError if the value is no path."""
     if not isinstance(value, str | os.PathLike):
         raise UserError(f"{name}: {_shown(value)} is not a path")
     written = os.fspath(value)
@@ -205,7 +199,7 @@ def path(name: str, value: object) -> str:
 
 
 def writable_folder(name: str, folder: Path) -> None:
-    """Raise UserError if ``folder`` is not writable or can't be created. The function creates no folder."""
+    """Raise UserError if Lamina could not create the folder or write into it. This function creates no folder."""
     path(name, folder)
     for parent in (folder, *folder.absolute().parents):
         try:
@@ -241,9 +235,9 @@ def in_order(names: Iterable[str]) -> list[str]:
 
 
 def nearby(missing: str | Path) -> str:
-    """Return a hint for a missing path: ``; FOLDER has NAMES``, with the nearest existing parent folder's content.
+    """Return a hint that lists the content of the nearest existing parent folder of a missing path.
 
-    Returns "" if the nearest parent folder is the current folder, the home folder or the root.
+    Return "" if this parent is the current folder, the home folder or the root.
     """
     parents = Path(os.path.expanduser(missing)).parents
     folder = next((parent for parent in parents if os.access(parent, os.R_OK | os.X_OK)), Path())
@@ -255,7 +249,7 @@ def nearby(missing: str | Path) -> str:
 
 
 def existing_file(name: str, source: str) -> None:
-    """Raise UserError if a source (FILE or FILE.py:NAME) names a missing file. Accept sources such as hf:NAME."""
+    """Raise UserError if a source is the name of a missing file. Accept sources that are no files, such as hf:NAME."""
     file = source.rpartition(":")[0] if ".py:" in source else source
     if file and ":" not in file and not (path := home(name, file)).exists():
         beside = os.listdir(path.parent) if path.parent.is_dir() else ()
@@ -265,7 +259,7 @@ def existing_file(name: str, source: str) -> None:
 
 
 def text(name: str, value: object) -> str:
-    """Return a text or path object as text. Raises UserError for NUL characters."""
+    """Return a text or path as text. Raises UserError for NUL characters."""
     if isinstance(value, os.PathLike):
         return path(name, value)
     if not isinstance(value, str):
@@ -277,7 +271,7 @@ def text(name: str, value: object) -> str:
 
 @takes(PathLike)
 def place(name: str, value: object) -> str:
-    """Return a text that may be a name or paths. Raises UserError if a part is too long for a file's name."""
+    """Return a text that may be a name or a list of paths. Raises UserError if a name is too long for a file."""
     place = text(name, value)
     if any(len(part.encode(errors="replace")) > LONGEST_NAME for part in re.split(r"[/,:]", place)):
         raise UserError(f"{name}: {_shown(place)} is too long. Give names of at most {LONGEST_NAME} bytes.")
@@ -299,7 +293,6 @@ def switch(name: str, value: object) -> bool:
 
 
 def one_of(name: str, value: object, allowed: Collection[str]) -> str:
-    """Return the value if it is allowed. The error lists the allowed values and suggests the nearest value."""
     if not isinstance(value, str) or value not in allowed:
         hint = nearest(value, allowed) if isinstance(value, str) else ""
         raise UserError(f"{name}: {_shown(value)}{hint} (allowed: {', '.join(allowed)})")
@@ -315,7 +308,7 @@ def mapping(name: str, value: object) -> Mapping[str, object]:
 
 @takes(Names)
 def comma_separated(name: str, value: object) -> str:
-    """Join a list with commas, as on the command line. Return a text unchanged, and convert a number to text."""
+    """Join a list with commas, as the command line takes it. Return a text unchanged, and convert a number to text."""
     if isinstance(value, str) or (isinstance(value, int | float) and not isinstance(value, bool)):
         return str(value)
     if isinstance(value, Mapping | bytes | bytearray | memoryview) or not isinstance(value, Iterable):
@@ -329,7 +322,7 @@ def entries(listed: str | None) -> list[str]:
 
 
 def factors(name: str, value: object) -> str | None:
-    """Return the text if it is a list of comma-separated finite numbers. A number may occur twice."""
+    """Return the value as text if it is a list of comma-separated finite numbers, which may repeat."""
     if value is None:
         return None
     text = comma_separated(name, value)
@@ -343,7 +336,6 @@ def factors(name: str, value: object) -> str | None:
 
 
 def numbers(name: str, text: object, kind: type[Number]) -> list[Number]:
-    """Parse a comma-separated list of one or more different finite numbers."""
     try:
         values = [kind(part) for part in str(text).split(",") if part.strip()] if "_" not in str(text) else []
     except ValueError:

@@ -1,4 +1,4 @@
-"""Read users' YAML safely: limits on size and depth keep a file from exhausting memory or time."""
+"""Read users' YAML safely. Limits on size and depth keep a file from exhausting memory or time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ class _Strict(_Loader):
     """A safe YAML loader that rejects repeated keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Json:
-        """Build a node's mapping. Raises ConstructorError for a repeated key: YAML would keep only the last value."""
+        """Return a node's mapping. Raises ConstructorError for a repeated key, because YAML would keep only the last
+        value.
+        """
         keys: set[tuple[str, str]] = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and (key.tag, key.value) in keys:
@@ -32,17 +34,17 @@ class _Strict(_Loader):
 
 
 def safe_load(text: str) -> object:
-    """Parse a YAML text that Lamina wrote, with libyaml if it is installed. Raises YAMLError."""
+    """Parse a YAML text that Lamina wrote. Raises YAMLError."""
     return yaml.load(text, Loader=_Loader)
 
 
 def read_back(data: Json) -> object:
-    """Return data after a round trip through YAML."""
+    """Return data as they read after Lamina writes them to YAML."""
     return safe_load(yaml.dump(data, Dumper=_Dumper))
 
 
 def read_mapping(path: Path, needed: str = "lines NAME: VALUE") -> Json:
-    """Read a YAML file that holds a mapping. Raises a UserError that names the file and the problem."""
+    """Read a YAML file that holds a mapping. Raises UserError if the file can't be read or holds no mapping."""
     source = repr(str(path))
     try:
         if not path.exists():
@@ -72,7 +74,7 @@ def read_mapping(path: Path, needed: str = "lines NAME: VALUE") -> Json:
 
 
 def _bounded(source: str, text: str) -> None:
-    """Raise UserError for a file that is nested too deep or has too many values, before Lamina builds the values."""
+    """Raise UserError if a YAML file is nested too deep or has too many values, before Lamina builds any value."""
     sizes: dict[str, int] = {}  # of what an anchor names, its aliases written out
     open_: list[tuple[str | None, int]] = [(None, 0)]
     for event in yaml.parse(text, Loader=_Loader):

@@ -1,1 +1,1 @@
-"""Read texts, and pack their tokens into blocks."""
+"""Read texts, and cut their tokens into blocks for training."""

@@ -1,4 +1,4 @@
-"""The training data as numbered items: token blocks in a file, in memory, in a stream, or in a mix."""
+"""Training data as numbered items: blocks of tokens in a file, in memory, in a stream, or from several corpora."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 _AT_ONCE = 2**20  # tokens whose pairs are counted together
 T = TypeVar("T")
 EVAL_SEED = 20_260_101
-"""The seed of all random numbers for held-out items. Every run has the same seed, so that losses are comparable."""
+"""The seed of all random numbers for held-out items. All runs use it, so that their losses are comparable."""
 _SEEDS = 2**63 - 1
 
 
 class TokenBlock(TypedDict):
-    """A block: ``input_ids`` LongTensor [sequence_length], and the same tensor as ``labels``.
+    """A training example: ``input_ids`` [sequence_length], and the same tensor as ``labels``, which the model shifts.
 
-    The model shifts the labels. A padded block has an ``attention_mask``, 1 for tokens and 0 for padding.
+    A padded block also has an ``attention_mask``, which is 1 for tokens and 0 for padding.
     """
 
     input_ids: torch.Tensor
@@ -39,7 +39,7 @@ class TokenBlock(TypedDict):
 
 
 class PartShare(TypedDict):
-    """The blocks that a corpus contributes to a mix. A streamed corpus has no ``epochs``."""
+    """How many blocks a corpus contributes to a mix of corpora. A streamed corpus has no ``epochs``."""
 
     wanted: float
     share: float
@@ -48,18 +48,18 @@ class PartShare(TypedDict):
 
 
 class ItemSource(Dataset[T], Generic[T], ABC):
-    """A source of numbered items. An item is a mapping from the model's arguments to tensors.
+    """A source of numbered training examples. An item is a mapping from the model's arguments to tensors.
 
     Attributes:
-        in_order: true for a stream or a mix: item ``i`` is the run's i-th training item, and the items never end.
-            For a finite set, which the run shuffles, ``in_order`` is false.
+        in_order: true for a stream or a mix of corpora, whose item ``i`` is the i-th training example of a run. Such a
+            source never ends. False for a finite set, which the run shuffles.
     """
 
     in_order: bool = False
 
     @property
     def lengths(self) -> np.ndarray | None:
-        """The number of tokens in each item, without padding; None if no item has padding."""
+        """Return the number of tokens in each item, without padding. Return None if no item has padding."""
         return None
 
     @abstractmethod
@@ -70,39 +70,33 @@ class ItemSource(Dataset[T], Generic[T], ABC):
 
     @abstractmethod
     def sample(self, count: int) -> torch.Tensor:
-        """Return the model's main input for up to ``count`` evenly spread items, [items, ...]. Every call returns the
-        same items.
-        """
+        """Return the model's main input for up to ``count`` evenly spaced items, the same items in every call."""
 
     def for_run(self, seed: int) -> ItemSource[T]:
-        """Return the source for a run with the seed ``seed``."""
+        """Return the source with the order for a run with this seed."""
         return self
 
     def realized(self, spans: Sequence[tuple[int, int]]) -> dict[str, PartShare]:
-        """Return each corpus's share of the items in ``spans`` (start, end). Return {} for a single corpus."""
+        """Return each corpus's share of the items in some index ranges (start, end). Return {} for a single corpus."""
         return {}
 
     def state_dict(self, index: int) -> object:
-        """Return a state (JSON types) from which a resumed run can read item ``index``; None if the source has no
-        state.
-        """
+        """Return a state, in JSON types, for a resumed run to read item ``index``. Return None for no state."""
         return None
 
     def load_state_dict(self, state: object, *, verbose: bool = True) -> None:
-        """Continue from a ``state_dict``; None starts from the beginning.
-
-        With ``verbose``, Lamina logs when the corpus ends and its reading begins again.
+        """Continue from the state of ``state_dict``, or from the beginning for None. ``verbose`` logs each
+        new epoch.
         """
 
 
 class BlockSource(ItemSource[TokenBlock], ABC):
-    """A source of token blocks. ``source[i]`` is a :class:`TokenBlock`. ``sample`` returns the token ids of several
-    blocks, [blocks, sequence_length].
+    """A source of token blocks. ``source[i]`` is a :class:`TokenBlock`, and ``sample`` returns [blocks,
+    sequence_length].
 
     Attributes:
-        parts: the sources of a mix and their shares. A single corpus has one part: the corpus.
-        known: the token ids in memory or in the cache, [blocks, sequence_length] of unsigned integers. A prepared
-            corpus has all ids there; a stream has only some ids.
+        parts: the sources of the corpora in a mix, with their shares. A single corpus is its only part.
+        known: the token ids that need no reading from a stream, [blocks, sequence_length] of unsigned integers.
     """
 
     @property
@@ -118,10 +112,7 @@ class BlockSource(ItemSource[TokenBlock], ABC):
         return torch.from_numpy(known[spread(len(known), count)].astype(np.int64))
 
     def frequencies(self, vocab_size: int, count: int) -> np.ndarray:
-        """Estimate the token frequencies [vocab_size] from ``count`` blocks per corpus, with add-one smoothing.
-
-        A mix weights each corpus by its share.
-        """
+        """Estimate the token frequencies [vocab_size] from ``count`` blocks of each corpus, with add-one smoothing."""
         total = np.zeros(vocab_size)
         for share, part in self.parts:
             total = total + float(share) * smoothed(count_tokens(part.sample(count).numpy(), vocab_size))
@@ -132,9 +123,9 @@ class BlockSource(ItemSource[TokenBlock], ABC):
 
     @abstractmethod
     def rows(self, indices: Sequence[int]) -> np.ndarray:
-        """Return the token ids of the blocks ``indices``, [blocks, sequence_length]. Repeated indices count once.
+        """Return the token ids of some blocks, [blocks, sequence_length], with each block once.
 
-        For a stream, return the known text instead, because a run reads a stream only once.
+        A run reads a stream only once, so for a stream this method returns the known text instead.
         """
 
 
@@ -146,7 +137,6 @@ class ArrayBlocks(BlockSource):
 
     @property
     def array(self) -> np.ndarray:
-        """The token ids, [num_blocks, sequence_length]."""
         assert self._array is not None
         return self._array
 
@@ -157,7 +147,7 @@ class ArrayBlocks(BlockSource):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[TokenBlock]:
-        """Return several items with one copy. The DataLoader calls this method."""
+        """Return several items with a single copy, for the DataLoader."""
         rows = torch.from_numpy(self.array[np.asarray(indices, dtype=np.int64)].astype(np.int64))
         return [{"input_ids": row, "labels": row} for row in rows]
 
@@ -171,11 +161,11 @@ class ArrayBlocks(BlockSource):
 
 @dataclass(frozen=True, kw_only=True)
 class Stats:
-    """Statistics of a pair of splits.
+    """Statistics of the training split and the eval split.
 
     Attributes:
-        unigram_entropy: cross-entropy in nats of the eval split's targets (tokens or classes) under the train split's
-            frequencies, with add-one smoothing. A model that has learned only the targets' frequencies has this loss.
+        unigram_entropy: the loss in nats on the eval split of a model that knows only the target frequencies of the
+            training split, with add-one smoothing. Targets are tokens or classes.
         fingerprint: a hash of the data and of the settings that decide the items.
     """
 
@@ -185,11 +175,11 @@ class Stats:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockStats(Stats):
-    """Statistics of two splits of text. Lamina counts tokens and bytes only in whole blocks.
+    """Statistics of two splits of a text. Lamina counts only the tokens and bytes in whole blocks.
 
     Attributes:
-        train_bytes: UTF-8 bytes of the train split's text, without end-of-text tokens. Lamina assumes that the dropped
-            remainder has as many bytes per token as the rest.
+        train_bytes: UTF-8 bytes of the training split's text, without end-of-text tokens. The value is an estimate if
+            tokens remain after the last whole block.
         eval_bytes: UTF-8 bytes of the eval split's text, counted like ``train_bytes``.
         documents: the number of documents in the whole corpus.
     """
@@ -204,16 +194,14 @@ class BlockStats(Stats):
 
     @property
     def bytes_per_token(self) -> float:
-        """UTF-8 bytes of text per token of the eval split."""
+        """Return the eval split's UTF-8 bytes per token."""
         return self.eval_bytes / self.eval_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class Splits(Generic[T]):
-    """The two splits of a corpus or an image set, with their statistics.
-
-    Attributes:
-        second: items of a second corpus for evaluation; None if there is no second corpus.
+    """The two splits of a corpus or an image set. ``second`` has items of a second corpus for evaluation, or
+    is None.
     """
 
     train: ItemSource[T]
@@ -224,7 +212,7 @@ class Splits(Generic[T]):
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks(Splits[TokenBlock]):
-    """The train split and the eval split of a text, cut into blocks of tokens."""
+    """The training split and the eval split of a text, cut into blocks of tokens."""
 
     train: BlockSource
     eval: BlockSource
@@ -234,18 +222,18 @@ class Blocks(Splits[TokenBlock]):
 
 @lru_cache(maxsize=2)
 def shuffled(items: int, seed: int) -> torch.Tensor:
-    """Return the numbers below ``items`` in a random order that depends only on the seed."""
+    """Return the numbers 0 to ``items`` - 1 in a random order that depends only on the seed."""
     return torch.randperm(items, generator=torch.Generator().manual_seed(seed))
 
 
 def spread(available: int, wanted: int) -> list[int]:
-    """Return up to ``wanted`` evenly spread indices below ``available``. The indices are the same in every run."""
+    """Return up to ``wanted`` evenly spaced indices below ``available``."""
     wanted = min(wanted, available)
     return [i * available // wanted for i in range(wanted)]
 
 
 def perplexity(loss: float) -> float:
-    """Return exp(loss) for a loss in nats per token; infinity on overflow."""
+    """Return exp(loss) for a loss in nats per token. Return infinity on overflow."""
     try:
         return math.exp(loss)
     except OverflowError:
@@ -253,21 +241,23 @@ def perplexity(loss: float) -> float:
 
 
 def bits_per_byte(loss_per_token: float, stats: BlockStats) -> float:
-    """Return bits per UTF-8 byte: ``loss * eval_tokens / (eval_bytes * ln 2)``. The result is comparable across
-    tokenizers.
+    """Return bits per UTF-8 byte, which are comparable across tokenizers: ``loss * eval_tokens / (eval_bytes * ln 2)``.
 
-    The result makes three approximations, each below one percent for blocks of useful length. Lamina assumes the mean
-    loss also for the first token of each block, which has no prediction. End-of-text tokens cost bits but have no
-    bytes. Lamina assumes that the dropped remainder has as many bytes per token as the rest.
+    Each of these approximations changes the result by less than one percent for blocks of useful length:
+
+    - The first token of each block has no prediction. Lamina assumes the mean loss for it.
+    - End-of-text tokens cost bits but have no bytes.
+    - ``eval_bytes`` is itself an estimate (see ``BlockStats``).
 
     Args:
-        loss_per_token: mean cross-entropy in nats on the eval split.
+        loss_per_token: the mean cross-entropy in nats on the eval split.
+        stats: the statistics of the splits.
     """
     return loss_per_token * stats.eval_tokens / (stats.eval_bytes * math.log(2))
 
 
 def count_tokens(ids: np.ndarray, vocab_size: int) -> np.ndarray:
-    """Count each id below ``vocab_size`` in ``ids`` [blocks, sequence_length], a few million tokens at a time."""
+    """Count how often each id below ``vocab_size`` occurs in ``ids`` [blocks, sequence_length]."""
     counts = np.zeros(vocab_size, dtype=np.int64)
     rows = max(1, 2**22 // ids.shape[1])
     for start in range(0, len(ids), rows):
@@ -276,17 +266,14 @@ def count_tokens(ids: np.ndarray, vocab_size: int) -> np.ndarray:
 
 
 def smoothed(counts: np.ndarray) -> np.ndarray:
-    """Return the frequencies for ``counts``, with add-one smoothing, [vocab_size]."""
+    """Convert counts to frequencies with add-one smoothing, [vocab_size]."""
     return (counts + 1) / (counts.sum() + len(counts))
 
 
 def unigram_entropy(train: np.ndarray, held_out: np.ndarray, vocab_size: int) -> float:
-    """Return the cross-entropy, in nats per token, of held-out tokens under the train split's smoothed frequencies.
+    """Return the cross-entropy, in nats per token, of held-out tokens under the training split's smoothed frequencies.
 
-    Args:
-        train: token ids, [blocks, sequence_length].
-        held_out: token ids of the held-out split.
-        vocab_size: the number of ids to smooth over.
+    ``train`` and ``held_out`` are token ids [blocks, sequence_length]. Ids from ``vocab_size`` on are padding.
     """
     train_counts, eval_counts = count_tokens(train, vocab_size), count_tokens(held_out, vocab_size)
     log_probability = np.log(train_counts + 1) - np.log(train_counts.sum() + vocab_size)
@@ -294,13 +281,19 @@ def unigram_entropy(train: np.ndarray, held_out: np.ndarray, vocab_size: int) ->
 
 
 def pair_entropy(train: np.ndarray, held_out: np.ndarray, vocab_size: int) -> float:
-    """Return the cross-entropy, in nats per token, of held-out tokens under a table of the train split's token pairs.
+    """Return the cross-entropy, in nats per token, of a bigram model on held-out tokens.
 
-    Like a model, the table predicts all tokens of a block but the first. The table is smoothed after Witten and Bell
-    (1991): p(v | u) = (c(u, v) + n(u) p(v)) / (c(u) + n(u)). Here c(u, v) counts the pair, and c(u) counts all pairs
-    that begin with u. n(u) is the number of different tokens after u. p(v) is the frequency of v with add-one
-    smoothing. To save memory, Lamina counts only the pairs whose first token also begins a held-out pair. Lamina does
-    not count pairs that end in padding (the id ``vocab_size``). For the arguments, see ``unigram_entropy``.
+    The bigram model has the counts of the training split, with the smoothing of Witten and Bell (1991):
+
+        p(v | u) = (c(u, v) + n(u) p(v)) / (c(u) + n(u))
+
+    - c(u, v): the number of times that token v follows token u
+    - c(u): the sum of c(u, v) over all v
+    - n(u): the number of different tokens that follow u
+    - p(v): the frequency of v, with add-one smoothing
+
+    Lamina omits the first token of each block, and padding (the id ``vocab_size``). For the arguments, see
+    ``unigram_entropy``.
     """
     wanted = held_out.astype(np.int64)
     real = wanted[:, 1:] < vocab_size
@@ -323,17 +316,17 @@ def pair_entropy(train: np.ndarray, held_out: np.ndarray, vocab_size: int) -> fl
 
 
 class DrawnItems(ItemSource[T]):
-    """Items of another source, which Lamina changes at random.
+    """Items of another source, each with a random change, such as masked tokens.
 
-    The random numbers depend only on the seed and the item's position. A resumed run, a run after a rollback, and a run
-    of several processes therefore draw the same numbers as an undisturbed run.
+    The random numbers depend only on the seed and the item's position in the run. So a resumed run, a run after a
+    rollback and a run of several processes draw the same numbers as an undisturbed run.
 
     Args:
         source: the items before the change.
         seed: the seed of the order and of the changes.
-        training: if true, the items never end, and each pass over the source has a new shuffle. If false, the items
-            come in the source's order.
-        repeats: the number of consecutive positions that draw the same item.
+        training: whether the items are for training. If true, the items never end, and Lamina shuffles them in each
+            epoch. If false, the items keep the source's order.
+        repeats: the number of consecutive positions with the same item.
     """
 
     def __init__(self, source: ItemSource[T], seed: int = EVAL_SEED, *, training: bool = False, repeats: int = 1):
@@ -344,7 +337,7 @@ class DrawnItems(ItemSource[T]):
         return torch.Generator().manual_seed((self.seed * 1_000_003 + position * 7_919 + 17) % _SEEDS)
 
     def number(self, position: int) -> int:
-        """Return the index in ``source`` of the item that a run draws at ``position``."""
+        """Return the index in the source of the item at a position of the run."""
         if not self.training or self.source.in_order:
             return position
         turn, index = divmod(position // self.repeats, len(self.source))
@@ -371,11 +364,10 @@ class DrawnItems(ItemSource[T]):
 
 
 class MixedBlocks(BlockSource):
-    """A mix of several corpora's blocks in training order: item ``i`` is the run's i-th block.
+    """The blocks of several corpora in training order. Item ``i`` is the i-th block of the run.
 
-    After n blocks, a part with the share s has contributed s * n blocks, to within one block. With a ``seed``, each
-    epoch of a part shuffles the part's blocks again. Without a seed, the blocks keep the part's order. The order
-    depends only on the parts, the shares and the seed, so a run that resumes at block i sees the same blocks.
+    After n blocks, a corpus with the share s has contributed s * n blocks, to within one block. The order depends only
+    on the corpora, the shares and the seed. With a seed, Lamina shuffles the blocks of each corpus in each epoch.
     """
 
     in_order = True
@@ -392,7 +384,7 @@ class MixedBlocks(BlockSource):
         return list(zip(self.shares, self.blocks, strict=True))
 
     def for_run(self, seed: int, length: int = 2**62) -> MixedBlocks:
-        """Return the mix for a run with the seed ``seed``. Its blocks are shuffled, and do not end during a run."""
+        """Return the shuffled blocks for a run with this seed. They do not end during the run."""
         return MixedBlocks(list(zip(self.names, self.shares, self.blocks, strict=True)), length, seed)
 
     def __len__(self) -> int:
@@ -403,7 +395,7 @@ class MixedBlocks(BlockSource):
         return self.blocks[part][number]
 
     def _number(self, index: int) -> tuple[int, int]:
-        """Return the part that block ``index`` comes from, and the block's number in that part."""
+        """Return the corpus of block ``index``, and the block's number in that corpus."""
         part, position = self.where(index)
         if self.blocks[part].in_order:
             return part, position
@@ -416,7 +408,7 @@ class MixedBlocks(BlockSource):
         return part, int(self._orders[part][1][offset])
 
     def where(self, index: int) -> tuple[int, int]:
-        """Return the part that block ``index`` comes from, and the number of that part's blocks before it."""
+        """Return the corpus of block ``index``, and how many blocks of that corpus come earlier."""
         if index < 0:
             index += self.length
         if not 0 <= index < self.length:
@@ -430,7 +422,7 @@ class MixedBlocks(BlockSource):
         raise AssertionError("the last part takes every block that remains")
 
     def counts(self, blocks: int) -> list[int]:
-        """Count the blocks of each part among the first ``blocks`` blocks."""
+        """Count the blocks of each corpus among the first ``blocks`` blocks."""
         rest, counts = Fraction(1), []
         for share in self.shares:
             counts.append(_share_of(blocks, share / rest))
@@ -482,16 +474,14 @@ class MixedBlocks(BlockSource):
 
 
 def _share_of(blocks: int, share: Fraction) -> int:
-    """Return floor(blocks * share + 1/2) in integers: a part's number of blocks among the first ``blocks``."""
+    """Return blocks * share, rounded to the nearest integer without floating-point errors."""
     return (2 * blocks * share.numerator + share.denominator) // (2 * share.denominator)
 
 
 def mix(parts: Sequence[Part], blocks: Sequence[Blocks]) -> Blocks:
-    """Mix several corpora's train and eval splits, with the same shares in both splits. A single corpus stays
-    unchanged.
+    """Mix the training splits and the eval splits of several corpora. Return a single corpus unchanged.
 
-    No held-out block repeats, so the shares limit the number of held-out blocks. The length of ``train`` is the sum of
-    the parts' lengths. ``MixedBlocks.for_run`` gives the order and length for a run.
+    The length of ``train`` is the sum of the corpora's lengths. The eval split repeats no block.
     """
     if len(blocks) == 1:
         return blocks[0]
@@ -520,10 +510,7 @@ def mix(parts: Sequence[Part], blocks: Sequence[Blocks]) -> Blocks:
 
 
 def _entropy(parts: Sequence[Part], blocks: Sequence[Blocks]) -> float:
-    """Return the cross-entropy of mixed held-out tokens under mixed, add-one smoothed train frequencies, in nats.
-
-    The shares weight the tokens and the frequencies: p(t) = sum over the parts of share * p_part(t).
-    """
+    """Return the cross-entropy, in nats, of a mix's held-out tokens under its smoothed train frequencies."""
     train, held_out = np.zeros(1), np.zeros(1)
     for part, part_blocks in zip(parts, blocks, strict=True):
         share, vocab_size = float(part.share), part_blocks.stats.vocab_size

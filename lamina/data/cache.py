@@ -1,4 +1,4 @@
-"""A cache of costly results. Each result has a folder whose name is a hash. Lamina publishes only complete folders."""
+"""A cache for costly results. Each result has a folder named by a hash. Only complete folders appear in the cache."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _whole: dict[Path, list[tuple[str, int, int]]] = {}
 
 
 def cache_root(cache_dir: Path | str | None = None) -> Path:
-    """Return the cache's folder: ``cache_dir``, or ``$LAMINA_CACHE``, or ``~/.cache/lamina``, in this order."""
+    """Return the cache's folder: ``cache_dir``, or else ``$LAMINA_CACHE``, or else ``~/.cache/lamina``."""
     if cache_dir:
         return home("cache_dir", cache_dir)
     return home("LAMINA_CACHE", os.environ.get("LAMINA_CACHE") or "~/.cache/lamina")
 
 
 def is_whole(folder: Path) -> bool:
-    """Return whether a folder's files still have the digests in the folder's manifest.
+    """Return whether the files of a folder are unchanged since Lamina wrote them. Log a warning for a damaged folder.
 
-    Log a warning for a damaged folder. A process reads the files again only if a file's size or time has changed.
+    A process reads the files again only if the size or time of a file has changed.
     """
     if not folder.exists():
         return False
@@ -58,11 +58,9 @@ def is_whole(folder: Path) -> bool:
 
 
 def publish(folder: Path, write: Callable[[Path], object]) -> None:
-    """Create ``folder`` unless it is complete. ``write`` fills a draft folder. Then Lamina adds a manifest and renames
-    the draft.
+    """Create a complete folder in the cache, unless it exists. Replace a damaged folder.
 
-    Several processes may publish a folder at once: the first process to finish publishes the folder for all. An error
-    in ``write`` leaves nothing behind. ``publish`` replaces a damaged folder, and deletes drafts of killed processes.
+    ``write`` fills a temporary folder, which Lamina then renames. Several processes may create the same folder at once.
     Raises UserError if the cache is not writable, and OSError for other errors of the disk.
     """
     if is_whole(folder):
@@ -94,7 +92,7 @@ def publish(folder: Path, write: Callable[[Path], object]) -> None:
 
 
 def _sweep(parent: Path) -> None:
-    """Delete the drafts of killed processes: at once if they ran on this host, and after a day if on another host."""
+    """Delete the temporary folders of killed processes. Keep another machine's folder for a day."""
     for path in parent.glob(".*"):
         match = _DRAFT.fullmatch(path.name)
         if match is None:
@@ -108,7 +106,4 @@ def _sweep(parent: Path) -> None:
 
 
 def _host() -> str:
-    """Return a short name of this machine or container. Process ids are valid only on one machine or in one
-    container.
-    """
     return uuid.uuid5(uuid.NAMESPACE_DNS, f"{socket.gethostname()}-{uuid.getnode()}").hex[:8]

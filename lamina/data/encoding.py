@@ -18,10 +18,7 @@ from lamina.data.split import Segment
 
 
 def ids_are_bytes(tokenizer: Json) -> bool:
-    """Return whether a serialized tokenizer (tokenizer.json) maps every text to its UTF-8 bytes.
-
-    The id of each byte must equal the byte, and no step of the tokenizer may change or join bytes.
-    """
+    """Return whether a tokenizer.json maps every text to its UTF-8 bytes, with the byte's value as the token id."""
     model, pre_tokenizer = tokenizer["model"], tokenizer["pre_tokenizer"] or {}
     vocabulary = model.get("vocab") or {}
     plain_bpe = (
@@ -41,15 +38,14 @@ def ids_are_bytes(tokenizer: Json) -> bool:
 
 
 def vocab_size_of(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the number of embeddings that a tokenizer needs: more than the number of tokens if the ids have gaps."""
+    """Return the number of embeddings that a tokenizer needs. It exceeds the number of tokens if the ids have gaps."""
     return max(len(tokenizer), max(tokenizer.get_vocab().values(), default=0) + 1)
 
 
 def known(token: int, size: int | None, source: str, notes: list[str] | None) -> int | None:
-    """Return the end-of-text token, or None if the model's vocabulary of ``size`` lacks the token.
+    """Return the end-of-text token, or None if a vocabulary of ``size`` lacks it.
 
-    A vocabulary of 256 bytes lacks the token, so Lamina omits the token. Lamina adds a line to ``notes`` that begins
-    with ``source``.
+    For a missing token, add a line to ``notes`` that begins with ``source``.
     """
     if size is None or token < size:
         return token
@@ -61,10 +57,10 @@ def known(token: int, size: int | None, source: str, notes: list[str] | None) ->
 
 
 class TextEncoder:
-    """Encodes texts without special tokens: the encoder neither adds special tokens nor recognizes them in the text.
+    """Encode texts without special tokens, truncation or padding.
 
-    A text that contains ``<|endoftext|>`` therefore cannot forge the end of a document. Truncation and padding are off.
-    The tokenizer itself stays unchanged.
+    If a text contains ``<|endoftext|>``, the encoder treats it as plain text, so a text can't forge the end of a
+    document. The tokenizer itself stays unchanged.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
@@ -94,7 +90,7 @@ class TextEncoder:
         return [np.array(ids, dtype=self.dtype) for ids in cast("list[list[int]]", encoded["input_ids"])]
 
     def content_hash(self) -> str:
-        """Hash the tokenizer, including the end-of-text id. Equal hashes mean equal token ids for every text."""
+        """Return a hash of the tokenizer and its end-of-text id. Equal hashes mean equal token ids for every text."""
         digest = hashlib.sha256(f"{self.tokenizer.eos_token_id}\0{self.vocab_size}\0".encode())
         if self.backend is not None:
             digest.update(self.backend.to_str().encode())
@@ -108,13 +104,13 @@ class TextEncoder:
 
 
 class TokenJoiner:
-    """Joins segments into one sequence of tokens, with an end-of-text token before a segment that begins a new text.
+    """Join segments of text into one sequence of tokens, with an end-of-text token between texts that do not adjoin.
 
-    A segment begins a new text in three cases: the segment belongs to another document, text of the other split came
-    before, or you called :meth:`jump`. No end-of-text token precedes the first segment.
+    Two segments do not adjoin if they belong to different documents, if text of the other split lies between them, or
+    if :meth:`jump` was called.
 
     Attributes:
-        last: the document and the character at which the last segment ended; None before the first segment.
+        last: the document and the character at which the last segment ended, or None before the first segment.
         chars: the number of characters added since the last :meth:`encode`.
     """
 
@@ -133,11 +129,11 @@ class TokenJoiner:
         self.chars += len(segment.text)
 
     def jump(self) -> None:
-        """Mark the beginning of a new file: the next segment begins a new text."""
+        """Put an end-of-text token before the next segment, for the beginning of a new file."""
         self.last = None if self.last is None else self.ELSEWHERE
 
     def encode(self) -> np.ndarray:
-        """Return the tokens of the segments added since the last call: an array [tokens] of the encoder's dtype."""
+        """Return the tokens of the segments added since the last call, an array [tokens]."""
         if not self._texts:
             return self._end[:0]
         rows: list[np.ndarray] = []
@@ -148,14 +144,13 @@ class TokenJoiner:
 
 
 class RowJoiner(TokenJoiner):
-    """Turns each segment into a row: the segment's tokens and an end-of-text token. The row is cut or padded to
+    """Convert each segment to a row of tokens that ends with an end-of-text token, cut or padded to
     ``sequence_length``.
 
-    The padding has the id ``vocab_size``, which no token has. Lamina drops a row of fewer than two tokens, because the
-    row has no token to predict.
+    The id ``vocab_size``, which no token has, marks the padding. Lamina drops rows of fewer than two tokens.
 
     Attributes:
-        cut: the number of tokens that were cut off so far.
+        cut: the number of tokens cut off so far.
     """
 
     def __init__(self, encoder: TextEncoder, sequence_length: int):
@@ -163,7 +158,7 @@ class RowJoiner(TokenJoiner):
         self.sequence_length, self.cut = sequence_length, 0
 
     def encode(self) -> np.ndarray:
-        """Return the rows of the segments added since the last call, concatenated."""
+        """Return the rows of the segments added since the last call, joined into one array."""
         shape, padding = (len(self._texts), self.sequence_length), self.encoder.vocab_size
         rows = np.full(shape, padding, dtype=self.encoder.padded_dtype)
         for row, ids in zip(rows, self.encoder.encode(self._texts) if self._texts else (), strict=True):

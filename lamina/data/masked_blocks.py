@@ -12,15 +12,15 @@ REPLACED, RANDOM = 0.8, 0.1  # of the chosen tokens: BERT's shares; the rest sta
 
 
 class MaskedBlocks(DrawnItems[TokenBlock]):
-    """Token blocks in which transformers masks a share of the tokens for prediction, as in BERT.
+    """Token blocks in which transformers masks random tokens for prediction, as in BERT.
 
-    80 % of the chosen tokens become the mask token, 10 % become a random token, and 10 % stay. ``labels`` are -100 for
-    tokens that were not chosen. Special tokens are never chosen.
+    80 % of the chosen tokens become the mask token, 10 % become a random token, and 10 % stay unchanged. The labels of
+    all other tokens are -100. Lamina never chooses special tokens.
 
     Args:
         source: blocks of text.
-        tokenizer: a tokenizer with a mask token; see :func:`with_mask_token`.
-        mask_ratio: the probability that a token is chosen (ModernBERT: 0.3; BERT: 0.15).
+        tokenizer: a tokenizer with a mask token (see :func:`with_mask_token`).
+        mask_ratio: the probability of choosing a token (ModernBERT: 0.3, BERT: 0.15).
         seed: the seed of the order and of the masks.
         training: see :class:`DrawnItems`.
     """
@@ -45,7 +45,7 @@ class MaskedBlocks(DrawnItems[TokenBlock]):
         return MaskedBlocks(self.source.for_run(seed), self.tokenizer, self.mask_ratio, seed, training=True)
 
     def __getitem__(self, index: int) -> TokenBlock:
-        """Mask a block [sequence_length]. At least one token is chosen, because a loss over no tokens is undefined."""
+        """Mask at least one token of a block [sequence_length], because a loss over no tokens is undefined."""
         block = self.source[self.number(index)]
         ids = block["input_ids"]
         special = torch.isin(ids, self.special)
@@ -59,7 +59,7 @@ class MaskedBlocks(DrawnItems[TokenBlock]):
 
 
 def with_mask_token(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """Return the tokenizer, with an added mask token if the tokenizer has no mask token."""
+    """Add a mask token to the tokenizer if it has none, and return the tokenizer."""
     if tokenizer.mask_token is None:
         tokenizer.add_special_tokens({"mask_token": MASK})
     return tokenizer

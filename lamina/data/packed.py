@@ -1,4 +1,4 @@
-"""Packed token blocks: prepared once, cached under a hash of content and settings, and memory-mapped."""
+"""Blocks of tokens that Lamina prepares once and keeps in the cache."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _META, _TRAIN, _EVAL = "meta.json", "train.bin", "eval.bin"
 
 
 class PackedBlocks(ArrayBlocks):
-    """Token blocks in a memory-mapped file, [num_blocks, sequence_length]; pickling keeps only the path."""
+    """Token blocks in a memory-mapped file, [num_blocks, sequence_length]. A pickled object holds only the path."""
 
     def __init__(self, path: Path | str, dtype: str, num_blocks: int, sequence_length: int):
         self.path = Path(path)
@@ -57,7 +57,6 @@ class PackedBlocks(ArrayBlocks):
 
     @property
     def array(self) -> np.ndarray:
-        """The token ids, [num_blocks, sequence_length] of uint16 or uint32, read-only, mapped at first use."""
         if self._array is None:
             self._array = np.memmap(self.path, dtype=self.dtype, mode="r", shape=self.shape)
         return self._array
@@ -72,7 +71,7 @@ class PackedBlocks(ArrayBlocks):
 class PaddedBlocks(PackedBlocks):
     """Padded blocks with one document each.
 
-    In the file, padding has the id ``padding``. The model gets the id ``filler`` for padding, with the label -100.
+    Padding has the id ``padding`` in the file. The model gets the token ``filler`` for it, with the label -100.
     """
 
     padding: int
@@ -92,7 +91,7 @@ class PaddedBlocks(PackedBlocks):
         return self.path.with_suffix(".lengths.npy")
 
     def write_lengths(self) -> None:
-        """Save the rows' lengths beside the file. A run then finds the lengths without reading all rows."""
+        """Save the rows' lengths beside the file, so that a run need not read all rows to get them."""
         np.save(self._lengths_file, self.lengths)
 
     @property
@@ -106,7 +105,7 @@ class PaddedBlocks(PackedBlocks):
         return self._lengths
 
     def sample(self, count: int) -> torch.Tensor:
-        """Join the texts of evenly spread rows into up to ``count`` blocks without padding."""
+        """Return up to ``count`` blocks without padding, from the joined texts of evenly spaced rows."""
         length = self.shape[1]
         rows = self.array[spread(len(self), math.ceil(2 * count * length / self.lengths.mean()))]
         text = rows[rows != self.padding].astype(np.int64)
@@ -115,7 +114,6 @@ class PaddedBlocks(PackedBlocks):
 
 
 def _opened(path: Path, encoder: TextEncoder, sequence_length: int, *, padded: bool) -> PackedBlocks:
-    """Map the blocks in a split's file."""
     kind, dtype = (PaddedBlocks, encoder.padded_dtype) if padded else (PackedBlocks, encoder.dtype)
     blocks = kind(path, dtype.name, path.stat().st_size // (dtype.itemsize * sequence_length), sequence_length)
     if isinstance(blocks, PaddedBlocks):
@@ -135,25 +133,23 @@ def prepare_blocks(
     padded: bool = False,
     progress: bool = True,
 ) -> tuple[Blocks, PreTrainedTokenizerFast]:
-    """Tokenize a corpus, hold out a part, and pack both parts into blocks, or read the blocks from the cache.
+    """Tokenize a corpus, hold out a part, and cut both parts into blocks. Later calls read the blocks from the cache.
 
-    Lamina cuts the corpus at line ends into pieces of 1,024 to 65,536 characters (tiny corpora: shorter pieces).
-    Lamina holds out every n-th piece. The eval split is therefore spread over the whole corpus, and no training block
-    contains eval text. In each split, an end-of-text token separates documents. An end-of-text token also stands where
-    a split leaves out pieces of the other split.
-
-    Lamina holds out more than ``eval_fraction`` of a small corpus, to fill at least one block.
+    Lamina cuts the corpus at line ends into pieces of 1,024 to 65,536 characters, or fewer in a tiny corpus, and holds
+    out every n-th piece. So the eval split is spread over the whole corpus, and no training block contains eval text.
+    An end-of-text token separates texts that do not adjoin in the corpus. If the corpus is small, Lamina holds out more
+    than ``eval_fraction`` to fill at least one block.
 
     Args:
         corpus: see :meth:`lamina.data.Corpus.parse`.
         tokenizer_spec: see :func:`lamina.data.load_tokenizer`.
         sequence_length: tokens per block.
-        eval_fraction: the held-out share of the text, above 0 and up to 0.5.
+        eval_fraction: the held-out fraction of the text, above 0 and up to 0.5.
         text_field: the field of .jsonl rows that holds the text.
-        cache_dir: default ``$LAMINA_CACHE`` or ``~/.cache/lamina``.
-        padded: give each document a separate row, which is cut or padded to ``sequence_length``. The piece with a
-            document's beginning decides the document's split.
-        progress: show a progress bar on a terminal after two seconds.
+        cache_dir: the cache's folder (default: ``$LAMINA_CACHE`` or ``~/.cache/lamina``).
+        padded: whether each document gets a block of its own, cut or padded to ``sequence_length``. Lamina holds out a
+            whole document if its beginning is in a held-out piece.
+        progress: whether to show a progress bar on a terminal after two seconds.
 
     Raises:
         UserError: the corpus is missing, empty, binary or too short for two blocks, or an argument is out of range.
@@ -175,7 +171,7 @@ def prepare_blocks(
 
 @dataclass(frozen=True, kw_only=True)
 class _Packing:
-    """The settings by which a corpus becomes packed blocks."""
+    """The settings for converting a corpus to blocks."""
 
     encoder: TextEncoder
     sequence_length: int
@@ -183,9 +179,9 @@ class _Packing:
     progress: bool
 
     def blocks(self, corpus: SingleCorpus, root: Path, eval_fraction: float, trained: bool) -> Blocks:
-        """Return a corpus's blocks from the cache in ``root``. If the cache lacks the blocks, pack the corpus first.
+        """Return a corpus's blocks from the cache in ``root``, or prepare them first.
 
-        ``trained`` says whether the tokenizer was trained on the corpus without its held-out part.
+        ``trained`` is true if Lamina trained the tokenizer on the corpus's training split.
         """
         identity = f"{_FORMAT}{'-padded' * self.padded}|{corpus.fingerprint()}|{self.encoder.content_hash()}"
         key = hashlib.sha256(f"{identity}|{self.sequence_length}|{eval_fraction!r}".encode()).hexdigest()
@@ -222,7 +218,7 @@ class _Packing:
         return [_opened(path, self.encoder, self.sequence_length, padded=self.padded) for path in paths]
 
     def _pack(self, draft: Path, corpus: SingleCorpus, fraction: float) -> tuple[Packed, float]:
-        """Pack a corpus. Return the packed files and the held-out share, which a small corpus increases."""
+        """Write a corpus's blocks. Return them and the held-out fraction, which Lamina increases for a small corpus."""
         total, length = count_chars(corpus), self.sequence_length
         options = {"total_chars": total, "padded": self.padded, "progress": self.progress}
         while True:
@@ -243,9 +239,6 @@ class _Packing:
 
 
 def _cached(root: Path, key: str, write: Callable[[Path], Json]) -> tuple[Path, Json]:
-    """Return a cache folder and the content of its meta.json. ``write`` fills a missing folder and returns the content
-    of meta.json.
-    """
     folder = root / "blocks" / key[:32]
     publish(folder, lambda draft: (draft / _META).write_text(json.dumps(write(draft), indent=1), encoding="utf-8"))
     return folder, read_json(folder / _META)
@@ -253,10 +246,7 @@ def _cached(root: Path, key: str, write: Callable[[Path], Json]) -> tuple[Path, 
 
 @dataclass
 class SplitFile:
-    """Writes the file of a split: tokens in the corpus's order, joined by ``joiner``.
-
-    ``tokens`` counts the written tokens, and ``bytes`` counts the UTF-8 bytes of the added text.
-    """
+    """A file of a split's tokens, with the number of tokens in it and of the UTF-8 bytes of their text."""
 
     file: BinaryIO
     joiner: TokenJoiner
@@ -264,20 +254,16 @@ class SplitFile:
     bytes: int = 0
 
     def add(self, segment: Segment) -> None:
-        """Add a segment for ``flush`` to write."""
         self.joiner.add(segment)
         self.bytes += len(segment.text.encode())
 
     def flush(self) -> None:
-        """Write the tokens of the added segments."""
         ids = self.joiner.encode()
         self.file.write(ids.tobytes())
         self.tokens += int(np.count_nonzero(ids < self.joiner.encoder.vocab_size))
 
     def finish(self, sequence_length: int) -> int:
-        """Cut the file to whole blocks, reduce ``tokens`` and ``bytes`` in proportion, and return the uncut number of
-        tokens.
-        """
+        """Cut the file to whole blocks and reduce ``bytes`` in proportion. Return the number of tokens before it."""
         self.flush()
         every = self.tokens
         if isinstance(self.joiner, RowJoiner):
@@ -290,7 +276,7 @@ class SplitFile:
 
 
 class Packed(NamedTuple):
-    """The files of both splits, in whole blocks; ``all_tokens`` includes the dropped remainders."""
+    """The files of both splits, cut to whole blocks. ``all_tokens`` includes the tokens that were cut off."""
 
     train: SplitFile
     held_out: SplitFile
@@ -309,11 +295,10 @@ def pack(
     padded: bool = False,
     progress: bool,
 ) -> Packed:
-    """Tokenize a corpus and write the blocks of both splits, [blocks, sequence_length] of the encoder's dtype.
+    """Tokenize a corpus, hold out the fraction ``fraction``, and write the blocks of both splits into ``folder``.
 
-    Lamina holds out the share ``fraction`` of the corpus. With ``padded``, each block is one document, and the blocks
-    have the dtype ``padded_dtype``. The progress bar counts characters. The bar appears after two seconds, and only on
-    a terminal. Raises OSError if the disk is full.
+    The files hold [blocks, sequence_length] of the encoder's dtype. With ``padded``, each block holds one document, and
+    the dtype is the encoder's ``padded_dtype``. Raises OSError if the disk is full.
     """
     documents = 0
     quiet = not (progress and has_bars())
@@ -340,7 +325,7 @@ def pack(
 
 
 def single_corpus_of(spec: str, text_field: str = "text") -> SingleCorpus:
-    """Return the single corpus with this name, without reading it. Raises UserError for a mix."""
+    """Return the corpus with this name, without reading it. Raises UserError for a mix."""
     corpus = Corpus.parse(spec, text_field)
     if not isinstance(corpus, SingleCorpus):
         raise UserError(f"corpus: {spec!r} is a mix. Give one corpus.")
@@ -356,10 +341,10 @@ def whole_blocks(
     padded: bool = False,
     progress: bool = True,
 ) -> ArrayBlocks:
-    """Return the whole text of a corpus in blocks, in the corpus's order. Lamina packs the blocks or reads the cache.
+    """Return the whole text of a corpus in blocks, in the corpus's order. Later calls read the blocks from the cache.
 
-    An end-of-text token stands between documents. Lamina drops tokens after the last full block. ``spec`` is a single
-    corpus, and ``tokenizer`` is any tokenizer of transformers. For the rest, see :func:`prepare_blocks`.
+    An end-of-text token stands between documents. Lamina drops the tokens after the last full block. ``spec`` names a
+    single corpus. For the other arguments, see :func:`prepare_blocks`.
     """
     corpus, encoder = single_corpus_of(spec, text_field), TextEncoder(tokenizer)
     identity = f"{_WHOLE_FORMAT}{'-padded' * padded}|{corpus.fingerprint()}|{encoder.content_hash()}|{sequence_length}"

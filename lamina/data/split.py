@@ -1,4 +1,4 @@
-"""The held-out part of a text. Lamina cuts the text by characters, so every tokenizer has the same held-out part."""
+"""Hold out a part of a text. Lamina cuts by characters, so the held-out part is the same for every tokenizer."""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ _PIECES_AT_LEAST = 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
-    """The part of a document's text that lies in one piece.
+    """A part of a document that lies within one piece of the corpus. Lamina holds out whole pieces.
 
-    ``document`` and ``piece`` are numbers from 0. ``start`` counts characters from the beginning of the document.
+    Attributes:
+        document: the document's number, counted from 0.
+        start: the position of the first character in the document.
+        piece: the piece's number, counted from 0.
     """
 
     text: str
@@ -30,38 +33,35 @@ class Segment:
 
     @property
     def begin(self) -> tuple[int, int]:
-        """The document and the character at which the segment begins."""
+        """Return the document and the position of the segment's first character."""
         return self.document, self.start
 
     @property
     def end(self) -> tuple[int, int]:
-        """The document and the character after the segment's last character."""
+        """Return the document and the position after the segment's last character."""
         return self.document, self.start + len(self.text)
 
 
 def piece_chars(total_chars: int) -> int:
-    """Return the characters per piece: 1,024 to 65,536, or fewer if a short text would have less than about 20 pieces.
+    """Return the number of characters per piece: 1,024 to 65,536, or fewer to cut a short text into about 20 pieces.
 
-    Many pieces make the held-out text representative, and long pieces keep more context. So Lamina aims at a few
-    hundred pieces.
+    Lamina aims at a few hundred pieces. More pieces make the held-out text more representative, and longer pieces keep
+    more context.
     """
     size = min(max(total_chars // _PIECES_WANTED, _SMALLEST_PIECE), _LARGEST_PIECE)
     return max(1, min(size, total_chars // _PIECES_AT_LEAST))
 
 
 def is_held_out(piece: int, eval_fraction: float) -> bool:
-    """Return whether the piece with this number is held out.
-
-    Held-out pieces are evenly spread. The first is in the middle of the first 1 / ``eval_fraction`` pieces.
-    """
+    """Return whether Lamina holds out the piece with this number. Held-out pieces are evenly spaced."""
     return math.floor((piece + 1) * eval_fraction + 0.5) > math.floor(piece * eval_fraction + 0.5)
 
 
 @dataclass
 class Splitter:
-    """Cuts documents into segments, one document after another.
+    """Cut documents into segments, one document after another.
 
-    Between two documents, the Splitter's fields are its whole state.
+    The attributes are the whole state between two documents.
 
     Attributes:
         piece: the number of the current piece.
@@ -78,7 +78,7 @@ class Splitter:
     def cut(self, document: Document, chars: int) -> Iterator[Segment]:
         """Yield the segments of the next document, in pieces of about ``chars`` characters.
 
-        A piece ends at the end of a line if possible. Short documents share a piece and stay whole.
+        Pieces end at line ends where possible. Several short documents share a piece.
         """
         if not document.continues:
             self.document, self.position = self.document + 1, 0
@@ -95,7 +95,7 @@ class Splitter:
 
 
 def _cut(text: str, start: int, room: int, chars: int) -> int:
-    """Return the end of the segment that begins at ``start``. The piece of ``chars`` characters has ``room`` left."""
+    """Return the end of the segment that begins at ``start``, if the current piece has ``room`` characters left."""
     full = start + room
     if len(text) <= full:
         return len(text)
@@ -106,16 +106,16 @@ def _cut(text: str, start: int, room: int, chars: int) -> int:
 
 
 def split_documents(documents: Iterable[Document], chars: int) -> Iterator[Segment]:
-    """Yield the segments of a corpus's documents in order; the joined segments are the corpus's text."""
+    """Yield the segments of documents in order. Together, they contain the whole text."""
     splitter = Splitter()
     for document in documents:
         yield from splitter.cut(document, chars)
 
 
 def whole_documents(documents: Iterable[Document], chars: int) -> Iterator[Segment]:
-    """Yield each document whole, as a segment of the piece in which the document begins.
+    """Yield each document whole, with the number of the piece in which the document begins.
 
-    If a long file comes in several parts, yield only the first part.
+    If Lamina reads a long file in several parts, yield only the first part.
     """
     splitter = Splitter()
     for document in documents:
@@ -125,11 +125,11 @@ def whole_documents(documents: Iterable[Document], chars: int) -> Iterator[Segme
 
 
 def count_chars(corpus: SingleCorpus) -> int:
-    """Read a whole corpus, and count the characters. The number of characters decides the length of a piece."""
+    """Read a whole corpus and count its characters."""
     return sum(len(document.text) for document in corpus.documents())
 
 
 def check_split(sequence_length: int, eval_fraction: float) -> None:
-    """Raise UserError if a block's length or the held-out share is out of range."""
+    """Raise UserError if the block length or the held-out fraction is out of range."""
     whole_number("sequence_length", sequence_length, 2)
     number("eval_fraction", eval_fraction, 0, 0.5, open_low=True)

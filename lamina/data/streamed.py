@@ -1,4 +1,4 @@
-"""Read a corpus during training. Lamina holds out a part of the corpus's beginning, and streams the rest."""
+"""Read a corpus during training. Lamina holds out text from the beginnings of the files, and streams the rest."""
 
 from __future__ import annotations
 
@@ -62,22 +62,20 @@ def stream_blocks(
     buffer: int = SHUFFLE_BUFFER,
     seed: int = 0,
 ) -> tuple[Blocks, PreTrainedTokenizerFast]:
-    """Return blocks of a corpus without preparing them first; ``train`` is an endless :class:`StreamedBlocks`.
+    """Return blocks of a corpus without preparing them first. The training split is an endless :class:`StreamedBlocks`.
 
-    The held-out pieces fill ``eval_blocks``. The held-out pieces come from the beginnings of up to 64 files, from at
-    most 64 million characters. Lamina never trains on the held-out pieces. The unigram entropy is the cross-entropy of
-    the held-out pieces under the token frequencies of other text. The other text lies between the held-out pieces, and
-    has up to twice as many tokens. ``stats.train_tokens``, ``train_bytes`` and ``documents`` are unknown, and
-    therefore 0.
+    Lamina holds out pieces from the beginnings of up to 64 files, and never trains on them. ``stats.unigram_entropy``
+    is the cross-entropy of the held-out pieces under the token frequencies of the text between these pieces.
+    ``stats.train_tokens``, ``train_bytes`` and ``documents`` are 0, because Lamina does not know them.
 
-    :func:`lamina.data.packed.prepare_blocks` documents the errors and all arguments except these:
+    For the errors and all other arguments, see :func:`lamina.data.packed.prepare_blocks`.
 
     Args:
-        tokenizer_spec: ``bytes``, or a tokenizer of transformers. ``bpe:SIZE`` is an error, because training a BPE
-            reads the whole corpus first.
-        eval_fraction: the largest share of the scanned text that Lamina holds out.
+        tokenizer_spec: ``bytes``, or a tokenizer of transformers. ``bpe:SIZE`` is an error, because the training of a
+            BPE tokenizer needs the whole corpus first.
+        eval_fraction: the largest held-out fraction of the text at the beginnings.
         eval_blocks: the number of blocks to hold out, at least 64 (0: 1,000 blocks).
-        buffer: the number of consecutive blocks that Lamina shuffles together; 1 keeps the order of the corpus.
+        buffer: the number of consecutive blocks that Lamina shuffles together. 1 keeps the order of the corpus.
     """
     check_split(sequence_length, eval_fraction)
     if is_trained(tokenizer_spec):
@@ -112,7 +110,7 @@ def stream_blocks(
 
 @dataclass
 class Excerpt:
-    """Some segments of a corpus as token ids, by shard."""
+    """Token ids of some text of a corpus, by shard."""
 
     encoder: TextEncoder
     ids: dict[int, list[np.ndarray]] = field(default_factory=dict)
@@ -135,7 +133,7 @@ class Excerpt:
         self.bytes += len(segment.text.encode())
 
     def blocks(self, sequence_length: int) -> np.ndarray:
-        """Return the ids in the order of the shards, [blocks, sequence_length], without the first end-of-text token."""
+        """Return the ids in the order of the shards, [blocks, sequence_length]."""
         rows = [ids for shard in sorted(self.ids) for ids in self.ids[shard]]
         ids = np.concatenate(rows)[1:] if rows else np.empty(0, dtype=self.encoder.dtype)
         whole = len(ids) // sequence_length
@@ -144,14 +142,14 @@ class Excerpt:
 
 @dataclass
 class Division:
-    """The division of a stream into held-out text and the rest.
+    """The held-out part of a stream.
 
     Attributes:
         chars: characters per piece.
-        fraction: the share of the scanned pieces that is held out.
+        fraction: the held-out fraction of the pieces that Lamina has read.
         held_out: the text to evaluate on.
-        known: a part of the training text, between the held-out pieces.
-        limits: for each shard with held-out pieces, the number of pieces up to and including the last held-out piece.
+        known: the training text between the held-out pieces.
+        limits: a mapping from a shard to the number of its pieces up to the last held-out piece.
     """
 
     chars: int
@@ -161,7 +159,7 @@ class Division:
     limits: dict[int, int] = field(default_factory=dict)
 
     def stats(self, held_out: np.ndarray, known: np.ndarray, fingerprint: str) -> BlockStats:
-        """Return the statistics of both splits, computed from the blocks ``held_out`` and ``known``."""
+        """Return the statistics of both splits, from their blocks."""
         vocab_size = self.held_out.encoder.vocab_size
         return BlockStats(
             train_tokens=0,
@@ -179,9 +177,9 @@ class Division:
 def hold_out(
     corpus: str, shards: Shards, encoder: TextEncoder, sequence_length: int, *, blocks: int, eval_fraction: float
 ) -> Division:
-    """Hold out pieces until they fill ``blocks`` blocks, but at most ``eval_fraction`` of the scanned text.
+    """Hold out pieces to fill ``blocks`` blocks, but at most ``eval_fraction`` of the text that Lamina reads for them.
 
-    Raises UserError if the text is too short for one block to train on and one held-out block.
+    Raises UserError if the text is too short for one training block and one held-out block.
     """
     needed = blocks * sequence_length * _CHARS_PER_TOKEN
     total = _SCANNED if shards.bytes is None else max(1, shards.bytes)
@@ -209,7 +207,7 @@ def hold_out(
 
 
 def _pieces(shards: Shards, division: Division, blocks: int, sequence_length: int) -> Iterator[tuple[int, Segment]]:
-    """Yield (shard, segment) until enough text is held out. Up to 64 shards contribute about equal amounts."""
+    """Yield each segment with its shard until enough text is held out, about equally from up to 64 shards."""
     count = len(shards.shards)
     per_shard = math.ceil(blocks / min(count, _SHARDS)) * sequence_length if count else 0
     for shard in np.random.default_rng(0).permutation(count).tolist():
@@ -224,15 +222,15 @@ def _pieces(shards: Shards, division: Division, blocks: int, sequence_length: in
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """A position in a stream, before a batch of text; all fields have JSON types.
+    """A position in a stream, which a checkpoint can store as JSON.
 
     Attributes:
-        turn: the number of times that the corpus has been read to its end.
-        shard: the index of the shard in this turn's order.
-        position: the position of the next document, in the shard's format. None is the shard's beginning.
-        split: the Splitter's state before it reads the shard's next document.
-        segments: the number of segments that have been read from the shard's next document.
-        last: the document and the character at which the last packed segment ended (as in TokenJoiner).
+        turn: the number of times that Lamina has read the corpus to its end.
+        shard: the shard's index in this epoch's order.
+        position: the position of the next document in the shard, or None for the shard's beginning.
+        split: the Splitter's state before the next document.
+        segments: the number of segments that Lamina has read from the next document.
+        last: the document and the character at which the last segment ended (see ``TokenJoiner``).
         carry: the tokens that do not fill a block yet.
         skip: the number of blocks after this position that the stream has already returned.
     """
@@ -249,17 +247,16 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenStream:
-    """An endless stream of a corpus's blocks, without the held-out pieces. The stream can start again from any Place.
+    """An endless stream of a corpus's blocks, without the held-out pieces. It can start at any Place.
 
-    A :class:`TokenJoiner` joins the segments. Tokens left over at the end of the corpus begin the first block of the
-    next turn.
+    Tokens left over at the end of the corpus begin the first block of the next epoch.
 
     Args:
-        shards: the shards of the corpus, read one after the other.
+        shards: the shards of the corpus, in order.
         chars: characters per piece.
-        held_out: for each shard with held-out pieces, the number of pieces up to and including the last held-out piece.
-        eval_fraction: the held-out share of the pieces that ``held_out`` counts.
-        seed: the seed that shuffles the shards in each turn. None keeps the shards' order.
+        held_out: a mapping from a shard to the number of its pieces up to the last held-out piece.
+        eval_fraction: the held-out fraction of these pieces.
+        seed: the seed that shuffles the shards in each epoch, or None to keep their order.
     """
 
     corpus: str
@@ -272,7 +269,7 @@ class TokenStream:
     seed: Sequence[int] | None
 
     def chunks(self, place: Place, size: int) -> Iterator[tuple[np.ndarray, Place]]:
-        """Yield chunks of blocks [size, sequence_length] of the encoder's dtype, and the Place after each chunk."""
+        """Yield arrays of ``size`` blocks, [size, sequence_length], each with the Place after it."""
         length = self.sequence_length
         carry, skip, before = np.array(place.carry, dtype=self.encoder.dtype), place.skip, place
         chunk, filled = np.empty((size, length), dtype=self.encoder.dtype), 0
@@ -290,9 +287,7 @@ class TokenStream:
             carry, skip, before = ids[whole * length :], 0, after
 
     def _batches(self, place: Place) -> Iterator[tuple[Place, np.ndarray]]:
-        """Yield (Place, tokens) for about a million characters at a time. The Place follows the tokens, without
-        ``carry`` and ``skip``.
-        """
+        """Yield (Place, tokens) for about a million characters at a time. The Place lacks ``carry`` and ``skip``."""
         turn, first = place.turn, place.shard
         joiner = TokenJoiner(self.encoder, None if place.last is None else cast("tuple[int, int]", tuple(place.last)))
         while True:
@@ -316,9 +311,9 @@ class TokenStream:
                 yield Place(turn=turn, last=joiner.last), joiner.encode()
 
     def _segments(self, number: int, place: Place) -> Iterator[tuple[tuple[object, Sequence[int], int], Segment]]:
-        """Yield a shard's segments from a Place on, without held-out segments.
+        """Yield a shard's training segments from a Place on.
 
-        Each segment comes with the ``position``, ``split`` and ``segments`` of the Place after the segment.
+        With each segment, yield the attributes ``position``, ``split`` and ``segments`` of the Place after it.
         """
         position, split, passed = place.position, tuple(place.split), place.segments
         limit, splitter = self.held_out.get(number, 0), Splitter(*split)
@@ -331,14 +326,13 @@ class TokenStream:
 
 
 class StreamedBlocks(BlockSource):
-    """The blocks of a stream by number. A run must read the blocks in order; item ``i`` is the run's i-th block.
+    """The blocks of a stream by number. Item ``i`` is the i-th block of the run, which must read the blocks in order.
 
-    Lamina shuffles each group of ``buffer`` consecutive blocks; the order depends only on the seed and the group's
-    number. Memory holds one chunk of blocks while a thread reads the next chunk. StreamedBlocks keeps the Places of
-    the last chunks. So ``state_dict`` can return a Place shortly before the block that training has reached.
+    Lamina shuffles each group of ``buffer`` consecutive blocks. The order depends only on the seed and the group's
+    number. A thread reads the next blocks in advance.
 
     Args:
-        buffer: the number of consecutive blocks that Lamina shuffles together; 1 keeps the order.
+        buffer: the number of consecutive blocks that Lamina shuffles together. 1 keeps the order.
         known: some blocks of the corpus's text, [blocks, sequence_length].
     """
 
@@ -405,7 +399,7 @@ class StreamedBlocks(BlockSource):
         return self._held[1]
 
     def _drop(self) -> None:
-        """Forget all chunks. If a thread is reading a chunk, wait until the thread has finished."""
+        """Discard all blocks in memory, and wait for the thread that reads the next blocks."""
         if (coming := getattr(self, "_coming", None)) is not None and not coming.cancel():
             coming.exception()
         self._held: tuple[int, np.ndarray] = (-1, np.empty(0))
@@ -416,8 +410,6 @@ class StreamedBlocks(BlockSource):
 
 @atexit.register
 def _stop_reading() -> None:
-    """Close all files before the interpreter ends, because closing a file needs modules that the interpreter
-    unloads.
-    """
+    """Close all files before the interpreter ends and unloads the modules that closing needs."""
     for blocks in list(_READING):
         blocks._drop()

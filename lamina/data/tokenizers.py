@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, a BPE trained on the corpus, or any tokenizer of transformers."""
+"""Tokenizers: bytes, a BPE tokenizer trained on the corpus, or any tokenizer of transformers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def validate_spec(spec: str) -> None:
 
 
 def is_trained(spec: str) -> bool:
-    """Return whether the named tokenizer is trained on the corpus."""
+    """Return whether a name stands for a tokenizer that Lamina trains on the corpus."""
     return spec == "bpe" or spec.startswith("bpe:")
 
 
@@ -60,19 +60,19 @@ def load_tokenizer(
     cache_dir: Path | str | None = None,
     eval_fraction: float = EVAL_FRACTION,
 ) -> PreTrainedTokenizerFast:
-    """Load a tokenizer, or train one, with an end-of-text token and a padding token.
+    """Load or train a tokenizer that has an end-of-text token and a padding token.
 
     Args:
-        spec: ``bytes`` (ids 0 to 255 are UTF-8 bytes, and 256 is ``<|endoftext|>``), ``bpe:SIZE`` (a cached byte-level
-            BPE, which Lamina trains on the corpus without the held-out part), a folder, a tokenizer.json, or a hub
-            name.
-        corpus: the text for the training of a BPE (default: the embedded corpus); other tokenizers ignore the corpus.
-        cache_dir: the folder of trained tokenizers; default ``$LAMINA_CACHE`` or ``~/.cache/lamina``.
-        eval_fraction: the held-out share of the corpus, on which Lamina does not train a BPE. Give ``prepare_blocks``
-            the same share.
+        spec: one of these names:
 
-    Raises:
-        UserError: the name is malformed, the tokenizer cannot be loaded, or the corpus of a BPE cannot be read.
+            - ``bytes``: the ids 0 to 255 are UTF-8 bytes, and 256 is ``<|endoftext|>``
+            - ``bpe:SIZE``: a byte-level BPE tokenizer, which Lamina trains on the corpus's training split
+            - a folder, a tokenizer.json, or a name on the hub
+        corpus: the text to train a BPE tokenizer on (default: the built-in corpus).
+        cache_dir: the folder of trained tokenizers (default: ``$LAMINA_CACHE`` or ``~/.cache/lamina``).
+        eval_fraction: the held-out fraction of the corpus. Give ``prepare_blocks`` the same fraction.
+
+    Raises UserError if the name is malformed, or if Lamina can't load the tokenizer or read the corpus.
     """
     validate_spec(spec)
     if spec == BYTES:

@@ -1,4 +1,4 @@
-"""The documents of a file, read from its beginning or from any position."""
+"""Read the documents of a file, from its beginning or from any position."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lamina.errors import UserError, nearest, unknown
 
 P = TypeVar("P")
 PART_CHARS = 16 * 1024 * 1024
-"""Lamina reads a longer file in parts of this many characters, to bound memory."""
+"""Lamina reads long files in parts of this many characters, to limit memory."""
 
 _SNIFF_BYTES = 8192
 _MAGIC = {"gzip": b"\x1f\x8b", "xz": b"\xfd7zXZ\x00", "zstandard": b"\x28\xb5\x2f\xfd"}
@@ -42,13 +42,11 @@ _OPENING = re.compile(r"\s*(?:\[\s*)?\{")
 
 
 class NotTextError(Exception):
-    """The file is not readable as text. In a folder, Lamina skips the file. If the user named the file, Lamina rejects
-    the file.
-    """
+    """The file is not readable as text. Lamina skips such a file in a folder, but stops if the user named the file."""
 
 
 def inner_suffix(path: Path) -> str:
-    """Return a file's suffix in lower case, without a compression suffix: ``.jsonl`` for ``rows.jsonl.gz``."""
+    """Return a file's lower-case suffix without the compression suffix: ``.jsonl`` for ``rows.jsonl.gz``."""
     name = path.name.lower()
     for suffix in _SUFFIXES:
         name = name.removesuffix(suffix)
@@ -56,9 +54,9 @@ def inner_suffix(path: Path) -> str:
 
 
 def compression(path: Path) -> str | None:
-    """Return a file's compression according to the file's first bytes. Return None for an uncompressed file.
+    """Return the compression that a file's first bytes show, or None for an uncompressed file.
 
-    Raises NotTextError for an uncompressed file with a compression suffix, such as .gz.
+    Raises NotTextError if an uncompressed file has a suffix such as .gz.
     """
     with path.open("rb") as file:
         head = file.read(8)
@@ -97,13 +95,12 @@ def _decompression_errors() -> tuple[type[Exception], ...]:
 
 @contextmanager
 def open_text(path: Path, start: int = 0) -> Iterator[TextIO]:
-    r"""Open a file, decompressed, as UTF-8 text without byte order mark and with unchanged line ends (``\n``).
+    r"""Open a file, compressed or not, as UTF-8 text. Omit the byte order mark, and keep the line ends (``\n``).
 
     ``start`` is the first byte to read, counted in the decompressed text.
 
     Raises:
-        NotTextError: the file is binary, not UTF-8 or damaged. The error may also come from reads inside the with
-            block.
+        NotTextError: the file is binary, not UTF-8 or damaged. Reading inside the with block may also raise it.
         UserError: the file needs zstandard, which is not installed, or the user may not read the file.
     """
     damaged = _decompression_errors()
@@ -134,7 +131,7 @@ def open_text(path: Path, start: int = 0) -> Iterator[TextIO]:
 
 
 def encodable_text(text: str) -> str:
-    """Replace each unpaired surrogate with U+FFFD, because JSON can hold unpaired surrogates, but UTF-8 cannot."""
+    """Replace each unpaired surrogate with U+FFFD, because UTF-8 can't encode surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -143,10 +140,10 @@ def encodable_text(text: str) -> str:
 
 
 def walk(root: Path, linked: list[Path] | None = None) -> list[Path]:
-    """List the files below a folder, sorted by relative name, without hidden files and folders.
+    """Return the files below a folder, sorted by relative name, without hidden files and folders.
 
-    The list includes links to files. Lamina does not follow links to folders, because links may lead in a circle.
-    Lamina adds links to folders to ``linked``.
+    Lamina follows links to files, but not links to folders, which may form a loop. It adds links to folders to
+    ``linked``.
 
     Raises UserError for a folder that Lamina may not read.
     """
@@ -180,14 +177,14 @@ def hash_files(digest: hashlib._Hash, root: Path) -> None:
 
 
 def state_of(path: Path) -> FileState:
-    """Return a file's size and the time of its last change."""
     status = path.stat()
     return status.st_size, status.st_mtime_ns
 
 
 def fingerprint_of_large(root: Path, paths: Sequence[Path], states: Sequence[FileState], text_field: str) -> str | None:
-    """Hash the files' names, sizes and times of change if the files have more than 1 GiB together. Otherwise, return
-    None, because Lamina can hash the content.
+    """Return a hash of the names, sizes and modification times of files that exceed 1 GiB together.
+
+    Return None for smaller files, because Lamina can hash their content.
     """
     if sum(size for size, _ in states) <= _HASHED_BYTES:
         return None
@@ -199,10 +196,9 @@ def fingerprint_of_large(root: Path, paths: Sequence[Path], states: Sequence[Fil
 
 @dataclass(frozen=True)
 class Document:
-    """A self-contained text: a file, or a row of a .jsonl file, a .parquet file or a dataset.
+    """A text: a file, or a row of a .jsonl file, a .parquet file or a dataset.
 
-    A file of more than 16 million characters (when streamed: one million) becomes several Documents. ``continues`` is
-    true for the second and later Documents. Only a Document with ``continues`` may be white space alone.
+    Lamina divides a very long file into several Documents. ``continues`` is true for each Document after the first.
     """
 
     text: str
@@ -217,13 +213,14 @@ def read_file(
     part_chars: int = PART_CHARS,
     on_rows: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[Document, Position]]:
-    """Yield a file's documents from the position ``start`` on, each with the position after the document.
+    """Yield each document of a file, with the position after the document. Start at the position ``start``.
 
     Args:
-        path: the file's path. The suffix decides whether Lamina reads rows or plain text.
+        path: the file. Its suffix decides whether Lamina reads rows or plain text.
         text_field: the field of a row that holds its text.
+        start: the position of the first document.
         part_chars: the number of characters per part of a plain text.
-        on_rows: called if a plain text begins with a JSON row that has the field.
+        on_rows: a function to call if a plain text begins with a JSON row that has the field.
 
     Raises:
         NotTextError: the file is binary, not UTF-8, damaged, or not a valid .parquet file.
@@ -238,7 +235,7 @@ def read_file(
 
 
 def with_text(documents: Iterable[tuple[Document, P]]) -> Iterator[tuple[Document, P]]:
-    """Drop documents of white space alone, and repair unpaired surrogates (see :func:`encodable_text`)."""
+    """Drop documents that contain only white space, and repair unpaired surrogates (see :func:`encodable_text`)."""
     for document, position in documents:
         if document.text and (document.continues or not document.text.isspace()):
             text = encodable_text(document.text)
@@ -248,7 +245,7 @@ def with_text(documents: Iterable[tuple[Document, P]]) -> Iterator[tuple[Documen
 def _parts(
     path: Path, text_field: str, start: Position, part_chars: int, on_rows: Callable[[], None]
 ) -> Iterator[tuple[Document, Position]]:
-    """Yield parts of about ``part_chars`` characters. A part ends at a line end, unless the line is very long."""
+    """Yield parts of about ``part_chars`` characters that end at line ends, unless a line is very long."""
     offset, number = start
     with open_text(path, offset) as text:
         while part := text.read(part_chars):
@@ -262,9 +259,7 @@ def _parts(
 
 
 def _begins_with_row(text: str, text_field: str) -> bool:
-    """Return whether a text begins with a JSON object, or a list of JSON objects, whose field ``text_field`` is a
-    text.
-    """
+    """Return whether a text begins with a JSON object that has a text in the field ``text_field``."""
     opening = _OPENING.match(text)
     if opening is None:
         return False
@@ -301,7 +296,7 @@ def _rows(path: Path, text_field: str, start: Position) -> Iterator[tuple[Docume
 
 
 def _table(path: Path, text_field: str, start: Position) -> Iterator[tuple[Document, Position]]:
-    """Yield the rows of a .parquet file. Memory holds at most one row group. A null becomes an empty text."""
+    """Yield the rows of a .parquet file, with at most one row group in memory. A null becomes an empty text."""
     import pyarrow
     from pyarrow import parquet
 

@@ -1,4 +1,4 @@
-"""Datasets of the Hugging Face hub, or of a local folder in the same formats, read with the datasets library."""
+"""Datasets from the Hugging Face hub, or from a local folder that the datasets library can read."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ ALLOWED = "hf:NAME[:CONFIG][@SPLIT]"
 
 @dataclass(frozen=True, kw_only=True)
 class HubSource:
-    """The parts of ``hf:NAME[:CONFIG][@SPLIT]``; ``folder`` is set if NAME is a local folder.
+    """The parts of ``hf:NAME[:CONFIG][@SPLIT]``. ``folder`` is the path if NAME is a local folder, otherwise None.
 
-    Every message begins with ``field``, the name of the user's setting.
+    ``field`` is the name of the user's setting, for messages.
     """
 
     spec: str
@@ -59,7 +59,7 @@ def parse(spec: str, field: str = "corpus") -> HubSource:
 
 
 def load(source: HubSource) -> Dataset:
-    """Load one split: the split that the name requests, or ``train``, or the dataset's only split.
+    """Load one split of a dataset: the named split, or else ``train``, or else the only split.
 
     Raises UserError if datasets is not installed, the hub is unreachable, or the dataset or split does not exist.
     """
@@ -67,10 +67,9 @@ def load(source: HubSource) -> Dataset:
 
 
 def load_splits(source: HubSource, held_out: Sequence[str]) -> list[Dataset]:
-    """Load the training split and the first existing split of ``held_out``. If the name requests a split, load only
-    the requested split.
+    """Load the training split, and the first split of ``held_out`` that the dataset has.
 
-    Raises UserError as :func:`load` does.
+    If the user named a split, load only that split. Raises UserError as :func:`load` does.
     """
     loaded = _loaded(source)
     first = cast("Dataset", _one_split(source, loaded))
