@@ -1,7 +1,6 @@
-"""The commands as Python functions. Each function does the command's work, then writes the page.
+"""The commands as Python functions. Each function does the same as its command, and writes the report page.
 
-Each function takes its command's settings as keywords and lists them in its signature. The import loads no heavy
-package.
+A function takes the command's settings as keyword arguments. The import loads no heavy package.
 """
 
 from __future__ import annotations

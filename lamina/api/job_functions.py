@@ -1,7 +1,4 @@
-"""Make the Python function of each job. The function checks the input, runs the job and writes the page.
-
-The function also accepts Python objects, such as lists, paths and datasets, where the command line takes text.
-"""
+"""Create the Python function of each job. The function checks the settings, runs the job and writes the report page."""
 
 from __future__ import annotations
 
@@ -35,10 +32,10 @@ _REPORTED = (RESULT, RESULTS, TRANSFER)  # an interrupted job with one of them g
 
 @cache
 def function_of(row: JobRow) -> Callable[..., Any]:
-    """Make the Python function of a job.
+    """Return the Python function of a job.
 
-    The function takes the settings as keywords, under Lamina's names or other tools' names. Values may be lists, paths
-    or datasets. The function also takes ``resume``, ``overwrite``, ``bar`` and the job's switches.
+    The function takes the settings as keyword arguments, under Lamina's names or other tools' names. Values may be
+    lists, paths or datasets. The function also takes ``resume``, ``overwrite``, ``bar`` and the job's own flags.
     """
     record, modes = row.settings(), _modes(row)
 
@@ -60,7 +57,7 @@ def function_of(row: JobRow) -> Callable[..., Any]:
 
 
 def run_row(row: JobRow, settings: Json, modes: Json) -> Any:
-    """Check the settings (under Lamina's names), run the job, write its page, and return the result."""
+    """Check the settings (under Lamina's names), run the job, write its report page, and return the result."""
     require(row.name, row.extra)
     if settings.get("output") is not None:
         settings["output"] = path("output", settings["output"])
@@ -88,7 +85,7 @@ def _modes(row: JobRow) -> list[inspect.Parameter]:
 
 
 def _signature(row: JobRow, record: type[Settings], modes: list[inspect.Parameter]) -> inspect.Signature:
-    """Build the signature of a job's function: a keyword per setting, with type and default, then the modes."""
+    """Return the signature of a job's function: a keyword for each setting, and then ``modes``."""
     settings = []
     for name in record.names():
         kind, wanted = record.kind(name), taken(record.check_of(name))
@@ -131,7 +128,7 @@ def _refuse(row: JobRow, given: Json, folder: Path | None, modes: Json) -> None:
 
 @contextmanager
 def _page_of(folder: Path | None) -> Iterator[None]:
-    """Write the page at the end of the context. After Ctrl-C, write the page if the folder holds a result."""
+    """Write the report page at the end of the context. After Ctrl-C, write it only if the folder holds a result."""
     try:
         yield
     except KeyboardInterrupt:
@@ -143,7 +140,7 @@ def _page_of(folder: Path | None) -> Iterator[None]:
 
 
 def write_page(folder: Path) -> None:
-    """Write a folder's page. Of several processes, only the first process writes the page."""
+    """Write a folder's report page, unless another process of the run writes it."""
     from lamina.modeling.processes import launched
     from lamina.reports import report
 
@@ -152,7 +149,7 @@ def write_page(folder: Path) -> None:
 
 
 def as_settings(given: Mapping[str, object]) -> dict[str, object]:
-    """Convert settings to values that config.yaml can hold: texts and datasets become files in the cache.
+    """Convert settings to values that config.yaml can hold. Texts and datasets become files in the cache.
 
     Raises UserError for an object that holds neither texts nor rows.
     """
@@ -167,7 +164,7 @@ def as_settings(given: Mapping[str, object]) -> dict[str, object]:
 
 
 def _refuse_splits(name: str, value: object) -> None:
-    """Raise UserError for a datasets.DatasetDict, which `load_dataset(NAME)` returns if you choose no split."""
+    """Raise UserError for a datasets.DatasetDict, which `load_dataset(NAME)` returns if the user chooses no split."""
     if isinstance(splits := getattr(value, "column_names", None), Mapping):
         names = [str(split) for split in splits]
         allowed = f"one split, as in data[{names[0]!r}]" if names else "a datasets.Dataset"
@@ -222,7 +219,7 @@ def _documents(paths: Iterable[PathLike], field: str) -> Iterator[Mapping[str, o
 
 
 def _file(name: str, rows: Callable[[], Any]) -> str:
-    """Write rows to a .jsonl file in the cache, under a name from the rows' hash. Iterates over the rows twice."""
+    """Write rows to a .jsonl file in the cache and return its path. ``rows`` must return the same rows each time."""
     from lamina.data.cache import cache_root, publish
 
     digest = hashlib.sha256()

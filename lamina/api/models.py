@@ -1,4 +1,4 @@
-"""Functions for saved models and job folders: generate, convert, emit, prune, graft, diagnose, report, and lists."""
+"""Functions for saved models and job folders."""
 
 from __future__ import annotations
 
@@ -55,18 +55,17 @@ def generate(
 
     Args:
         model: a folder with a saved model, or a run's folder.
-        prompt: the text to continue, or a list of messages (mappings with ``role`` and ``content``); the model answers
-            the last message.
-        chat: treat a text prompt as a user message, and answer it.
+        prompt: the text to continue, or a list of messages to answer (mappings with ``role`` and ``content``).
+        chat: whether to treat a text prompt as a user message, and answer it.
         system: the system message, if ``chat`` is set.
         max_new_tokens: the maximum number of new tokens. A model with learned positions may stop earlier, at its last
             position.
-        temperature: the sampling temperature; 0 always takes the likeliest token.
-        top_p: sample from the likeliest tokens, until their probabilities sum to this number above 0 and at most 1
-            (None: the model's default).
-        stop: texts that end the answer; the result does not contain them.
+        temperature: the sampling temperature. 0 always takes the likeliest token.
+        top_p: the total probability of the likeliest tokens to sample from, above 0 and at most 1 (None: the model's
+            default).
+        stop: texts that end the answer. The result does not contain them.
         seed: the seed of the sampling.
-        trust_remote_code: run the model's own Python code, if it has any.
+        trust_remote_code: whether to run the model's own Python code, if it has any.
 
     Raises:
         UserError: (a ValueError) for an invalid value, a folder without a model, or a prompt that fills the model's
@@ -96,7 +95,7 @@ def speaker_of(
     seed: int,
     trust_remote_code: bool,
 ) -> Speaker:
-    """Load a model to continue texts, and seed torch. Raises UserError for the reasons that ``generate`` lists."""
+    """Load a model to continue texts, and seed torch. Raises UserError as ``generate`` does."""
     source = path("model", model)
     whole_number("max_new_tokens", max_new_tokens)
     number("temperature", temperature, 0.0)
@@ -130,20 +129,16 @@ def convert(
 ) -> ConversionRecord:
     """Convert a transformers checkpoint to a Lamina checkpoint with the same logits, or back, as `lamina convert` does.
 
-    To read another trainer's checkpoint, name the trainer in ``came_from``. To write a trainer's checkpoint, name the
-    trainer in ``to``.
-
     Args:
         source: a folder with config.json and safetensors, a run's folder, or a name on the hub.
         output: a new or empty folder.
-        to: "lamina", "transformers", or a trainer: "megatron", "mlx", "nanogpt", "olmo-core" or "torchtitan". By
-            default, a transformers checkpoint becomes a Lamina checkpoint, and a Lamina checkpoint becomes a
-            transformers checkpoint.
+        to: the format to write: "lamina", "transformers", or a trainer ("megatron", "mlx", "nanogpt", "olmo-core" or
+            "torchtitan"). The default is "transformers" for a Lamina checkpoint, and otherwise "lamina".
         came_from: the trainer that wrote the source, if it is neither Lamina nor transformers.
-        placement: the placement of the norms, if the trainer's checkpoint does not name the placement.
+        placement: the norm placement, if the trainer's checkpoint does not name it.
         dtype: the dtype of the weights: auto (the checkpoint's), float32, bfloat16 or float16.
-        overwrite: first delete the files that Lamina wrote into ``output``.
-        verify: load the result and compare its logits with the source's logits.
+        overwrite: whether to delete the files that Lamina wrote into ``output`` first.
+        verify: whether to load the result and compare its logits with the source's logits.
 
     Raises:
         UserError: (a ValueError) for a model that can't be read or converted, or an output folder with files.
@@ -183,19 +178,20 @@ def emit(
     with_test: bool = False,
     overwrite: bool = False,
 ) -> str:
-    """Write a placement as one file for another trainer, as `lamina emit` does. Returns the file's text.
+    """Write a norm placement as one file for another trainer, as `lamina emit` does, and return the file's text.
 
     Args:
-        placement: a placement with its options, or a YAML or Python file.
-        to: the trainer: a name in ``lamina.ports.TARGETS``.
-        num_layers: the number of blocks; the file has the constants for this depth.
-        output: the file to write (default: only return the text).
-        with_test: also write, beside ``output``, a test that compares logits and gradients with Lamina's model.
-        overwrite: replace files that exist.
+        placement: a norm placement with its options, or a YAML or Python file.
+        to: the trainer, one of ``lamina.ports.TARGETS``.
+        num_layers: the number of blocks, which decides the constants in the file.
+        output: the file to write, or None to return only the text.
+        with_test: whether to write a test beside ``output``. The test compares logits and gradients with Lamina's
+            model.
+        overwrite: whether to replace files that exist.
 
     Raises:
-        UserError: (a ValueError) for an unknown placement or trainer, a plan that the trainer cannot express, or a file
-            that exists.
+        UserError: (a ValueError) for an unknown placement or trainer, a placement that the trainer can't express, or a
+            file that exists.
     """
     spec, target = text("placement", placement), text("to", to)
     whole_number("num_layers", num_layers)
@@ -241,12 +237,14 @@ def prune(
         model: a folder with a saved model of Lamina or transformers, or a run's folder.
         output: a new or empty folder.
         layers: the layers to remove, counted from 0: a list, or a text such as "3,5-7".
-        by: the measure by which Lamina chooses ``drop`` layers, if you do not give ``layers``. "angular_distance"
-            chooses the contiguous block of layers that changes the hidden states' direction least (Gromov et al. 2024).
-            "layer_drop" chooses the layers with the smallest rise of the loss when Lamina removes one layer at a time.
-            PROBE.METRIC (any other metric) chooses the layers with the metric's lowest values.
-        drop: the number of layers to remove.
-        overwrite: first delete the files that Lamina wrote into ``output``.
+        by: the measure that decides which layers to remove, if you do not give ``layers``:
+
+            - "angular_distance": the contiguous block of layers that changes the direction of the hidden states least
+              (Gromov et al. 2024)
+            - "layer_drop": the layers whose removal, one layer at a time, increases the loss least
+            - PROBE.METRIC: the layers with the lowest values of any other metric
+        drop: the number of layers to remove by the measure.
+        overwrite: whether to delete the files that Lamina wrote into ``output`` first.
         text_settings: settings of `lamina probe`: corpus, tokenizer, sequences, sequence_length, batch_size, device.
 
     Raises:
@@ -282,22 +280,22 @@ def graft(
     overwrite: bool = False,
     **text_settings: object,
 ) -> Grafting:
-    """Put another placement on a trained decoder, as `lamina graft` does.
+    """Put another norm placement on a trained decoder, as `lamina graft` does.
 
-    Lamina keeps the weights and fits the new norms' gains on one half of a text. So each sub-layer's output stays
-    close to the old output. On the text's other half, Lamina measures the loss before and after the change. To remove
-    the remaining difference by training, run `lamina pretrain --from`.
+    Lamina keeps the weights, and fits the new norms' gains on one half of a text so that each sub-layer's output
+    changes little. Lamina measures the loss before and after on the other half. To reduce the remaining difference,
+    train with `lamina pretrain --from`.
 
     Args:
-        model: a folder with a decoder that `lamina convert` takes, or with a Lamina model.
+        model: a folder with a Lamina model, or with a decoder that `lamina convert` accepts.
         output: a new or empty folder.
-        placement: the new placement, with its options.
-        overwrite: first delete the files that Lamina wrote into ``output``.
+        placement: the new norm placement, with its options.
+        overwrite: whether to delete the files that Lamina wrote into ``output`` first.
         text_settings: settings of `lamina probe`: corpus, tokenizer, sequences, sequence_length, batch_size, device.
 
     Raises:
-        UserError: (a ValueError) for a model, a placement or a text that can't be read, a module whose weights can't
-            take over a factor, or an output folder with files.
+        UserError: (a ValueError) for a model, a placement or a text that can't be read, a module whose weights Lamina
+            can't rescale, or an output folder with files.
     """
     source, folder = path("model", model), path("output", output)
     from lamina.placements.resolution import check_spec
@@ -312,17 +310,20 @@ def graft(
 
 
 def placement_of(model: nn.Module | PreTrainedConfig | str | PathLike[str], *, layers: str | None = None) -> Census:
-    """Identify a model's placement by measuring it, as `lamina placements --of MODEL` does.
+    """Identify a model's norm placement by measuring it, as `lamina placements --of MODEL` does.
 
     Args:
-        model: a transformers or Lamina model, a run's folder, or a folder with config.json. For a configuration, a
-            transformers model type or a name on the hub, Lamina builds a model with random weights. From the hub,
-            Lamina downloads only config.json. Lamina runs no code from a checkpoint's folder.
+        model: a transformers or Lamina model, a run's folder, or a folder with config.json. You can also give a
+            configuration, a model type of transformers or a name on the hub, for which Lamina builds a model with
+            random weights. Lamina downloads only config.json, and runs no code from a checkpoint's folder.
         layers: the module path of the list of layers, such as ``model.layers`` (default: Lamina finds the list).
 
-    Returns: The placement, and the evidence for the placement. ``placement`` is a name with options that
-        ``lamina.placements.resolve`` takes. ``match`` lists the differences between the model and this placement. If
-        Lamina found no placement, ``unknown`` is the reason. ``text()`` is the command's output.
+    Returns: The placement and the evidence for it.
+
+        - ``placement``: a name with options for ``lamina.placements.resolve``
+        - ``match``: the differences between the model and this placement
+        - ``unknown``: the reason, if Lamina found no placement
+        - ``text()``: the command's output
 
     Raises:
         UserError: (a ValueError) for a path that holds no model, or a configuration from which no model can be built.
@@ -336,16 +337,15 @@ def placement_of(model: nn.Module | PreTrainedConfig | str | PathLike[str], *, l
 
 
 def diagnose(run: str | PathLike[str], against: str | PathLike[str] | None = None, *, which: str = "") -> Diagnosis:
-    """Write a page that names the likely cause of a run's failure, its step and layer, and what to change.
+    """Find the likely cause of a run's failure, its step and layer, and what to change, and write them to a page.
 
     If the records come from another tool, Lamina writes the converted records and the page into the folder NAME-lamina
-    beside the originals. If packages for the page are missing, the last returned sentence names the packages.
+    beside the originals. If packages for the page are missing, the last returned sentence names them.
 
     Args:
-        run: the folder of a run, a folder with a subfolder per pipeline stage, or another tool's history (a file, a
-            folder, or "-" for a pipe).
-        against: another run. Lamina compares the runs and reports the first step and layer with a difference above the
-            noise.
+        run: the folder of a run, a folder with a subfolder for each pipeline stage, or another tool's history (a file,
+            a folder, or "-" for a pipe).
+        against: another run, to find the first step and layer at which the two runs differ by more than noise.
         which: the name of the run, if the file or folder has several runs.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The results that Lamina's Python functions return: the numbers, the folder and the page of a job."""
+"""The results of Lamina's Python functions: the numbers, the folder and the report page of a job."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SHOWN = ("placement", "learning_rate", "seed", "status", "eval_loss", "max_lear
 
 
 class _HasPage:
-    """The base class for results of a job that wrote a page into its ``folder``."""
+    """The base class for results of a job that wrote a report page into its folder."""
 
     folder: Path
 
@@ -30,7 +30,7 @@ class _HasPage:
         return self.folder / PAGE
 
     def report(self, *, show: bool = False) -> Path:
-        """Return the path of the page. With ``show``, also open the page in the browser."""
+        """Return the path of the report page. If ``show`` is true, also open the page in the browser."""
         if show:
             webbrowser.open(self._page.resolve().as_uri())
         return self._page
@@ -41,10 +41,10 @@ class _HasPage:
 
 
 class Comparison(_HasPage):
-    """A job's trials and its page. You can index a Comparison and read its attributes as on its DataFrame ``results``.
+    """The runs of a job and its report page. You can use a Comparison like its DataFrame ``results``.
 
     Attributes:
-        results: a row per trial, as in results.csv.
+        results: the table of results.csv, with a row for each run.
         folder: the job's folder.
     """
 
@@ -55,7 +55,7 @@ class Comparison(_HasPage):
 
     @classmethod
     def of(cls, results: pd.DataFrame, folder: Path) -> Comparison:
-        """Wrap a job's results. Raises TrialsFailed if every trial failed."""
+        """Return the Comparison for a job's results. Raises TrialsFailed if every run failed."""
         if "status" in results and set(results["status"]) == {"failed"}:
             raise TrialsFailed(results)
         return cls(results, folder)
@@ -93,7 +93,7 @@ class StudyOutcome(_HasPage):
     """The outcome of a study.
 
     Attributes:
-        results: a row per trial, as in results.csv.
+        results: the table of results.csv, with a row for each run.
         claims: the verdicts, as in claims.json.
         folder: the study's folder.
     """
@@ -104,7 +104,7 @@ class StudyOutcome(_HasPage):
 
     @classmethod
     def of(cls, results: pd.DataFrame, folder: Path) -> StudyOutcome:
-        """Wrap a study's results, and read the verdicts from its folder."""
+        """Return the outcome of a study from its results and the verdicts in its folder."""
         return cls(results=results, claims=read_claims(folder) or [], folder=folder)
 
     def __repr__(self) -> str:
@@ -118,7 +118,7 @@ class StudyOutcome(_HasPage):
 
 
 class RunResult(_HasPage, dict[str, object]):
-    """The content of result.json as a dict, with the job's folder as ``folder``."""
+    """The content of result.json as a dict. The attribute ``folder`` is the job's folder."""
 
     def __init__(self, result: Mapping[str, object], folder: Path) -> None:
         super().__init__(result)
@@ -130,7 +130,7 @@ class RunResult(_HasPage, dict[str, object]):
 
     @property
     def model(self) -> Path | None:
-        """The folder of the trained model; None if the job saved no model."""
+        """Return the folder of the trained model, or None if the job saved no model."""
         model = self.folder / "model"
         return model if model.is_dir() else None
 
@@ -142,11 +142,11 @@ class RunResult(_HasPage, dict[str, object]):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Diagnosis(_HasPage):
-    """The diagnosis of a run: the likely cause with its step and layer, and what to change.
+    """The diagnosis of a run.
 
     Attributes:
-        sentences: the sentences of the diagnosis.
-        page: the path of the page with the figures; None if the packages that draw the page are missing.
+        sentences: the likely cause with its step and layer, and what to change.
+        page: the path of the page with the figures, or None if packages for drawing it are missing.
     """
 
     sentences: list[str]

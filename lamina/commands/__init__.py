@@ -1,1 +1,1 @@
-"""The commands of the command line. Each module has ``run(argv)``, which returns the exit code."""
+"""The commands of the command line. Each module has a function ``run(argv)`` that returns the exit code."""

@@ -1,7 +1,4 @@
-"""A command's parser and help text, made from its settings record.
-
-The parser also reads YAML files, and accepts the names that other tools give to settings.
-"""
+"""Build a command's parser and help text from its settings class."""
 
 from __future__ import annotations
 
@@ -50,21 +47,21 @@ _SWITCH = {"true": True, "false": False}
 
 @dataclass(frozen=True)
 class Argument:
-    """A command-line option: its flags, its help, and the conversion of its words to a value.
+    """A command-line option: its flags, its help, and how to convert its text to a value.
 
     Attributes:
         name: the name of the setting or option.
-        kind: the type of the value. If the type is a mapping, each use of the flag adds one entry, ``KEY=VALUE``.
-        flags: the option's flags; empty for a positional argument.
-        default: the default in the help. An option that the user leaves out gets this value; a setting gets no value.
+        kind: the type of the value. If the type is a mapping, each use of the flag adds one entry ``KEY=VALUE``.
+        flags: the option's flags, or an empty tuple for a positional argument.
+        default: the default for the help. It is also the value of an omitted option, but not of an omitted setting.
         metavar: the placeholder in the help, such as FILE (default: a placeholder for the type).
-        is_setting: whether the option is a field of the command's settings record.
+        is_setting: whether the option is a field of the command's settings class.
         is_needed: whether the command requires this positional argument.
         is_list: whether the option takes all words up to the next flag.
         adds: whether a repeated flag adds a value, or replaces the earlier value.
-        files: for another library's options, the source files that declare the options' types.
-        key: the name of another library's option, which the flag sets inside a mapping. Lamina's options have "".
-        alone: the option's value (as text) if no word follows the flag, as in ``--resume``.
+        files: the source files of another library that declare the types of its options.
+        key: the name of another library's option that the flag sets, or "" for Lamina's options.
+        alone: the option's value, as text, if no word follows the flag.
     """
 
     name: str
@@ -83,7 +80,7 @@ class Argument:
 
     @property
     def kinds(self) -> tuple[object, ...]:
-        """The types that the option's value may have. A Literal counts as text, because the settings check it later."""
+        """Return the types that the option's value may have, with text for a Literal, which the settings check."""
         kinds = get_args(self.kind) if get_origin(self.kind) in (Union, UnionType) else (self.kind,)
         return tuple(str if get_origin(kind) is Literal else get_origin(kind) or kind for kind in kinds)
 
@@ -91,10 +88,11 @@ class Argument:
         """Read the option's value from the command line into ``values``. Raises UserError.
 
         Args:
-            flag: the flag on the command line. The flag of a switch may begin with ``--no-``.
-            inner: the mapping's key: the part of the flag after the dot.
-            text: the text after an equals sign; None without an equals sign.
-            left: the words after the flag. The method removes the words that belong to the option.
+            values: the mapping for the values.
+            flag: the flag on the command line, with ``--no-`` for a switch that the user turns off.
+            inner: the text after the dot in the flag, for an entry of a mapping.
+            text: the text after an equals sign, or None without an equals sign.
+            left: the words after the flag. This method removes the words that it uses.
         """
         names = "/".join(self.flags)
         if self.kind is bool:
@@ -124,9 +122,9 @@ class Argument:
         values[self.name] = [*values[self.name], value] if self.adds else value
 
     def read(self, text: str, says: str) -> object:
-        """Read a text as a value of the option's type. ``says`` begins the error message.
+        """Read a text as a value of the option's type. ``says`` is the beginning of error messages.
 
-        A mapping's value is read as YAML, unless another library declares the option as text.
+        This method reads a mapping's value as YAML, unless another library declares the option as text.
         """
         kinds = self.kinds
         if NoneType in kinds and text in ("null", "None"):
@@ -152,7 +150,7 @@ class Argument:
 
     @property
     def shown(self) -> tuple[str, str]:
-        """The shortest flag and the placeholder of its value, for the help."""
+        """Return the shortest flag and its value's placeholder, for the help."""
         if not self.flags:
             return self.name.upper(), ""
         flag, kinds = min(self.flags, key=len), self.kinds
@@ -164,7 +162,7 @@ class Argument:
         return flag, ".KEY VALUE" if dict in kinds else " X" if float in kinds else " N"
 
     def help_rows(self) -> Iterator[str]:
-        """Yield the help text's lines about this option."""
+        """Yield the lines of the help text about this option."""
         narrowest, without, widest = WIDTHS
         width = min(max(shutil.get_terminal_size((without, 24)).columns, narrowest), widest)
         about = self.about
@@ -182,9 +180,7 @@ class Argument:
 
 
 class Parser:
-    """A command's parser. If an option is unknown, the UserError suggests the nearest option.
-
-    The parser also accepts the names that other tools give to settings.
+    """A command's parser. It also accepts YAML files, and the names that other tools give to settings.
 
     Args:
         command: the command's name, of one or two words.
@@ -198,10 +194,10 @@ class Parser:
         self.arguments: list[Argument] = []
 
     def add_settings(self, record: type[Settings], positional: Sequence[str] = ()) -> None:
-        """Add a flag for each field (``--num-layers`` for ``num_layers``), and ``--config`` for a YAML file.
+        """Add a flag for each field of a settings class (``--num-layers`` for ``num_layers``), and ``--config`` for a
+        YAML file.
 
-        The fields in ``positional`` have no flag. A field whose entry in ``positional`` ends in "..." takes any number
-        of words.
+        The fields in ``positional`` have no flag. A name that ends in "..." takes any number of words.
         """
         self.record = record
         self.add_flag("--config", "a YAML file with any of these settings", metavar="YAML")
@@ -228,6 +224,9 @@ class Parser:
         """Add a flag. If the default is a boolean, the flag is a switch. Otherwise, the value has the default's type.
 
         Args:
+            flag: the flag, with its dashes.
+            about: the help text.
+            default: the default.
             metavar: the placeholder in the help (default: a placeholder for the type).
             name: the option's name, if it differs from the flag's name.
             kind: the type of the value, if there is no default.
@@ -238,7 +237,7 @@ class Parser:
         self.arguments.append(Argument(name, kind, about, flags, default, metavar, adds=default == []))
 
     def add_text_flags(self) -> None:
-        """Add `lamina probe`'s flags for the text on which Lamina measures a trained model."""
+        """Add the flags of `lamina probe` for the text to measure on."""
         self.add_flag("--corpus", "embedded, a .txt/.jsonl file, a folder, hf:NAME", "embedded", "TEXT")
         self.add_flag("--tokenizer", "tokenizer to use if the model has none", metavar="TEXT")
         self.add_flag("--sequences", "number of text blocks", 64)
@@ -249,14 +248,14 @@ class Parser:
         self.add_flag("--overwrite", "first delete the files that Lamina wrote into the output folder", False)
 
     def add_output_modes(self, resume: str) -> None:
-        """Add ``--overwrite``. If ``resume`` is not empty, also add ``--resume`` with the help text ``resume``."""
+        """Add ``--overwrite``. If ``resume`` is not empty, also add ``--resume`` with this help text."""
         if resume:
             about = f"{resume}; with =auto, start a new job if the output folder is empty"
             self.arguments.append(Argument("resume", Resume, about, ("--resume",), False, "[=auto]", alone="yes"))
         self.add_flag("--overwrite", "replace the content of the output folder", False)
 
     def settings_from(self, argv: Sequence[str]) -> tuple[Json, SimpleNamespace]:
-        """Return the user's settings by name, and the values of all flags. The command line overrides --config."""
+        """Return the user's settings by name, and the values of all flags. Flags override the file of --config."""
         assert self.record is not None
         options = self.parse(argv)
         typed = {name: value for name, value in vars(options).items() if name in self.record.names()}
@@ -265,9 +264,10 @@ class Parser:
         return {**_from_yaml(Path(path("config", options.config)), self.record), **typed}, options
 
     def parse(self, argv: Sequence[str]) -> SimpleNamespace:
-        """Parse a command line. A word after a flag is the flag's value, and all other words are positional arguments.
+        """Parse a command line. Raises UserError for an unknown flag.
 
-        Raises UserError for an unknown flag.
+        The word after a flag is the flag's value, unless the flag is a switch. All other words are positional
+        arguments.
         """
         values = {argument.name: argument.default for argument in self.arguments if not argument.is_setting}
         words, left, names = list[str](), list(argv), dict[tuple[str, bool], str]()
@@ -298,7 +298,7 @@ class Parser:
         return SimpleNamespace(**values)
 
     def _lone_words(self, words: list[str]) -> Json:
-        """Return the positional arguments by name. Raises UserError if the user gave too few or too many."""
+        """Return the positional arguments by name. Raises UserError for too few or too many words."""
         values, missing = dict[str, object](), list[str]()
         for argument in self.arguments:
             if not argument.flags and words:
@@ -322,9 +322,7 @@ class Parser:
         return UserError(f"unknown option {shortened(flag, 80)}{hint} (see `{self.prog} --help{full}`)")
 
     def _argument(self, flag: str) -> Argument | None:
-        """Find the option of a flag. The flag may be another library's name for the option, or an option of another
-        library.
-        """
+        """Return the option of a flag, which may be another library's name for the option."""
         by_flag = {ours: argument for argument in self.arguments for ours in argument.flags}
         if flag in by_flag or not flag.startswith("--"):
             return by_flag.get(flag)
@@ -341,7 +339,7 @@ class Parser:
         raise SystemExit(0)
 
     def format_help(self, *, in_full: bool = False) -> str:
-        """Return the help text with the main settings. With ``in_full``, the text has all settings in groups."""
+        """Return the help text with the main settings. With ``in_full``, return all settings in groups."""
         main = () if in_full or self.record is None else self.record.main
         rows: dict[str, list[tuple[int, str]]] = {group: [] for group in ORDER}
         hidden = 0
@@ -365,7 +363,7 @@ class Parser:
 
 
 def _is_value(word: str) -> bool:
-    """Return whether the word after a flag is the flag's value. A value may be a negative number or a sentence."""
+    """Return whether the word after a flag is its value. A value may be a negative number or contain spaces."""
     return not word.startswith("-") or word == "-" or " " in word or re.fullmatch(_NEGATIVE, word) is not None
 
 

@@ -1,4 +1,4 @@
-"""`lamina backbones`: lists the model families that take a placement."""
+"""`lamina backbones`: list the model families that work with Lamina's norm placements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`lamina convert SOURCE OUTPUT`: converts a transformers checkpoint to Lamina, or back."""
+"""`lamina convert SOURCE OUTPUT`: convert a transformers checkpoint to Lamina, or back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`lamina diagnose RUN`: names the likely cause of a run's failure, its step and layer, and what to change."""
+"""`lamina diagnose RUN`: find the likely cause of a run's failure, its step and layer, and what to change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`lamina emit PLACEMENT --to TRAINER`: writes a placement as one file for another trainer."""
+"""`lamina emit PLACEMENT --to TRAINER`: write a norm placement as one file for another trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`lamina generate MODEL`: continues a text with a trained model."""
+"""`lamina generate MODEL`: continue a text with a trained model."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def parser() -> Parser:
 
 
 def run(argv: list[str]) -> int:
-    """Load the model, then print a continuation or converse."""
+    """Load the model, then continue the prompt or start a conversation."""
     options = parser().parse(argv)
     names = ("max_new_tokens", "temperature", "top_p", "stop", "seed", "trust_remote_code")
     sampling = {name: getattr(options, name) for name in names}
@@ -54,11 +54,7 @@ def run(argv: list[str]) -> int:
 
 
 def _converse(model: str, turns: list[dict[str, str]], prompt: str | None, **sampling: Any) -> None:
-    """Answer the prompt. Without a prompt, answer the lines of standard input, until an empty line or the end of the
-    input.
-
-    An answer appears on the screen during its generation.
-    """
+    """Answer the prompt. Without a prompt, answer each line of standard input until an empty line."""
     speaker = speaker_of(model, **sampling)
     speaker.check_chat()
     while True:

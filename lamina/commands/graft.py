@@ -1,4 +1,4 @@
-"""`lamina graft MODEL --placement NAME`: puts another placement on a trained model."""
+"""`lamina graft MODEL --placement NAME`: put another norm placement on a trained model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`lamina placements [NAME]`: shows the catalog; `lamina placements --of MODEL`: measures a model's placement."""
+"""`lamina placements`: show Lamina's norm placements, or identify the norm placement of a model."""
 
 from __future__ import annotations
 

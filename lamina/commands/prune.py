@@ -1,4 +1,4 @@
-"""`lamina prune MODEL`: removes layers from a trained model."""
+"""`lamina prune MODEL`: remove layers from a trained model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`lamina report FOLDER`: writes a folder's page from its records."""
+"""`lamina report FOLDER`: write a folder's report page from its records."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def parser() -> Parser:
 
 @renamed_setting("folder")
 def run(argv: list[str]) -> int:
-    """Rewrite report.html and, on request, take a screenshot of the page."""
+    """Write report.html and, if the user asks for it, take a screenshot of the page."""
     options = parser().parse(argv)
     whole_number("height", options.height)
     number("every", options.every, 1.0)
@@ -63,7 +63,7 @@ def run(argv: list[str]) -> int:
 
 
 def _follow(folder: Path, every: float) -> Path:
-    """Rewrite the page whenever new records arrive, until the job has ended. Return the page's path."""
+    """Write the page whenever new records arrive, until the job has ended. Return the page's path."""
     from lamina.reports.registry import follow
 
     written: Path | None = None

@@ -1,7 +1,4 @@
-"""Run any job from the command line. The job's entry in the catalog is a ``JobRow``.
-
-This module parses the command line, calls the job's Python function, and prints the result.
-"""
+"""Run a job from the command line: parse the options, call the job's Python function, and print the result."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ CODES = {"interrupted": 130, "failed": 1}  # by the status of a result
 
 
 def parser(name: str) -> Parser:
-    """Make the parser of a job's command from the job's catalog entry ``row``."""
+    """Return a command's parser."""
     if name in JOBS and not JOBS[name].own_command:
         return parser_of(JOBS[name])
     return importlib.import_module(f"lamina.commands.{name}").parser()

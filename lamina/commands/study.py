@@ -1,4 +1,4 @@
-"""`lamina study`: repeats the papers' tables and figures as studies, and judges their claims."""
+"""`lamina study`: repeat the papers' tables and figures as studies, and judge their claims."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def _run(argv: list[str]) -> int:
 
 
 def _failures(reasons: list[str]) -> int:
-    """Print the number of failed trials and the first failed trial's reason. Return the exit code."""
+    """Print how many runs failed and why the first run failed. Return the exit code."""
     if not reasons:
         return 0
     show_error(f"{len(reasons)} trials failed. The first reason: {reasons[0]}")

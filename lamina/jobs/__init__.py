@@ -1,1 +1,1 @@
-"""The base of every job: the job's folder and files, and how a job resumes and ends. Loads no torch."""
+"""The parts that all jobs share: the output folder, its files, and how a job resumes and ends. Loads no torch."""

@@ -1,4 +1,4 @@
-"""Other names of Lamina's settings: names in transformers, TRL, lm-eval, litgpt and nanoGPT, singulars, and plurals."""
+"""Other names for Lamina's settings: their names in transformers, TRL, lm-eval, litgpt and nanoGPT, and plurals."""
 
 from __future__ import annotations
 
@@ -50,8 +50,9 @@ generation: gen_kwargs; data_dir: include_path
 
 
 def meaning(name: str, offered: Collection[str], *, near: bool = False) -> str | None:
-    """Return the first offered setting with the meaning of another library's name. Return None if no setting has this
-    meaning. With ``near``, a setting with a similar meaning also counts.
+    """Return the setting that has the meaning of another library's name, or None if no allowed setting has it.
+
+    ``offered`` has the allowed settings. With ``near``, a setting with a similar meaning also counts.
     """
     rows = [*TAKEN.items(), *(NEAR.items() if near else ())]
     ours = (setting for setting, others in rows if name in others)
@@ -62,8 +63,7 @@ def meaning(name: str, offered: Collection[str], *, near: bool = False) -> str |
 def _declared(files: tuple[str, ...]) -> Mapping[str, str]:
     """Map the options of other libraries to their types, as text, without importing the libraries.
 
-    An entry of ``files`` is an option's name, whose type is unknown, or a source file. The fields of the file's
-    classes are options.
+    ``files`` has names of options, and source files whose classes declare options as fields.
     """
     names = {file: "" for file in files if "/" not in file}
     for package, _, rest in (file.partition("/") for file in files if "/" in file):
@@ -75,18 +75,15 @@ def _declared(files: tuple[str, ...]) -> Mapping[str, str]:
 
 
 def is_text(option: str, files: tuple[str, ...]) -> bool:
-    """Return whether another library declares an option as text. Lamina must then not read the value as a YAML
-    number.
-    """
+    """Return whether another library declares an option as text, so that Lamina must not read its value as a number."""
     return _declared(files).get(option, "").strip() in ("str", "str | None", "Optional[str]")
 
 
 def passed_on(name: str, offered: Collection[str], outside: Mapping[str, tuple[str, ...]]) -> tuple[str, str] | None:
-    """Return the setting that passes on another library's option, and the option's name. Return None for unknown
+    """Return Lamina's setting that takes another library's option, and the option's name. Return None for unknown
     options.
 
-    ``outside`` maps a setting to another library's options, or to the files that declare the options
-    (``Settings.outside``).
+    ``outside`` maps a setting to the options that it takes, or to the source files that declare these options.
     """
     if name not in offered and meaning(name, offered, near=True) is None:
         for setting, files in outside.items():
@@ -96,10 +93,10 @@ def passed_on(name: str, offered: Collection[str], outside: Mapping[str, tuple[s
 
 
 def suggestion(name: str, offered: Collection[str]) -> str | None:
-    """Return the offered setting whose name or alias is nearest to an unknown name.
+    """Return the allowed setting for an unknown or misspelled name, or None.
 
-    For a name from another library, return the setting with the same meaning. Return None if no setting has the
-    meaning.
+    A name from another library gives the setting with the same meaning. Other names give the setting with the most
+    similar name or alias.
     """
     others = {other for names in (*TAKEN.values(), *NEAR.values()) for other in names}
     settings_by_name = {
@@ -112,7 +109,7 @@ def suggestion(name: str, offered: Collection[str]) -> str | None:
 
 
 def in_our_words(given: Mapping[str, object], offered: Collection[str], where: str = "") -> dict[str, object]:
-    """Rename settings to Lamina's names; unknown names stay. Raises UserError if a setting is given under two names."""
+    """Rename settings to Lamina's names. Raises UserError if the user gave a setting under two names."""
     ours: dict[str, object] = {}
     for name, value in given.items():
         setting = meaning(name, offered) or name

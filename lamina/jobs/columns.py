@@ -1,7 +1,6 @@
-"""The columns of a run's result, for result.json, results.csv, the ranking and the pages.
+"""The columns of a run's result, for result.json, results.csv, the ranking and the report pages.
 
-To add a scalar, add only its ``Column`` here and its value in ``lamina.training.pretrain``. Lamina raises an error at
-the end of the first run if a value has no column, or a measured column has no value.
+To add a number, add its ``Column`` here and its value in ``lamina.training.pretrain``.
 """
 
 from __future__ import annotations
@@ -13,21 +12,19 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Column:
-    """A number or text in a trial's result.
+    """A number or text in the result of a run.
 
     Attributes:
-        name: the key in result.json, and the name of the column in results.csv.
-        title: the column's heading on the pages.
-        format: how the pages print the number; None for a text.
-        aggregate: how the ranking combines a placement's seeds: "mean", "max", "first" (the first seed's text), or
-            "own" (a rule in ``lamina.reports.ranking``). None leaves the column out of the ranking.
-        measured: whether every run measures the column's value. If false, only some runs measure the value, or the
-            value comes from the settings or the job.
-        in_ranking: the column's position from the left in the table of placements; 0 leaves the column out of that
-            table.
-        in_trials: whether the table of all trials has the column.
-        share: another column. The pages print the other column's number as a percentage after this column's number.
-        optional: whether the pages omit the column if no trial has a value.
+        name: the key in result.json and the column in results.csv.
+        title: the column's heading on the report pages.
+        format: the format of the number on the report pages, or None for a text.
+        aggregate: how the ranking combines the runs with different seeds: "mean", "max", "first" (the first run's
+            text), or "own" (a rule in ``lamina.reports.ranking``). None omits the column from the ranking.
+        measured: whether every run measures the value.
+        in_ranking: the position from the left in the table of placements, or 0 to omit the column there.
+        in_trials: whether the table of all runs has the column.
+        share: another column, whose number the pages print after this number, as a percentage.
+        optional: whether the pages omit the column if no run has a value.
     """
 
     name: str
@@ -46,7 +43,7 @@ class Column:
 
 
 SCORES = {"accuracy": "accuracy", "top5_accuracy": "top-5 accuracy"}
-"""The metrics, besides the loss, that an objective may measure on held-out items, with their headings."""
+"""The metrics on held-out items other than the loss, with their headings."""
 
 
 def _spikes(name: str, title: str, place: int) -> tuple[Column, Column]:
@@ -100,7 +97,7 @@ RESULT_COLUMNS: tuple[Column, ...] = (
     Column("reason", "reason", aggregate="own", in_trials=True),
 )
 BESIDES = ("from", "mix", "tasks")
-"""Fields of result.json that are not columns. Only some runs have such fields."""
+"""The optional fields of result.json that are not columns."""
 
 
 def names(columns: Iterable[Column] = RESULT_COLUMNS) -> tuple[str, ...]:
@@ -108,7 +105,7 @@ def names(columns: Iterable[Column] = RESULT_COLUMNS) -> tuple[str, ...]:
 
 
 def aggregated(aggregate: str) -> tuple[str, ...]:
-    """Return the names of the columns whose rule for the ranking (``Column.aggregate``) is ``aggregate``."""
+    """Return the names of the columns that the ranking combines in this way (see ``Column.aggregate``)."""
     return names(column for column in RESULT_COLUMNS if column.aggregate == aggregate)
 
 
@@ -122,7 +119,7 @@ TRIALS = tuple(column for column in RESULT_COLUMNS if column.in_trials)
 
 
 def checked(result: dict[str, object]) -> dict[str, object]:
-    """Return ``result`` unchanged. Raises KeyError if a measured column has no value, or if a value has no column."""
+    """Return a result unchanged. Raises KeyError for a missing value, and for a value that is no column."""
     measured = {column.name for column in RESULT_COLUMNS if column.measured}
     missing, extra = measured - set(result), set(result) - {*names(), *BESIDES}
     if missing or extra:

@@ -1,4 +1,4 @@
-"""environment.json: the kind of a job, its machine, and the versions of its packages."""
+"""environment.json: the job's kind, the machine, and the versions of the packages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WRITTEN = ("studies/records", "docs/results")  # recording one study does not m
 
 
 def environment(seed: int, kind: str = "") -> Json:
-    """Return the content of environment.json: kind, versions, machine, seed, and git revision of the source tree."""
+    """Return the content of environment.json."""
     versions = {"lamina": sys.modules["lamina"].__version__}  # of a checkout that is not installed, too
     for package in ("torch", "transformers", "accelerate", "tokenizers", "numpy", "pyarrow", "trl", "peft"):
         try:
@@ -39,15 +39,14 @@ def environment(seed: int, kind: str = "") -> Json:
 
 
 def cores() -> int:
-    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @cache
 def git_revision() -> str | None:
-    """Return the git revision of the source tree that contains this package; None outside a checkout.
+    """Return the git revision of Lamina's source, or None outside a checkout.
 
-    The revision ends in "-dirty" if a tracked file was changed. Files that studies write (``_WRITTEN``) do not count.
+    The revision ends in "-dirty" if a tracked file has changes, except for the files that studies write.
     """
     command = ["git", "--no-optional-locks", "status", "--porcelain=v2", "--branch", "--untracked-files=no", "--"]
     command += [":(top)", *(f":(top,exclude){folder}" for folder in _WRITTEN)]
@@ -62,9 +61,7 @@ def git_revision() -> str | None:
 
 
 def gpu_names() -> list[str]:
-    """Read the names of NVIDIA GPUs from the driver's files, without torch. Return [] on a machine without NVIDIA
-    GPUs.
-    """
+    """Return the names of the NVIDIA GPUs from the driver's files, without torch."""
     told = [path.read_text(encoding="utf-8") for path in sorted(_DRIVER.glob("*/information"))]
     return [name[1] for text in told if (name := re.search(r"^Model:\s*(.+)$", text, re.MULTILINE))]
 

@@ -1,7 +1,4 @@
-"""Read and write the files in a job's folder.
-
-Lamina syncs a temporary file to disk and then renames it, so that no file is half written.
-"""
+"""Read and write the files of a job's folder. Lamina writes a temporary file first, so no file is ever half written."""
 
 from __future__ import annotations
 
@@ -34,10 +31,9 @@ SEAL = "seal"  # of result.json, see seals.py
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path. At the end, sync the temporary file to disk and rename it to ``path``.
+    """Yield a temporary path. At the end of the context, rename the temporary file to ``path``.
 
-    A job writes every file with this function. If the body fails, the temporary file is deleted and ``path`` stays as
-    it was. Raises OSError.
+    After an exception in the context, ``path`` has its old content. Raises OSError.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.unlink(missing_ok=True)  # a link would be followed
@@ -56,28 +52,26 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, data: Any) -> None:
-    """Write JSON with null for NaN and infinities, so that any reader accepts it."""
+    """Write JSON, with null for NaN and infinities."""
     write_text(path, json.dumps(finite(data), indent=2, ensure_ascii=False) + "\n")
 
 
 def write_parquet(path: Path, table: Frame, **options: Any) -> None:
-    """Write a pandas table completely or not at all. ``options`` go to pandas' ``to_parquet``."""
+    """Write a pandas table completely or not at all. ``options`` are arguments of pandas' ``to_parquet``."""
     with writing(path) as temporary:
         table.to_parquet(temporary.absolute(), index=False, **options)  # a relative path with a colon would be a URI
 
 
 def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Write each record as a line of JSON."""
     write_text(path, "".join(json.dumps(finite(record)) + "\n" for record in records))
 
 
 def write_yaml(path: Path, data: Mapping[str, Any]) -> None:
-    """Write a mapping as YAML in the order of its keys."""
     write_text(path, yaml.safe_dump(dict(data), sort_keys=False, allow_unicode=True))
 
 
 def read_json(path: Path) -> Json:
-    """Read a JSON file that holds an object. Raises OSError, ValueError."""
+    """Read a JSON file that holds an object. Raises OSError or ValueError."""
     if is_special(path):
         raise OSError(errno.EINVAL, SPECIAL, str(path))
     try:
@@ -87,7 +81,7 @@ def read_json(path: Path) -> Json:
 
 
 def noted(path: Path) -> Json:
-    """Read a JSON object. If the file is missing or unreadable, or holds no JSON object, return {}."""
+    """Read a JSON object. Return {} if the file is missing or unreadable, or holds no JSON object."""
     try:
         data = read_json(path)
     except (OSError, ValueError):
@@ -96,12 +90,12 @@ def noted(path: Path) -> Json:
 
 
 def write_sealed(path: Path, data: Mapping[str, Any]) -> None:
-    """Write a mapping as YAML with its digest as the first key, so that a reader notices any change."""
+    """Write a mapping as YAML with a checksum as the first key."""
     write_yaml(path, {DIGEST: _digest(read_back(dict(data))), **data})
 
 
 def read_sealed(path: Path) -> Json:
-    """Read a mapping without its digest. Raises UserError if the file is missing, cut short or altered."""
+    """Read a YAML file and verify its checksum. Raises UserError if the file is missing or altered."""
     data = read_mapping(path)
     if DIGEST not in data:
         raise UserError(f"{str(path)!r}: cut short or altered (its digest is missing)")
@@ -111,15 +105,12 @@ def read_sealed(path: Path) -> Json:
 
 
 def _digest(data: object) -> str:
-    """Return the SHA-256 of a mapping that was read from YAML."""
+    """Return the SHA-256 of a mapping."""
     return hashlib.sha256(json.dumps(data, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def is_table(path: Path) -> bool:
-    """Return whether a Parquet table or an .npz file is complete, according to its last bytes.
-
-    Raises UserError for a Parquet table if pyarrow is not installed.
-    """
+    """Return whether the end of a Parquet or .npz file is intact. Raises UserError if pyarrow is needed but missing."""
     if path.suffix == ".npz":
         return zipfile.is_zipfile(path)
     try:
@@ -134,7 +125,7 @@ def is_table(path: Path) -> bool:
 
 
 def finite(data: Any) -> Any:
-    """Replace NaN and infinity, which JSON lacks, with None."""
+    """Replace NaN and infinities, which JSON does not allow, with None."""
     if isinstance(data, float) and not math.isfinite(data):
         return None
     if isinstance(data, Mapping):
@@ -143,14 +134,14 @@ def finite(data: Any) -> Any:
 
 
 def as_json(data: Mapping[str, object]) -> Json:
-    """Return the data after a round trip through JSON."""
+    """Return data as they read after Lamina writes them to JSON."""
     return json.loads(json.dumps(finite(data)))
 
 
 def read_result(folder: Path) -> Json | None:
-    """Read a run's result.json without its seal; None if the run has not ended or the file is unreadable.
+    """Read a run's result.json, or return None if the run has not ended or the file is unreadable.
 
-    Raises UserError if the result was altered. A result of an older version has no seal.
+    Raises UserError if the result was altered. Files from older versions of Lamina have no checksum.
     """
     data = noted(folder / RESULT)
     if "status" not in data:
@@ -160,9 +151,9 @@ def read_result(folder: Path) -> Json | None:
 
 
 def read_seal(path: Path, data: Json) -> Json | None:
-    """Return the seal in a JSON file's ``data``: the hashes of other files, without this file's digest.
+    """Return the hashes of other files that a JSON file lists, or None if it has no checksum.
 
-    Returns None for an older version's file or empty data. Raises UserError if somebody altered the hashed data.
+    Raises UserError if the JSON file was altered.
     """
     seal = data.get(SEAL)
     if not data or (seal is None and not _is_sealed(path.parent)):
@@ -178,7 +169,7 @@ def read_seal(path: Path, data: Json) -> Json | None:
 
 
 def _is_sealed(folder: Path) -> bool:
-    """Return whether config.yaml has a digest, as in every folder whose results Lamina seals."""
+    """Return whether config.yaml begins with a checksum."""
     try:
         with (folder / CONFIG).open("rb") as file:
             return file.readline(20).startswith(f"{DIGEST}:".encode())
@@ -187,15 +178,12 @@ def _is_sealed(folder: Path) -> bool:
 
 
 def digest_of_json(data: Json) -> str:
-    """Return the SHA-256 of the JSON text of an object."""
+    """Return the SHA-256 of an object's JSON text."""
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
 def read_config(folder: Path) -> Json:
-    """Read a job's config.yaml without its digest. Raises UserError if the file is missing, cut short or altered.
-
-    A config.yaml of an older version has no digest.
-    """
+    """Read a job's config.yaml and verify its checksum. Raises UserError if the file is missing or altered."""
     path = folder / CONFIG
     data = read_mapping(path)
     if DIGEST in data and data.pop(DIGEST) != _digest(data):
@@ -218,12 +206,12 @@ def disk_full(error: BaseException | None) -> bool:
 
 
 def full_disk(path: Path) -> OSError:
-    """Return the error for a full disk; its message names the folder."""
+    """Return the error for a full disk. Its message names the folder."""
     return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
 def read_claims(folder: Path) -> list[Json] | None:
-    """Read the verdicts in a study's folder; None if there is no file. Raises UserError for an unreadable file."""
+    """Read the verdicts in a study's folder. Return None if there is no file. Raises UserError for a damaged file."""
     path = folder / CLAIMS
     if not path.is_file():
         return None

@@ -1,4 +1,4 @@
-"""A job's folder: its lock, its owner, and the effect of --overwrite on its content."""
+"""A job's output folder: its lock, and the effect of --resume and --overwrite on its content."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LOCK = ".lock"
 REPLACES = ".replaces"  # says that NAME.old is what --overwrite replaced, to be deleted at the first result
 _APART = (LOCK, REPLACES)  # not part of a folder's content
 Resume: TypeAlias = bool | Literal["auto"]
-"""Whether to resume the job in a folder. "auto" resumes if the folder holds a job, and otherwise begins a job."""
+"""Whether to resume the job in a folder. "auto" starts a new job if the folder is empty."""
 # Half-written files of a killed process, under names that nothing reads.
 _DRAFTS = (
     ".gone-*",
@@ -41,21 +41,18 @@ _DRAFTS = (
 
 
 def in_use(folder: Path) -> bool:
-    """Return whether the folder holds files. Ignore the files that a job writes before the first record."""
+    """Return whether the folder holds more than the first files of a job."""
     return folder.is_dir() and not all(map(_is_beginning, folder.iterdir()))
 
 
 def _is_beginning(child: Path) -> bool:
-    """Return whether ``child`` is a file that a job writes before the first record: a lock, environment.json, or a
-    half-written file.
-    """
+    """Return whether a job writes this file at its start: a lock, environment.json, or an incomplete file."""
     if child.name in _APART or any(child.name.startswith(f".{name}.") for name in (ENVIRONMENT, CONFIG, STUDY)):
         return True
     return child.name == ENVIRONMENT and _is_environment(child)
 
 
 def _is_environment(path: Path) -> bool:
-    """Return whether Lamina wrote an environment.json."""
     try:
         return "lamina" in read_json(path)["versions"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -63,9 +60,9 @@ def _is_environment(path: Path) -> bool:
 
 
 def refuse(folder: Path, *, resume: Resume, overwrite: bool, resumes: bool = True, flag: str = "--{}") -> None:
-    """Raise the UserError that ``hold`` would raise for this folder, without locking or changing the folder.
+    """Raise UserError if a job can't use the folder. Neither lock nor change the folder.
 
-    ``resumes`` says whether the command has --resume. ``flag`` is the form of an option for users, such as ``--{}``.
+    ``resumes`` is true if the command has --resume. ``flag`` is the format of an option in messages, such as ``--{}``.
     """
     if resume not in (True, False, "auto"):
         raise UserError(f"resume: {resume!r} (allowed: true, false, auto)")
@@ -101,7 +98,7 @@ def refuse(folder: Path, *, resume: Resume, overwrite: bool, resumes: bool = Tru
 
 
 def nothing_to_resume(folder: Path) -> UserError:
-    """Return the error for --resume in a folder in which no job has begun."""
+    """Return the error for --resume in a folder without a job."""
     return UserError(
         f"output: {str(folder)!r} holds nothing to resume. Give the folder of an unfinished job, or --resume=auto "
         "to begin in an empty folder."
@@ -114,15 +111,18 @@ def hold(
 ) -> Iterator[bool]:
     """Lock a job's folder for writing. Yield whether the folder holds a job to resume.
 
-    With ``overwrite``, Lamina renames a folder with content to NAME.old. At the first checkpoint (see ``drop_old``) or
-    result, Lamina deletes NAME.old. If the job ends without a checkpoint or result, Lamina keeps NAME.old and logs a
-    warning.
+    With ``overwrite``, Lamina renames a non-empty folder to NAME.old. It deletes NAME.old when the new job has a
+    checkpoint or a result. If the job ends without either, Lamina keeps NAME.old and logs a warning.
 
-    If an error ends a new job before its first record, Lamina deletes what the job has written.
+    If a new job fails before its first record, Lamina deletes the job's files.
 
-    Raises UserError if the path is not a folder, if another process holds the folder, or if Lamina did not write the
-    folder's content. Raises UserError for a folder with content unless ``resume`` or ``overwrite`` is set, and for
-    ``resume`` without a job to resume.
+    Raises UserError in these cases:
+
+    - The path is not a folder.
+    - Another process holds the folder.
+    - The folder is not empty, and neither ``resume`` nor ``overwrite`` is set.
+    - The folder contains files that Lamina did not write.
+    - The folder has no job to resume.
     """
     if overwrite and in_use(folder):
         with lock(folder, wait=wait):
@@ -154,22 +154,20 @@ def hold(
 
 
 def old_content(folder: Path) -> Path:
-    """Return the folder NAME.old. With --overwrite, NAME.old keeps the old content until the new job has a result."""
+    """Return NAME.old, the folder that --overwrite keeps until the new job has a result."""
     folder = real_path(folder)
     return folder.with_name(f"{folder.name}.old")
 
 
 def drop_old(folder: Path) -> None:
-    """If the folder has a checkpoint or a result, delete the content that --overwrite replaced."""
+    """Delete the content that --overwrite replaced, if the folder has a checkpoint or a result."""
     if (folder / REPLACES).is_file():
         shutil.rmtree(old_content(folder), ignore_errors=True)
         (folder / REPLACES).unlink()
 
 
 def _set_aside(folder: Path) -> None:
-    """Rename a folder to NAME.old. If NAME.old already holds replaced content and the folder has no result, empty the
-    folder.
-    """
+    """Rename a folder to NAME.old. If NAME.old exists and the folder has no result, empty the folder instead."""
     old = old_content(folder)
     if (folder / REPLACES).is_file() and old.exists():
         if not has_result(folder):
@@ -187,7 +185,7 @@ def _set_aside(folder: Path) -> None:
 
 
 def has_result(folder: Path) -> bool:
-    """Return whether a folder has a result: a checkpoint, a run that ended, a finished probe, or a score."""
+    """Return whether a folder has a checkpoint, a run that ended, a finished probe, or a score."""
     for run in [folder, *folder.glob("trials/*/")]:
         if any(run.glob(f"checkpoints/checkpoint-*/{MANIFEST}")):
             return True
@@ -228,10 +226,9 @@ def _is_ours(folder: Path) -> bool:
 
 @contextmanager
 def lock(folder: Path, *, wait: float = 0.0) -> Iterator[None]:
-    """Lock the folder against other processes, after a wait of up to ``wait`` seconds.
+    """Lock the folder against other processes. Wait up to ``wait`` seconds for another process to release it.
 
-    Raises UserError if another process holds the lock. Also raises UserError if the lock file, or another file that
-    Lamina uses to manage the folder, is a link. Without ``fcntl`` (on Windows), do nothing.
+    Raises UserError if another process keeps the lock, or if the lock file is a link. On Windows, do nothing.
     """
     _make(folder)
     for name in _APART:
@@ -251,7 +248,7 @@ def _make(folder: Path) -> None:
 
 
 def is_locked(folder: Path) -> bool:
-    """Return whether a process has locked the folder. Return False on Windows, which has no ``fcntl``."""
+    """Return whether a process has locked the folder. On Windows, return False."""
     try:
         import fcntl
 
@@ -295,7 +292,7 @@ def _flock(folder: Path, wait: float) -> Iterator[None]:
 
 
 def _open_lock(path: Path) -> int:
-    """Open the lock file without truncating it: a hard link may be another program's file."""
+    """Open the lock file without changing its content, because it may be a hard link to another program's file."""
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""A job and its folder: ``with open_job(...) as job`` locks the folder and records the job's kind."""
+"""A job and its folder. ``with open_job(...) as job`` locks the folder."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from lamina.jobs.settings import Settings
 
 S = TypeVar("S", bound=Settings)
 Stored = Callable[[Path], Mapping[str, Any] | None]
-"""Reads the settings in a folder; returns None if the folder holds no settings."""
+"""A function that reads the settings in a folder, or returns None if the folder holds none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResumePolicy:
-    """The settings that a kind of job may change when it resumes.
+    """The settings that the user may change when a job resumes.
 
     Attributes:
-        what: the noun for the job in messages: "run", "study".
+        what: the noun for the job in messages, such as "run" or "study".
         free: the settings that may change.
-        compared: settings that name files and folders. A file may have moved, so the job itself compares the content.
+        compared: the settings with paths, which may change if the files have the same content.
     """
 
     what: str
@@ -43,15 +43,13 @@ class ResumePolicy:
     ) -> dict[str, object]:
         """Return the stored settings with the user's changes.
 
-        If a setting may not change, the value ``auto`` stands for the stored value.
+        For a setting that may not change, ``auto`` means the stored value. Raises UserError if the user changed such a
+        setting.
 
         Args:
-            stored: the folder's settings.
+            stored: the settings in the folder.
             given: the user's settings now.
-            defaults: the values of settings that neither ``stored`` nor ``given`` has.
-
-        Raises:
-            UserError: the user changed a setting that may not change. The message names the setting.
+            defaults: the values of the other settings.
         """
         given = {name: value for name, value in given.items() if value != "auto" or name in self.free}
         for name, value in given.items():
@@ -66,12 +64,12 @@ class ResumePolicy:
 
 
 class Job(Generic[S]):
-    """A job's settings and its folder. ``open_job`` makes a Job, and ``with`` locks the folder.
+    """A job's settings and its folder. ``open_job`` creates a Job, and its ``with`` block locks the folder.
 
     Attributes:
-        settings: the complete settings. A resumed job has the stored settings with the allowed changes.
-        given: the user's settings by name; None if the caller gave a complete settings object.
-        resumes: whether the folder holds something to resume.
+        settings: all settings. A resumed job has the stored settings with the user's changes.
+        given: the settings that the user gave, or None if the caller gave a complete settings object.
+        resumes: whether the folder holds a job to resume.
     """
 
     def __init__(
@@ -107,7 +105,7 @@ class Job(Generic[S]):
         write_text(self.folder / name, text)
 
     def write_config(self, data: Mapping[str, Any]) -> None:
-        """Write config.yaml with the job's settings and their digest."""
+        """Write config.yaml with the job's settings and a checksum."""
         write_sealed(self.folder / CONFIG, data)
 
 
@@ -122,16 +120,13 @@ def open_job(
     stored: Stored | None = None,
     wait: float = 0.0,
 ) -> Job[S]:
-    """Open a job.
-
-    ``open_job`` checks the job's folder at once. Lamina changes the folder only when ``with`` begins, so the caller can
-    first do work that is slow or may fail.
-
-    For further checks of --resume, see training/checkpointing/resuming.py (runs) and studies/record.py (studies).
+    """Check the settings and the folder of a job. Lamina changes the folder only when the ``with`` block begins.
 
     Args:
+        kind: the kind of job, for environment.json.
+        settings: the class of the job's settings.
         given: a complete settings object, or a mapping with the settings that the user gave.
-        resume: whether to resume the job in the folder; "auto" resumes if the folder holds a job.
+        resume: whether to resume the job in the folder. "auto" resumes if the folder holds a job.
         overwrite: whether to replace the folder's content.
         policy: the settings that a resumed job may change.
         stored: a function that reads the settings of the job to resume.

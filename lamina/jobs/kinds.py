@@ -1,4 +1,4 @@
-"""The kinds of output folders: one for each type of job. A folder's environment.json names the folder's kind."""
+"""The kinds of output folders, one for each type of job. environment.json names the kind."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lamina.jobs.names import ENVIRONMENT
 
 
 class Kind(StrEnum):
-    """The kind of job that wrote a folder. A kind that a user adds may be any other text."""
+    """The kind of job that wrote a folder. Users' jobs may have other kinds."""
 
     RUN = "run"
     COMPARE = "study"  # lamina compare wrote it
@@ -30,7 +30,7 @@ class Kind(StrEnum):
 
 
 def kind_of(folder: Path) -> str | None:
-    """Return a folder's kind; None if environment.json names no kind."""
+    """Return a folder's kind, or None if environment.json names no kind."""
     try:
         kind = json.loads((folder / ENVIRONMENT).read_text(encoding="utf-8"))["kind"]
     except (OSError, ValueError, KeyError, TypeError):

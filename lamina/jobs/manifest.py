@@ -1,7 +1,4 @@
-"""The manifest of a folder that never changes: a checkpoint, a saved model, an entry of the data cache.
-
-manifest.json lists each file's size and SHA-256, so that Lamina can name a missing, cut or changed file.
-"""
+"""The manifest of a folder that never changes, such as a checkpoint: a list of files with their sizes and hashes."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ def sha256(path: Path) -> str:
 
 
 def sync(path: Path) -> None:
-    """Sync a file, or a folder's directory entries, to disk."""
+    """Force a file's content or a folder's entries onto the disk."""
     try:
         handle = os.open(path, os.O_RDONLY)
     except PermissionError:  # Windows cannot open folders
@@ -44,23 +41,23 @@ def sync(path: Path) -> None:
 
 
 def sync_and_hash(path: Path) -> Entry:
-    """Sync a file to disk; return its size and SHA-256."""
+    """Force a file onto the disk, and return its size and SHA-256."""
     sync(path)
     return path.stat().st_size, sha256(path)
 
 
 def checksum(listed: Mapping[str, Entry]) -> str:
-    """Return the checksum for a manifest: the SHA-256 of the list of files."""
+    """Return the checksum of a manifest: the SHA-256 of its list of files."""
     return hashlib.sha256(json.dumps(sorted((n, *e) for n, e in listed.items())).encode()).hexdigest()
 
 
 def files_in(folder: Path) -> list[str]:
-    """List all files below a folder by their relative paths."""
+    """Return the relative paths of all files below a folder."""
     return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
 
 
 def seal(folder: Path, listed: Mapping[str, Entry] | None = None) -> None:
-    """Write a folder's manifest and sync all files to disk. ``listed`` has the entries of files hashed before."""
+    """Write a folder's manifest and force all files onto the disk. ``listed`` has the entries of hashed files."""
     listed = {name: sync_and_hash(folder / name) for name in files_in(folder)} if listed is None else listed
     manifest = {"checksum": checksum(listed), "files": listed}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
@@ -70,7 +67,7 @@ def seal(folder: Path, listed: Mapping[str, Entry] | None = None) -> None:
 
 
 def listed(folder: Path) -> dict[str, Entry]:
-    """Read a manifest's list of files. Raises OSError, or one of NOT_A_MANIFEST if the manifest was altered."""
+    """Return the files in a manifest. Raises OSError, or an error in NOT_A_MANIFEST if the manifest was altered."""
     if is_special(folder / MANIFEST):
         raise OSError(errno.EINVAL, SPECIAL)
     manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
@@ -81,10 +78,9 @@ def listed(folder: Path) -> dict[str, Entry]:
 
 
 def what_is_broken(folder: Path, *, content: bool = True) -> str | None:
-    """Describe the manifest's first missing, cut or altered file. Return None if all files are intact.
+    """Return a text about the first missing, cut or altered file of a manifest, or None if all files are intact.
 
-    The function ignores files outside the manifest (see ``strays``). Without ``content``, the function compares only
-    sizes.
+    If ``content`` is false, compare only the files' sizes. This function ignores files that the manifest does not list.
     """
     try:
         files = listed(folder)
@@ -107,13 +103,13 @@ def what_is_broken(folder: Path, *, content: bool = True) -> str | None:
 
 
 def strays(folder: Path) -> list[str]:
-    """List the files in a folder that the folder's manifest does not list."""
+    """Return the files in a folder that its manifest does not list."""
     files = {*listed(folder), MANIFEST}
     return [name for name in files_in(folder) if name not in files]
 
 
 def refuse_damaged(folder: Path) -> None:
-    """Raise UserError if a saved model or checkpoint was altered; a folder without a manifest passes."""
+    """Raise UserError if a saved model or checkpoint was altered. Accept a folder without a manifest."""
     if not (folder / MANIFEST).exists() and not (folder.name == "model" and (folder.parent / RESULT).is_file()):
         return
     about = ((file, file.stat() if file.exists() else file.lstat()) for file in sorted(folder.rglob("*")))
@@ -125,7 +121,7 @@ def refuse_damaged(folder: Path) -> None:
 
 @lru_cache(maxsize=64)
 def _damage(folder: Path, files: tuple[tuple[str, int, int, int], ...]) -> str | None:
-    """Describe the fault of a saved model. Lamina caches the answer until an entry of ``files`` changes."""
+    """Return a text about the fault of a saved model, or None if the model is intact."""
     broken = what_is_broken(folder)
     if broken is None:
         foreign = [n for n in strays(folder) if not (n.endswith(_PLAIN) or Path(n).name.startswith("."))]
@@ -134,7 +130,7 @@ def _damage(folder: Path, files: tuple[tuple[str, int, int, int], ...]) -> str |
 
 
 def _of_another_run(folder: Path) -> str | None:
-    """Return a fault if result.json beside a run's model has the hash of another model. Otherwise, return None."""
+    """Return a text if the result.json beside a model has another model's hash, otherwise None."""
     try:
         sealed = json.loads((folder.parent / RESULT).read_text(encoding="utf-8"))["seal"]["files"]
     except (OSError, *NOT_A_MANIFEST):  # no run's, or an older version's
@@ -145,13 +141,13 @@ def _of_another_run(folder: Path) -> str | None:
 
 
 def model_folder(path: str | Path) -> Path:
-    """Return the folder of a saved model: the subfolder model/ of a run's folder, or ``path`` if there is no model/."""
+    """Return the folder of a saved model: the subfolder model/ of a run's folder, or the folder itself."""
     inner = Path(path) / MODEL
     return inner if any((inner / name).is_file() for name in ("config.json", MANIFEST)) else Path(path)
 
 
 def how_to_load(folder: str | Path) -> str:
-    """Return two lines of text: a saved model's folder and class, and the Python code that loads the model."""
+    """Return two lines: a saved model's folder and class, and the Python code that loads the model."""
     config = json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
     name = str((config.get("architectures") or [""])[0])
     auto = f"AutoModelFor{name.partition('For')[2] or 'CausalLM'}"
@@ -161,10 +157,7 @@ def how_to_load(folder: str | Path) -> str:
 
 
 def content_hash(path: str | Path) -> str:
-    """Hash a saved model by its manifest.
-
-    Without a manifest, hash the model's configuration and weights, or the model's name on the hub.
-    """
+    """Return a hash of a saved model from its manifest, or else from its files, or else from its name on the hub."""
     folder = model_folder(path)
     if (folder / MANIFEST).is_file():
         return sha256(folder / MANIFEST)

@@ -1,8 +1,7 @@
-"""The description of a job as data (its row). From the row, Lamina makes the job's command and Python function.
+"""The description of a job as data (its ``JobRow``), from which Lamina makes the command and the Python function.
 
-A new job needs settings, a function, a page (``lamina.reports.registry.report_of``), the text to print
-(``ending_of``), and a row. All parts of a job belong to the job's package. Import heavy packages inside the row's
-functions. ``lamina.catalog`` lists the rows.
+A new job needs settings, a function, a page (``lamina.reports.registry.report_of``), the text to print (``ending_of``),
+and a ``JobRow`` in ``lamina.catalog``. The functions of a ``JobRow`` must import heavy packages when they run.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ Given = Mapping[str, object]
 
 
 class Modes(TypedDict, total=False):
-    """The options of every job that are not settings: resume, overwrite and the progress bar."""
+    """The options of every job that are not settings."""
 
     resume: Resume
     overwrite: bool
@@ -39,11 +38,11 @@ class Switch:
     """A flag of a job that is not a setting.
 
     Attributes:
-        prints: whether the flag changes the text that the command prints at the end. Register the text with
+        prints: whether the flag changes the text that the command prints at the end. To register this text, use
             ``ending_of(kind, switch=name)``.
-        draws: whether the flag also saves the page's figures as pictures. The Python function then has the flag, too.
-        passed: whether ``JobRow.run`` takes the switch. The Python function then has the flag, too.
-        fails: a function of the result that says whether the exit code is 1.
+        draws: whether the flag also saves the page's figures as pictures. The Python function then has this flag.
+        passed: whether ``JobRow.run`` takes the flag. The Python function then has this flag.
+        fails: a function that takes the result and returns whether the exit code is 1.
     """
 
     name: str
@@ -56,31 +55,30 @@ class Switch:
 
 @dataclass(frozen=True, kw_only=True)
 class JobRow:
-    """A job: its command, its Python function and its page.
+    """A job with its command, its Python function and its report page.
 
     Attributes:
         name: the command's name.
-        function: the Python function's name, if it is not the command's name with underscores.
+        function: the Python function's name, if it differs from the command's name.
         kind: the kind of the job's folder.
         summary: a line for ``lamina --help``.
-        about: the description for the command's help. The Python function's docstring has only the first paragraph.
+        about: the text for the command's help. Its first paragraph is also the Python function's docstring.
         settings: a function that returns the class of the job's settings.
-        run: the function that runs the job. The function's keyword arguments are the settings, resume, overwrite,
-            bar, and each switch whose ``passed`` is true.
+        run: the function that runs the job. Its keyword arguments are the settings, resume, overwrite, bar, and each
+            switch whose ``passed`` is true.
         returns: one or two sentences about the Python function's result.
-        outcome: the type of the result, a class of ``lamina.api.results``, or "pd.DataFrame".
-        raises: the errors for the Python function's documentation.
-        resumes: the help text of --resume; empty for a job that does not resume.
-        positional: the names of the settings without a flag. If a name ends in "...", the setting takes any number of
-            words.
-        listing: a function that returns the list (such as all probes) that --help and --list print.
-        inputs: the settings that name models to start from, the main model's setting first.
+        outcome: the result's type: a class of ``lamina.api.results``, or "pd.DataFrame".
+        raises: the errors for the Python function's docstring.
+        resumes: the help text of --resume, or "" if the job can't resume.
+        positional: the settings without a flag. A setting whose name ends in "..." takes any number of words.
+        listing: a function that returns a list for --help and --list to print, such as all probes.
+        inputs: the settings that name models to start from. The main model comes first.
         files: the settings that name data or code.
-        fails: a function of the result that says whether the exit code is 1.
-        folder: a function that returns the default output folder, if this default depends on other settings.
-        pages: a function that imports the modules of page and printed text, if ``lamina.reports`` does not import them.
-        extra: the package's extra that the job needs.
-        own_command: whether a module of ``lamina.commands`` holds the command.
+        fails: a function that takes the result and returns whether the exit code is 1.
+        folder: a function that returns the default output folder, if it depends on other settings.
+        pages: a function that imports the modules of the job's page and printed text.
+        extra: the optional dependencies that the job needs, by their name in pyproject.toml.
+        own_command: whether a module of ``lamina.commands`` implements the command.
     """
 
     name: str
@@ -111,7 +109,7 @@ class JobRow:
         return self.function or self.name.replace("-", "_")
 
     def folder_of(self, settings: Given) -> Path | None:
-        """Return the output folder for the user's settings; None for a job without an output folder."""
+        """Return the output folder for the user's settings, or None for a job without an output folder."""
         if self.folder:
             return self.folder(settings)
         output = settings.get("output", self.settings().default("output"))
@@ -122,14 +120,11 @@ MODEL = "OUTPUT/model is the model, and OUTPUT/report.html shows the run."
 CHECKPOINT = "resume from the last checkpoint in the output folder"
 
 JOBS: dict[str, JobRow] = {}
-"""All rows, by the commands' names. ``lamina.catalog`` fills this mapping."""
+"""All jobs, by the commands' names. ``lamina.catalog`` fills this mapping."""
 
 
 def refuse_other_kind(folder: Path, row: JobRow) -> None:
-    """Raise UserError if another kind of job wrote the folder to resume.
-
-    If environment.json is damaged, Lamina decides by the job's files, and writes environment.json again.
-    """
+    """Raise UserError if another kind of job wrote the folder to resume."""
     kind = kind_of(folder)
     if kind in (row.kind, None):
         return

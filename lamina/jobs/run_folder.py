@@ -1,4 +1,4 @@
-"""Read a run's folder, even while the run writes records, or if some records are damaged."""
+"""Read a run's folder, even during the run or if some records are damaged."""
 
 from __future__ import annotations
 
@@ -13,20 +13,18 @@ from lamina.jobs.names import ALARMS, BATCHES, METRICS, NOTABLE_BATCHES, NOTES
 
 
 class RunFolder:
-    """The content of a run's folder; missing or unreadable files count as empty."""
+    """The content of a run's folder. Lamina treats missing or unreadable files as empty."""
 
     def __init__(self, path: Path):
         self.path = path
 
     @cached_property
     def metrics(self) -> list[Json]:
-        """The records of metrics.jsonl in order, without damaged lines."""
+        """Return the records of metrics.jsonl in order, without damaged lines."""
         return parse_lines(self.path / METRICS)[0]
 
     def last_step(self) -> int:
-        """Return the step of the last record in metrics.jsonl. Return 0 without records. Lamina reads only the end of
-        the file.
-        """
+        """Return the last step in metrics.jsonl, or 0 without records."""
         path = self.path / METRICS
         try:
             with path.open("rb") as file:
@@ -36,7 +34,7 @@ class RunFolder:
             return 0
 
     def faults(self) -> list[str]:
-        """Describe each damaged record: a bad line of a file, or an unreadable part of a table."""
+        """Return a text about each damaged record."""
         lines = (METRICS, ALARMS, NOTABLE_BATCHES, BATCHES, f"probes/*/{NOTES}")
         faults = [parse_lines(path)[1] for pattern in lines for path in sorted(self.path.glob(pattern))]
         tables = ("layers/part-*.parquet", "layers/part-*.npz", "probes/*/part-*.parquet")
@@ -46,7 +44,7 @@ class RunFolder:
         return [fault for fault in faults if fault is not None]
 
     def require_records(self) -> None:
-        """Raise UserError for the first damaged record file, because a resumed run would append to this file."""
+        """Raise UserError for the first damaged record file, because a resumed run would append to it."""
         for fault in self.faults():
             raise UserError(
                 f"resume: {fault} in {str(self.path)!r}. Restore or delete the file, or begin again with --overwrite."
@@ -54,11 +52,10 @@ class RunFolder:
 
 
 def parse_lines(path: Path) -> tuple[list[Json], str | None]:
-    """Parse a growing file of JSON records with steps. Return the records and the file's first fault.
+    """Parse a file of JSON records that may still grow. Return the records, and a text about the file's first fault.
 
-    A line without a step is a fault, and Lamina leaves the line out. A step below the previous record's step is also a
-    fault, except in a file of rollbacks. An incomplete last line, which a killed run leaves, is not a fault. A missing
-    file holds no records.
+    A line without a step is a fault, and Lamina omits the line. Steps that decrease are also a fault, except in a file
+    of rollbacks. An incomplete last line is no fault, because a killed run leaves such a line.
     """
     records: list[Json] = []
     fault, last = None, -1

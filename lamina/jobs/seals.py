@@ -1,7 +1,4 @@
-"""The seal of a folder: result.json holds its own digest, the trial's key, and the hash of each record file.
-
-So a reader of the folder notices an edited digit, or a file from another trial.
-"""
+"""Detect altered records: result.json has a checksum, and the hashes of the record files."""
 
 from __future__ import annotations
 
@@ -50,7 +47,7 @@ from lamina.jobs.status import ENDED
 logger = logging.getLogger(__name__)
 
 GROWING = (METRICS, "layers/part-*", "probes/*/part-*")
-"""The records that grow during a run. A checkpoint seals the part that has been written so far."""
+"""The records that grow during a run. A checkpoint has hashes of the part written so far."""
 _MISSING = "missing"
 _FIRST = f"first line of {METRICS}"
 _RECORDS = (
@@ -66,34 +63,28 @@ _TABLES = (
 
 
 def write_result(folder: Path, result: Mapping[str, object]) -> None:
-    """Write result.json, with a seal of the folder's files. Raises OSError."""
+    """Write result.json with the hashes of the folder's files. Raises OSError."""
     write_with_seal(folder, RESULT, result, _RECORDS)
 
 
 def write_with_seal(folder: Path, name: str, data: Mapping[str, object], patterns: Iterable[str]) -> None:
-    """Write a JSON file with a digest of itself and the hashes of the folder's files that match ``patterns``.
-
-    Raises OSError.
-    """
+    """Write a JSON file with a checksum, and with the hashes of the files that match ``patterns``. Raises OSError."""
     data = {key: value for key, value in as_json(data).items() if key != SEAL}
     seal = {"trial": _trial(folder), "files": hashes(folder, patterns)}
     write_json(folder / name, {**data, SEAL: {DIGEST: digest_of_json({**data, SEAL: seal}), **seal}})
 
 
 def seal_tables(folder: Path) -> None:
-    """If a job has computed tables from its trials, write seal.json with the hashes of these tables.
-
-    Raises OSError.
-    """
+    """Write seal.json with the hashes of the tables that a job computed from its runs. Raises OSError."""
     if hashes(folder, _TABLES):
         write_with_seal(folder, SEALED, {}, _TABLES)
 
 
 def lift_seal(folder: Path) -> bool:
-    """Delete seal.json before the job rewrites its tables. Return whether the tables were unchanged.
+    """Delete seal.json before a job rewrites its tables. Return whether the tables were unchanged.
 
     If a table was altered, log the table's name, and keep seal.json until the job has rewritten the table. Raises
-    UserError if study.yaml was altered, because the job cannot write this file again.
+    UserError if study.yaml was altered, because the job can't rewrite that file.
     """
     try:
         faults = altered(folder, SEALED, missing=False)
@@ -109,15 +100,12 @@ def lift_seal(folder: Path) -> bool:
 
 
 def refuse_tables(folder: Path) -> None:
-    """Raise UserError if somebody altered a job's table after Lamina wrote seal.json.
-
-    A folder without seal.json passes.
-    """
+    """Raise UserError if a job's table was altered after Lamina wrote seal.json. Accept a folder without seal.json."""
     refuse_altered(folder, SEALED, missing=False)
 
 
 def hashes(folder: Path, patterns: Iterable[str]) -> dict[str, str]:
-    """Return the SHA-256 of each file that matches a pattern, by the file's path in the folder."""
+    """Return the SHA-256 of each file that matches a pattern, by the file's relative path."""
     paths = sorted(
         {path for pattern in patterns for path in folder.glob(pattern) if path.is_file() and path.name not in _APART}
     )
@@ -130,13 +118,10 @@ def hashes(folder: Path, patterns: Iterable[str]) -> dict[str, str]:
 
 
 def altered(folder: Path, by: str = RESULT, *, missing: bool = True) -> dict[str, str]:
-    """Compare the records with the hashes in the file ``by``. Map the path of each altered or missing record to its
-    fault.
+    """Return the altered or missing records of a folder, with a text about each fault.
 
-    The function does not check the model, because the model's own manifest has the hashes of its files. A missing file
-    counts as a fault only if ``missing`` is true.
-
-    Raises UserError if the file ``by`` was altered.
+    Lamina compares the records with the hashes in the file ``by``. A missing record is a fault only if ``missing`` is
+    true. Raises UserError if the file ``by`` itself was altered.
     """
     seal = read_seal(folder / by, noted(folder / by)) or {}
     faults = {}
@@ -159,7 +144,7 @@ def altered(folder: Path, by: str = RESULT, *, missing: bool = True) -> dict[str
 
 
 def refuse_altered(folder: Path, by: str = RESULT, *, missing: bool = True) -> None:
-    """Raise UserError for the first record that somebody altered after Lamina hashed it (see ``altered``)."""
+    """Raise UserError for the first altered record (see ``altered``)."""
     _refuse(folder, by, altered(folder, by, missing=missing))
 
 
@@ -172,12 +157,7 @@ def _refuse(folder: Path, by: str, faults: Mapping[str, str]) -> None:
 
 
 def refuse_page(folder: Path) -> None:
-    """Raise UserError if a job that has ended has an altered record. If the job has not ended, log the altered record
-    without an error.
-
-    Call this function before you draw the job's page. The page omits missing records, and the log names the missing
-    records.
-    """
+    """Raise UserError if a finished job has an altered record. For an unfinished job, log a warning instead."""
     refuse_special("folder", folder)
     refuse_tables(folder)
     faults = altered(folder)
@@ -188,7 +168,7 @@ def refuse_page(folder: Path) -> None:
 
 
 def grown_records(folder: Path) -> dict[str, tuple[int, str]]:
-    """Return the size and SHA-256 of each growing file of a run, and also of the first line of metrics.jsonl."""
+    """Return the size and SHA-256 of each file that grows during a run, and of the first line of metrics.jsonl."""
     hashes_now = {name: ((folder / name).stat().st_size, digest) for name, digest in hashes(folder, GROWING).items()}
     if METRICS in hashes_now:
         with (folder / METRICS).open("rb") as file:
@@ -198,10 +178,9 @@ def grown_records(folder: Path) -> dict[str, tuple[int, str]]:
 
 
 def refuse_regrown(folder: Path, known: Mapping[str, tuple[int, str]], checkpoint: str) -> None:
-    """Raise UserError if a record file has changed in the part that it had at a checkpoint.
+    """Raise UserError if the part of a record file that a checkpoint hashed has changed.
 
-    A missing record passes. A metrics.jsonl without the last lines also passes, because the resumed run logs the
-    missing lines again.
+    Accept a missing record, and a metrics.jsonl without its last lines, because the resumed run writes them again.
     """
     for entry, (size, digest) in known.items():
         name = METRICS if entry == _FIRST else entry
@@ -227,9 +206,7 @@ def _beginning(path: Path, size: int) -> str:
 
 
 def _is_cut(path: Path) -> bool:
-    """Return whether study.yaml contradicts its digest. (Pages then omit the file, and other readers raise an
-    error.)
-    """
+    """Return whether study.yaml does not match its checksum."""
     try:
         read_sealed(path)
     except UserError:
@@ -239,14 +216,11 @@ def _is_cut(path: Path) -> bool:
 
 @lru_cache(maxsize=2**16)
 def hash_of(path: Path, *state: int) -> str:
-    """Return a file's SHA-256.
-
-    Lamina caches the hash of each file by size, modification time and inode, because a result needs all hashes.
-    """
+    """Return a file's SHA-256. Lamina caches the hash by size, modification time and inode."""
     return sha256(path)
 
 
 def _trial(folder: Path) -> str | None:
-    """Return the key of the folder's trial. Return None if the folder is not in a store of trials."""
+    """Return the identifier of the folder's run, or None if the folder is not in a study's store of runs."""
     identity = noted(folder / TRIAL)
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16] if identity else None

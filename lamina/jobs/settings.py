@@ -1,15 +1,14 @@
-"""The base of every job's settings: frozen records whose fields declare default, help text and limits.
+"""The base of every job's settings: frozen dataclasses whose fields declare default, help text and limits.
 
-A record declares a field once. From the declaration, Lamina derives the command-line flag with its help text, the key
-in YAML and in config.yaml, the check of the value, and the command line that reproduces the settings:
+From a field's declaration, Lamina derives the command-line flag with its help, the key in YAML files, the check of the
+value, and the command line that reproduces the settings:
 
     class StepSettings(Settings, group="steps"):
         steps: int = setting(100, "optimizer steps", at_least(1))
-        precision: Literal["auto", "fp32"] = setting("auto", "of the computation")
+        precision: Literal["auto", "fp32"] = setting("auto", "precision of the computation")
 
-Each record is a frozen, keyword-only dataclass, without a decorator. A record can inherit the fields of smaller
-records. A record changes an inherited default or help text with ``changed``. In ``without``, the record lists the
-inherited fields that it drops.
+A class can inherit the fields of other settings classes. It can change the default or help text of an inherited field
+with ``changed``, and omit an inherited field with ``without``.
 """
 
 from __future__ import annotations
@@ -45,17 +44,19 @@ Check = Callable[[str, object], object]
 
 
 def setting(default: T, help: str, check: Check | None = None, *, decides: bool = True) -> T:
-    """Declare a field of a settings record.
+    """Declare a field of a settings class.
 
-    Without ``check``, the type decides which values are allowed: a Literal's values, a bool, any text, a mapping. A
-    numeric field needs a check. With ``decides=False``, a resumed job may change the field, because no computed number
-    depends on the field.
+    Args:
+        default: the field's default.
+        help: the field's help text.
+        check: the check of the value. Numeric fields need a check. For other fields, the type decides by default.
+        decides: whether the field affects the job's numbers. If false, a resumed job may change the field.
     """
     return _field(default, {"help": help, "check": check, "decides": decides})
 
 
 def changed(default: T, *, help: str | None = None, check: Check | None = None, decides: bool | None = None) -> T:
-    """Change an inherited field's default, and also the help text, check or ``decides`` if you give them."""
+    """Change the default of an inherited field, and also its help text, check or ``decides`` if you give them."""
     given = {"help": help, "check": check, "decides": decides, "changed": True}
     return _field(default, {key: value for key, value in given.items() if value is not None})
 
@@ -67,37 +68,39 @@ def _field(default: Any, metadata: dict[str, object]) -> Any:
 
 
 def at_least(low: int) -> Check:
-    """Make a check for whole numbers from ``low`` to the field's limit."""
+    """Return a check for whole numbers from ``low`` to the field's limit."""
     return partial(whole_number, low=low)
 
 
 def between(low: float, high: float, *, open_low: bool = False, open_high: bool = False) -> Check:
-    """Make a check for finite numbers from ``low`` to ``high``. ``open_low`` and ``open_high`` exclude the bounds."""
+    """Return a check for finite numbers between two bounds. ``open_low`` and ``open_high`` exclude the bounds."""
     return partial(number, low=low, high=high, open_low=open_low, open_high=open_high)
 
 
 def above(low: float) -> Check:
-    """Make a check for finite numbers above ``low``."""
+    """Return a check for finite numbers above ``low``."""
     return partial(number, low=low, open_low=True)
 
 
 def not_below(low: float) -> Check:
-    """Make a check for finite numbers of at least ``low``."""
+    """Return a check for finite numbers of at least ``low``."""
     return partial(number, low=low)
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The base class of all settings records.
+    """The base class of all settings.
 
-    ``command_name`` is the record's ``lamina`` command. ``without`` names inherited fields that the record does not
-    offer. A field in ``without`` keeps the default, and has no flag and no YAML key. ``order`` names the fields that
-    come first in files and help texts. The other inherited fields follow in the order of the base classes. The
-    record's new fields come last. ``group``, a keyword of the class statement, is the heading of the group's flags in
-    ``--help all``. The settings class of a command has no ``group``. ``main`` names the ten settings that ``--help``
-    shows. ``needed`` names the settings that a job must have before it begins. ``outside`` maps a setting with another
-    library's options to these options, or to the files that declare these options.
+    Attributes:
+        command_name: the ``lamina`` command that takes the settings.
+        group: the heading of the flags in ``--help all``, a keyword of the class statement.
+        main: the settings that the short ``--help`` shows.
+        needed: the settings that a job must have before it begins.
+        without: the inherited fields to omit. They keep their defaults, and have no flag and no YAML key.
+        order: the fields that come first in files and help texts.
+        outside: a mapping from a setting that takes another library's options to these options, or to the source files
+            that declare them.
     """
 
     command_name: ClassVar[str] = ""
@@ -109,7 +112,7 @@ class Settings:
     outside: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
     def __init_subclass__(cls, *, group: str = "") -> None:
-        """Make every subclass a frozen dataclass. A ``changed`` field inherits the parts that it does not change."""
+        """Convert every subclass to a frozen dataclass. Complete a ``changed`` field from the inherited field."""
         super().__init_subclass__()
         cls.group = group
         inherited = {entry.name: entry for base in reversed(cls.__mro__[1:-1]) for entry in fields(base)}
@@ -119,7 +122,7 @@ class Settings:
         dataclass(frozen=True, kw_only=True)(cls)
 
     def __post_init__(self) -> None:
-        """Check each field, then the settings together. Raises a UserError that names the field."""
+        """Check each field, then the settings together. Raises UserError."""
         for name, (check, may_be_none) in _checks_of(type(self)).items():
             value = getattr(self, name)
             if name in self.without and value != self.default(name):
@@ -133,17 +136,15 @@ class Settings:
         """Raise UserError if values contradict each other. A subclass adds its checks after ``super().check()``."""
 
     def check_names(self) -> None:
-        """Raise UserError for a missing file or an unknown name.
+        """Raise UserError for a missing file or an unknown name. Lamina calls this method only before a job begins.
 
-        Lamina calls this method once, before a job begins. The method checks only the settings of this call. A stored
-        setting may name a file that has moved. A subclass adds its checks after ``super().check_names()``, and loads
-        no torch.
+        A subclass adds its checks after ``super().check_names()``, and loads no torch.
         """
 
     @classmethod
     @cache
     def names(cls) -> tuple[str, ...]:
-        """Return the names of the fields that the record offers, in their order in config.yaml and in help texts."""
+        """Return the names of the fields, without omitted fields, in the order of config.yaml and the help texts."""
         ordered = dict.fromkeys(cls.__dict__.get("order", ()))
         for base in cls.__bases__:
             if issubclass(base, Settings):
@@ -153,7 +154,7 @@ class Settings:
 
     @classmethod
     def default(cls, name: str) -> Any:
-        """Return a field's default. If the default is a mapping, return a copy."""
+        """Return a field's default, as a copy if it is a mapping."""
         entry = cls.__dataclass_fields__[name]
         return entry.default if entry.default_factory is MISSING else entry.default_factory()
 
@@ -167,24 +168,24 @@ class Settings:
 
     @classmethod
     def check_of(cls, name: str) -> Check | None:
-        """Return a field's check; None if the field's type decides which values are allowed."""
+        """Return a field's check, or None if the field's type decides which values are allowed."""
         return cls.__dataclass_fields__[name].metadata["check"]
 
     @classmethod
     @cache
     def free(cls) -> frozenset[str]:
-        """Return the settings that a resumed job may change: no computed number depends on these settings."""
+        """Return the settings that a resumed job may change, because they do not affect the job's numbers."""
         return frozenset(name for name in cls.names() if not cls.__dataclass_fields__[name].metadata["decides"])
 
     def require(self, *names: str) -> None:
-        """Raise UserError if a setting in ``names`` has no value."""
+        """Raise UserError if one of the named settings has no value."""
         for name in names:
             if getattr(self, name) is None:
                 flag = "from" if name == "from_model" else name.replace("_", "-")
                 raise UserError(f"{name.removesuffix('_model')}: none given. Add --{flag}: {self.help(name)}")
 
     def refuse_unused(self, *names: str, allowed: str, here: str = "here") -> None:
-        """Raise UserError if a setting in ``names`` differs from its default, because the setting has no effect."""
+        """Raise UserError if one of the named settings has a value other than its default, because it has no effect."""
         for name in names:
             if (value := getattr(self, name)) != self.default(name):
                 raise UserError(
@@ -193,17 +194,17 @@ class Settings:
 
     @classmethod
     def group_of(cls, name: str) -> str:
-        """Return the heading of a field's flag in the help. Return "" for a field of the command's own record."""
+        """Return the heading of a field's flag in the help, or "" for a field of the command's own class."""
         declaring = [base for base in cls.__mro__ if name in inspect.get_annotations(base)]
         return declaring[-1].group
 
     def to_dict(self) -> Json:
-        """Return the settings as config.yaml holds them."""
+        """Return the settings as in config.yaml."""
         return {name: copy.deepcopy(getattr(self, name)) for name in self.names()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object]) -> Self:
-        """Make settings from values by name. Raises UserError for an unknown name."""
+        """Create settings from a mapping of names to values. Raises UserError for an unknown name."""
         names = cls.names()
         for key in data:
             if key not in names:
@@ -211,12 +212,12 @@ class Settings:
         return cls(**data)
 
     def shared_with(self, other: type[Settings]) -> Json:
-        """Return the values of the fields that this record and ``other`` share."""
+        """Return the values of the fields that ``other`` also has."""
         names = other.names()
         return {name: value for name, value in self.to_dict().items() if name in names}
 
     def command(self) -> str:
-        """Return the command line for these settings, with a flag for each value that is not the default."""
+        """Return the command line for these settings, with a flag for each value other than the default."""
         words = ["lamina", self.command_name]
         for name, value in self.to_dict().items():
             if value == self.default(name):
@@ -238,9 +239,7 @@ _OF_TYPES: dict[object, Check] = {bool: switch, str: text, dict: mapping}
 
 @cache
 def _checks_of(cls: type[Settings]) -> dict[str, tuple[Check, bool]]:
-    """Return each field's check, and whether the field may be None. A field without a declared check has its type's
-    check.
-    """
+    """Return each field's check, and whether the field may be None."""
     checks: dict[str, tuple[Check, bool]] = {}
     for name in (entry.name for entry in fields(cls)):
         hint = cls.kind(name)

@@ -1,4 +1,4 @@
-"""End a job early: by Ctrl-C, by another signal, or because the parent process ended."""
+"""End a job early: after Ctrl-C, after another signal, or because the parent process has ended."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ WARNING_SIGNALS = tuple(getattr(signal, name) for name in ("SIGUSR1",) if hasatt
 def interruptible_imports(leave: Callable[[], int]) -> Iterator[None]:
     """Inside the context, Ctrl-C during an import ends the process. The exit code is the result of ``leave``.
 
-    An import can lose a KeyboardInterrupt. ``__set_name__`` turns a KeyboardInterrupt into a RuntimeError, and
-    transformers turns it into a ModuleNotFoundError. A weak reference's callback only prints the KeyboardInterrupt, and
-    torch's C++ code aborts the process. If the process ignores SIGINT or has another handler, nothing changes.
+    Without this context, an import can lose the KeyboardInterrupt: some libraries convert it to another exception, or
+    only print it. If the process ignores SIGINT or has its own handler, this context does nothing.
     """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -41,9 +40,9 @@ def interruptible_imports(leave: Callable[[], int]) -> Iterator[None]:
 
 @contextmanager
 def handled(signals: tuple[signal.Signals, ...], handle: Callable[[int], None]) -> Iterator[None]:
-    """Call ``handle`` with the number of each arriving signal. ``handle`` may raise KeyboardInterrupt.
+    """Call ``handle`` with the number of each arriving signal. Outside the main thread, do nothing.
 
-    Outside the main thread, do nothing, because Python sets signal handlers only in the main thread.
+    ``handle`` may raise KeyboardInterrupt.
     """
     before: dict[signal.Signals, object] = {}
     try:
@@ -62,13 +61,11 @@ _parent: int | None = None
 
 
 def watch_parent(parent: int | None) -> None:
-    """Let ``orphaned`` return True as soon as this process's parent differs from ``parent``. -1 differs always, None
-    never.
-    """
+    """Set the parent process that ``orphaned`` watches. None means no parent, and -1 means that it has ended."""
     global _parent
     _parent = parent
 
 
 def orphaned() -> bool:
-    """Return whether the watched parent has ended; False if no parent is watched."""
+    """Return whether the watched parent process has ended."""
     return _parent is not None and os.getppid() != _parent

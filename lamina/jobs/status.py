@@ -1,4 +1,4 @@
-"""The statuses of jobs, runs and trials, from best to worst. Some of these statuses are final."""
+"""The statuses of jobs and runs, from best to worst."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ class Status(StrEnum):
 
     Attributes:
         FINISHED: the run trained to the last step and learned.
-        SHORT: the run reached the last step without learning enough, but the loss was still falling (too few steps).
-        STUCK: the run reached the last step, but the eval loss never fell ``stuck_margin`` below the unigram entropy.
-        INTERRUPTED: Ctrl-C, a signal, or the end of the study stopped the run; you can resume it.
-        DIVERGED: the divergence guard stopped the run.
+        SHORT: the run reached the last step without learning enough, but the loss was still falling.
+        STUCK: the run reached the last step, but its eval loss never fell ``stuck_margin`` below the unigram entropy.
+        INTERRUPTED: Ctrl-C, a signal, or the end of the study stopped the run. You can resume it.
+        DIVERGED: Lamina stopped the run because it diverged.
         FAILED: an error stopped the run.
     """
 
@@ -26,7 +26,7 @@ class Status(StrEnum):
 
     @property
     def ended(self) -> bool:
-        """Whether the run is over. A resumed job does not repeat a run that is over."""
+        """Return whether the run is over, so that a resumed job does not repeat it."""
         return self not in (Status.INTERRUPTED, Status.FAILED)
 
 
@@ -34,5 +34,5 @@ ENDED = tuple(status.value for status in Status if status.ended)
 
 
 def severity(status: str) -> int:
-    """Return a status's rank from best (0) to worst. An unknown status has the worst rank."""
+    """Return a status's rank, from 0 for the best. An unknown status has the worst rank."""
     return list(Status).index(Status(status)) if status in set(Status) else len(Status)
