@@ -1,1 +1,1 @@
-"""Evaluation of trained models: perplexity on any text, and the tasks of lm-evaluation-harness."""
+"""Evaluate trained models: the perplexity on any text, and the tasks of lm-evaluation-harness."""

@@ -26,12 +26,12 @@ class Candidate:
     """A model to evaluate.
 
     Attributes:
-        name: the name in the records; no two candidates have the same name.
-        path: the model's path or hub name, for the loader.
-        arm: the label of the model's row in the table: a checkpoint's name, or a study's varied setting.
+        name: the unique name in the records.
+        path: the model's path or name on the hub.
+        arm: the label of the model's row in the table, such as a checkpoint's name or the setting that a study varies.
         seed: the seed of the model's run, if known.
-        status: the status of the model's run. The table counts diverged, stuck, failed and interrupted runs, but Lamina
-            does not evaluate these runs.
+        status: the status of the model's run. Lamina counts diverged, stuck, failed and interrupted runs in the table,
+            but does not evaluate them.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Candidate:
 
     @property
     def left_out(self) -> str:
-        """The reason why Lamina does not evaluate the model; "" if Lamina evaluates it."""
+        """Return the reason why Lamina does not evaluate the model, or "" if it does."""
         if self.status in (Status.DIVERGED, Status.STUCK, Status.FAILED, Status.INTERRUPTED):
             return self.status
         return ""
@@ -56,7 +56,7 @@ class Candidate:
 
 
 def stamp(paths: Iterable[Path], about: str = "") -> str:
-    """Hash a text and the names, sizes and times of files. Lamina ignores paths that are not files."""
+    """Return a hash of a text and of the names, sizes and times of files."""
     digest = hashlib.sha256(about.encode())
     for path in sorted(paths):
         if path.is_file():
@@ -66,13 +66,13 @@ def stamp(paths: Iterable[Path], about: str = "") -> str:
 
 
 Expand = Callable[[str], Sequence[Candidate] | None]
-"""A function from a path to the candidates in a study's folder. For other paths, the function returns None."""
+"""A function that returns the candidates in a study's folder, or None for other paths."""
 
 
 def candidates_of(paths: Sequence[str], expand: Expand) -> list[Candidate]:
-    """List one candidate per checkpoint, in the user's order. A study's folder gives one candidate per run.
+    """Return a candidate for each checkpoint and for each run of a study, in the user's order.
 
-    Raises UserError if no candidate is left to evaluate.
+    Raises UserError if no candidate can be evaluated.
     """
     expanded = {path: expand(path) for path in dict.fromkeys(paths)}
     several = sum(runs is not None for runs in expanded.values()) > 1  # the arms of two studies are not one line
@@ -110,8 +110,8 @@ def _single(path: str) -> Candidate:
 def check_candidate(path: str, settings: EvalSettings) -> PreTrainedConfig:
     """Return a checkpoint's configuration without loading the weights.
 
-    Raises UserError if weights or tokenizer are missing, or if the tokenizer has more tokens than the model. If you
-    request no tasks, special tokens may exceed the model's vocabulary.
+    Raises UserError if weights or tokenizer are missing, or if the tokenizer has more tokens than the model. Without
+    tasks, special tokens may exceed the model's vocabulary.
     """
     with renamed_setting("checkpoint", "models"):
         folder = str(model_folder(path))
@@ -136,8 +136,7 @@ def check_candidate(path: str, settings: EvalSettings) -> PreTrainedConfig:
 def load_candidate(path: str, settings: EvalSettings, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model in evaluation mode, and its tokenizer.
 
-    Raises:
-        UserError: the path holds no checkpoint, the model is not a causal language model, or the tokenizer is missing.
+    Raises UserError if the path holds no causal language model, or if the tokenizer is missing.
     """
     with renamed_setting("checkpoint", "models"):
         loaded = load(str(model_folder(path)), dtype=settings.dtype, device=device)

@@ -1,4 +1,4 @@
-"""Seven multiple-choice tasks with exact answers, generated from the embedded corpus, without a network."""
+"""Seven multiple-choice tasks with exact answers, which Lamina generates from the built-in corpus without a network."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ SHORTEST, LONGEST = 40, 160  # characters of a sentence
 
 @dataclass(frozen=True, kw_only=True)
 class Passages:
-    """The sentences from which items are drawn.
+    """The sentences for the generated tasks.
 
     Attributes:
-        books: each book's sentences, in the book's order.
+        books: each book's sentences, in order.
         sentences: the sentences of all books.
-        words: every word of at least four lower-case letters, listed as often as it occurs.
+        words: the words of at least four lower-case letters, with repetitions.
     """
 
     books: Mapping[str, Sequence[str]]
@@ -49,7 +49,7 @@ class Passages:
 
 @cache
 def passages(*, held_out: bool) -> Passages:
-    """Return the corpus's held-out sentences or training sentences, as `lamina pretrain` divides them by default."""
+    """Return the held-out or training sentences of the built-in corpus, as `lamina pretrain` divides it by default."""
     corpus = EmbeddedCorpus()
     chars = piece_chars(count_chars(corpus))
     book, books = "", {title: list[str]() for title in BOOKS}
@@ -63,7 +63,7 @@ def passages(*, held_out: bool) -> Passages:
 
 
 def words_of(text: str) -> list[str]:
-    """Return the words of at least four lower-case letters, which excludes names."""
+    """Return the words of at least four lower-case letters, so that names are excluded."""
     return re.findall(r"(?<![\w'-])[a-z]{4,}(?![\w'-])", text)
 
 
@@ -80,7 +80,7 @@ CHOICES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """A question, its choices (all different), and the index of the right choice."""
+    """A multiple-choice question with the index of the right choice."""
 
     question: str
     choices: tuple[str, ...]
@@ -92,7 +92,7 @@ _makers: dict[str, Make] = {}
 NAMES: dict[str, str] = {}
 """Each task's name, and its heading in a table."""
 CHANCES: dict[str, float] = {}
-"""The share of items that guessing gets right, by the task's name without ``lamina_``."""
+"""The accuracy of guessing, by the task's name without ``lamina_``."""
 
 
 def _task(name: str, heading: str, choices: int = CHOICES) -> Callable[[Make], Make]:
@@ -106,7 +106,7 @@ def _task(name: str, heading: str, choices: int = CHOICES) -> Callable[[Make], M
 
 
 def _wrong(right: str, draw: Callable[[], str], fits: Callable[[str], bool] = lambda other: True) -> list[str]:
-    """Draw wrong answers, all different, for which ``fits`` is true."""
+    """Draw different wrong answers for which ``fits`` is true."""
     wrong: list[str] = []
     while len(wrong) < CHOICES - 1:
         if (other := draw()) not in (right, *wrong) and fits(other):
@@ -122,7 +122,7 @@ def _shuffled(rng: random.Random, question: str, right: str, wrong: list[str]) -
 
 @_task("continuation", "Continuation")
 def continuation(rng: random.Random, source: Passages) -> Item:
-    """Ask how a sentence continues; the wrong endings come from other sentences (as in HellaSwag)."""
+    """Ask how a sentence continues, with wrong endings from other sentences (as in HellaSwag)."""
     first, right = _halves(rng, source)
     wrong = _wrong(right, lambda: _halves(rng, source)[1], lambda other: 0.5 < len(other) / len(right) < 2.0)
     return _shuffled(rng, f"How does this sentence go on? {first}", right, wrong)
@@ -136,7 +136,7 @@ def _halves(rng: random.Random, source: Passages) -> tuple[str, str]:
 
 @_task("blank", "Blank")
 def blank(rng: random.Random, source: Passages) -> Item:
-    """Ask for the missing word; the wrong words are drawn by their frequency in the corpus (as in LAMBADA)."""
+    """Ask for the missing word of a sentence, with wrong words drawn by frequency (as in LAMBADA)."""
     while True:
         sentence = rng.choice(source.sentences)
         if words := [word for word in words_of(sentence) if sentence.count(word) == 1]:
@@ -148,7 +148,7 @@ def blank(rng: random.Random, source: Passages) -> Item:
 
 @_task("contains", "Contains", choices=2)
 def contains(rng: random.Random, source: Passages) -> Item:
-    """Ask whether a sentence contains a word; "yes" and "no" are equally frequent (as in BoolQ)."""
+    """Ask whether a sentence contains a word. "Yes" and "no" are equally frequent (as in BoolQ)."""
     sentence = ""
     while not words_of(sentence):
         sentence = rng.choice(source.sentences)
@@ -163,7 +163,7 @@ def contains(rng: random.Random, source: Passages) -> Item:
 
 @_task("book", "Book")
 def book(rng: random.Random, source: Passages) -> Item:
-    """Ask which book a sentence is from, a test of knowledge like ARC. The books are equally frequent as answers."""
+    """Ask which book a sentence is from. All books are equally frequent."""
     right = rng.choice(list(source.books))
     sentence = rng.choice(source.books[right])
     wrong = rng.sample([title for title in BOOKS if title != right], CHOICES - 1)
@@ -187,7 +187,7 @@ def order(rng: random.Random, source: Passages) -> Item:
 
 @_task("arithmetic", "Arithmetic")
 def arithmetic(rng: random.Random, source: Passages) -> Item:
-    """Ask for the sum or difference of two-digit numbers; the wrong answers are off by 1, 2 or 10."""
+    """Ask for the sum or difference of two-digit numbers, with wrong answers that are off by 1, 2 or 10."""
     first, second = rng.randint(10, 99), rng.randint(10, 99)
     first, second = max(first, second), min(first, second)
     plus = rng.random() < 0.5
@@ -198,7 +198,7 @@ def arithmetic(rng: random.Random, source: Passages) -> Item:
 
 @_task("sorting", "Sorting")
 def sorting(rng: random.Random, source: Passages) -> Item:
-    """Ask for five different letters in alphabetical order; each wrong answer has two neighbors swapped."""
+    """Ask for five letters in alphabetical order, with wrong answers that swap two neighbors."""
     letters = rng.sample("abcdefghijklmnopqrstuvwxyz", 5)
     right = sorted(letters)
     wrong = []
@@ -215,10 +215,10 @@ _FORMAT = "generated-1"
 
 
 def items(task: str, count: int, *, held_out: bool, seed: int = 0) -> list[Item]:
-    """Draw random items of a task, without repetition. The same seed gives the same items.
+    """Draw different random items of a task. The same seed gives the same items.
 
-    If ``held_out`` is true, Lamina draws test items from the text that `lamina pretrain` holds out. If ``held_out`` is
-    false, Lamina draws training items from the other text. The training items repeat no question of the test items.
+    If ``held_out`` is true, return test items, from text that `lamina pretrain` holds out. Otherwise, return training
+    items from the other text, without the test items' questions.
     """
     source = passages(held_out=held_out)
     rng = random.Random(f"{task}|{held_out}|{seed}")
@@ -236,9 +236,9 @@ def items(task: str, count: int, *, held_out: bool, seed: int = 0) -> list[Item]
 def write(folder: Path, *, train: int = TRAIN, test: int = TEST, path: Path | None = None) -> None:
     """Write NAME/train.jsonl, NAME/test.jsonl and NAME.yaml for every task.
 
-    A row has the fields ``question``, ``choices`` and ``answer`` (an index). For fine-tuning, the row also has the
-    fields ``instruction``, ``input`` and ``output``. The task files contain the folder's path. If you will move the
-    folder, pass the new ``path``.
+    A row has the fields ``question``, ``choices`` and ``answer`` (an index), and the fields ``instruction``, ``input``
+    and ``output`` for fine-tuning. The task files contain the folder's path. To move the folder later, give the new
+    path as ``path``.
     """
     metrics = [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ("acc", "acc_norm")]
     for task in NAMES:
@@ -270,12 +270,12 @@ def write(folder: Path, *, train: int = TRAIN, test: int = TEST, path: Path | No
 
 
 def version() -> str:
-    """Return a hash of 32 hexadecimal digits. If the items change, the hash changes."""
+    """Return a hash that changes if the items change."""
     return hashlib.sha256(f"{_FORMAT}|{TRAIN}|{TEST}".encode()).hexdigest()[:32]
 
 
 def cached() -> Path:
-    """Return the folder of the generated tasks; the first call generates them. Raises the errors of ``publish``."""
+    """Return the folder of the generated tasks. The first call generates them."""
     folder = real_path(cache_root()) / "tasks" / version()
     publish(folder, lambda draft: write(draft, path=folder))
     return folder

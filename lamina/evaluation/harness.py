@@ -1,4 +1,4 @@
-"""Score a model with lm-evaluation-harness's Python API."""
+"""Compute a model's scores with lm-evaluation-harness's Python API."""
 
 # pyright: reportMissingImports=false
 from __future__ import annotations
@@ -35,19 +35,18 @@ SCORING_ERRORS = (AssertionError, ValueError, RuntimeError, KeyError, IndexError
 
 @dataclass(frozen=True, kw_only=True)
 class Runner:
-    """A model, and the options with which the harness queries the model.
+    """A model, and the options for running the harness on it.
 
     Attributes:
         model: a causal language model, on its device.
-        batch_size: sequences per forward pass. "auto" is 8 on a CPU, and the largest number that fits in a GPU's
-            memory.
-        limit: items per task; None for all.
+        batch_size: sequences per forward pass. "auto" is 8 on a CPU, and as many as fit in a GPU's memory.
+        limit: items per task, or None for all.
         seed: the seed of the few-shot examples.
-        chat_template: whether Lamina puts questions into the tokenizer's chat template.
+        chat_template: whether to put questions into the tokenizer's chat template.
         system: the system message in the chat template.
         generation: arguments of ``generate`` that replace the tasks' arguments.
         run_code: whether the harness may run code that the model writes.
-        processes: the processes among which Lamina divides the items.
+        processes: the processes that share the items.
     """
 
     model: PreTrainedModel
@@ -63,7 +62,7 @@ class Runner:
 
     @cached_property
     def language_model(self) -> HFLM:
-        """The model in the harness's wrapper."""
+        """Return the model in the harness's wrapper."""
         from lm_eval.models.huggingface import HFLM
 
         network: Json = {  # the harness's decorators hide its parameters from a type checker
@@ -83,7 +82,7 @@ class Runner:
     def _shared(self, answer: Callable[[list[T]], list[A]], requests: list[T]) -> list[A]:
         """Answer this process's share of the requests, and return the answers of all processes in order.
 
-        Lamina divides the requests, because the harness would give each process different few-shot examples.
+        The harness's own division would give each process different few-shot examples.
         """
         rank, size = self.processes.rank, self.processes.size
         mine = self.processes.together(lambda: answer(requests[rank::size]) if requests[rank::size] else [])
@@ -93,10 +92,9 @@ class Runner:
         return [answers[index] for index in range(len(requests))]
 
     def run(self, built: TaskDict, num_fewshot: int | None, *, bar: bool = False) -> tuple[Json, list[str]]:
-        """Score the model on tasks. Return the harness's results and notes for the user.
+        """Run tasks on the model. Return the harness's results, and notes for the user.
 
-        Raises:
-            UserError: an answer is longer than the model's context, or the harness can't score the task.
+        Raises UserError if an answer is longer than the model's context, or if the harness can't score a task.
         """
         from lm_eval import evaluate
 
@@ -135,7 +133,7 @@ class Runner:
         return results, notes
 
     def _prepare(self, built: TaskDict, num_fewshot: int | None) -> None:
-        """Prepare the tasks like the harness's ``simple_evaluate``, but do not run `pip list` or query the hub."""
+        """Prepare the tasks like the harness's ``simple_evaluate``, but without `pip list` and without the hub."""
         from lm_eval.utils import set_torch_seed
 
         for task in built["tasks"].values():
@@ -169,7 +167,7 @@ class Runner:
 
 @contextlib.contextmanager
 def without_cache(model: PreTrainedModel) -> Iterator[None]:
-    """Turn off the key-value cache inside the context. ``generate`` still makes its own cache."""
+    """Turn off the key-value cache inside the context, except in ``generate``."""
     configs = [model.config, model.config.get_text_config()]
     before = [getattr(config, "use_cache", None) for config in configs]
     for config in configs:
@@ -183,7 +181,7 @@ def without_cache(model: PreTrainedModel) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet_harness(bar: bool = False) -> Iterator[list[str]]:
-    """Suppress the harness's output inside the context, but yield warnings. ``bar`` keeps the progress bars."""
+    """Suppress the harness's output inside the context, and yield its warnings. ``bar`` keeps progress bars."""
     logger, handler = logging.getLogger("lm_eval"), logging.Handler(logging.WARNING)
     warnings: list[str] = []
     handler.emit = lambda record: warnings.append(record.getMessage())

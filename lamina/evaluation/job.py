@@ -1,4 +1,4 @@
-"""`lamina eval`: evaluates models on tasks and texts, and writes a folder with scores and tables."""
+"""`lamina eval`: evaluate models on tasks and texts, and write the scores and tables into a folder."""
 
 from __future__ import annotations
 
@@ -73,17 +73,19 @@ def evaluate(
     bar: bool = True,
     expand: Expand = lambda path: None,
 ) -> Json:
-    """Evaluate models, write the folder ``settings.output``, and return the content of result.json.
+    """Evaluate models, write the output folder, and return the content of result.json.
 
-    ``settings`` is an EvalSettings, or a mapping of settings' names to values. With ``resume``, Lamina computes only
-    the scores that the folder lacks. ``expand`` finds the runs in a study's folder. The default treats each path as one
-    checkpoint.
+    Args:
+        settings: an EvalSettings, or a mapping of settings.
+        resume: whether to compute only the scores that the output folder lacks.
+        overwrite: whether to replace the output folder's content.
+        bar: whether to show progress bars.
+        expand: a function that finds the runs in a study's folder. By default, each path is one checkpoint.
 
     Raises:
         UserError: a setting is invalid, a task is unknown, data or a checkpoint is unreadable, or the folder has files.
-        OSError: the disk is full; finished scores are kept.
-        KeyboardInterrupt: you stopped the evaluation. result.json has the status `interrupted`, and finished scores
-            stay.
+        OSError: the disk is full. Lamina keeps the finished scores.
+        KeyboardInterrupt: Lamina keeps the finished scores.
     """
     if not isinstance(settings, EvalSettings):
         lists = ("models", "tasks")
@@ -110,7 +112,7 @@ def evaluate(
 
 
 def what_to_run(settings: EvalSettings) -> tuple[list[Wanted], Tasks | None]:
-    """Return the table's columns and their tasks. The tasks are None if you request only a perplexity.
+    """Return the table's columns and their tasks. The tasks are None if the user wants only a perplexity.
 
     Raises UserError for an unknown task or a missing corpus.
     """
@@ -132,7 +134,7 @@ def what_to_run(settings: EvalSettings) -> tuple[list[Wanted], Tasks | None]:
 
 
 def check_generation(options: Json, writes: bool) -> None:
-    """Raise UserError if an argument of ``generate`` is unknown, or if no task generates text."""
+    """Raise UserError for an unknown argument of ``generate``, or if no task generates text."""
     arguments = {*GenerationConfig().to_dict(), "max_gen_toks", "until"}
     for name in options:
         if name not in arguments:
@@ -142,11 +144,9 @@ def check_generation(options: Json, writes: bool) -> None:
 
 
 class Evaluation:
-    """An evaluation of models on tasks. ``check`` reads the tasks' data, and ``run`` writes the folder.
+    """An evaluation of models on tasks. ``check`` reads the tasks' data, and ``run`` writes the output folder.
 
-    Args:
-        expand: a function that finds the runs in a study's folder.
-        processes: the processes among which Lamina divides each task's items and the text. The first process writes.
+    ``expand`` finds the runs in a study's folder. The ``processes`` share each task's items and the text.
     """
 
     def __init__(self, settings: EvalSettings, expand: Expand, processes: Processes, *, bar: bool):
@@ -164,7 +164,7 @@ class Evaluation:
         self.records: dict[tuple[str, str], Json] = {}
 
     def check(self) -> None:
-        """Check every model and read every task's data. Raises UserError before Lamina changes the folder."""
+        """Check every model and read every task's data. Raises UserError before Lamina changes the output folder."""
         self.processes.first_per_host(self._check)
 
     def _check(self) -> None:
@@ -190,7 +190,9 @@ class Evaluation:
             check_generation(self.settings.generation, writes)
 
     def run(self, folder: Path) -> Json:
-        """Evaluate, write, and return the content of result.json. The errors are as in ``evaluate``."""
+        """Evaluate the models, write the results, and return result.json's content. Raises the errors of
+        ``evaluate``.
+        """
         self.folder = folder
         self.records = self.processes.by_first(self._finished) if self.earlier is None else self.earlier.records
         self._write(Status.INTERRUPTED, RUNNING)
@@ -297,7 +299,7 @@ class Evaluation:
         return documents_of(str(self.settings.corpus), self.settings.text_field, self.settings.limit)
 
     def _state(self, candidate: Candidate, unit: str) -> list[str]:
-        """Return two hashes: one of the weights, and one of the files that hold the text or the tasks' data."""
+        """Return a hash of the model's weights, and a hash of the files with the text or the tasks' data."""
         if unit == PERPLEXITY:
             corpus = Corpus.parse(str(self.settings.corpus), self.settings.text_field)
             return [candidate.state(), stamp(corpus.changed_since(0.0))]
@@ -308,7 +310,7 @@ class Evaluation:
         return self.folder / kind / _file_name(model) / f"{_file_name(unit)}{suffix}"
 
     def _finished(self) -> dict[tuple[str, str], Json]:
-        """Read the folder's scores that are still valid for these models and tasks."""
+        """Return the scores in the output folder that are still valid for these models and tasks."""
         finished, faults = {}, altered(self.folder)
         for candidate in self.candidates:
             for unit in self.units:
@@ -331,7 +333,6 @@ class Evaluation:
         return finished
 
     def scores(self, records: Mapping[tuple[str, str], Json] | None = None) -> dict[tuple[str, Wanted], Score]:
-        """Return the scores so far, by model and column."""
         numbers = {}
         for (model, unit), record in (self.records if records is None else records).items():
             for column in (column for column in self.columns if column.unit == unit):
@@ -341,11 +342,11 @@ class Evaluation:
         return numbers
 
     def _write(self, status: Status, reason: str) -> Json:
-        """Write the tables and result.json in the first process. Return the content of result.json in all processes."""
+        """Write the tables and result.json in the first process. Return result.json's content in all processes."""
         return self.processes.by_first(partial(self._written, status, reason))
 
     def _end(self, status: Status, reason: str) -> None:
-        """Write how the evaluation ended. Do not wait for the other processes, because a process may have failed."""
+        """Write how the evaluation ended, without waiting for other processes, which may have failed."""
         if self.processes.first:
             self._written(status, reason)
 
@@ -381,7 +382,7 @@ class Evaluation:
 
 
 def rows(records: Iterable[Json], candidates: Sequence[Candidate]) -> pd.DataFrame:
-    """Make the table of results.csv: one row per model, task, metric and filter."""
+    """Return the table of results.csv, with a row for each model, task, metric and filter."""
     models = {candidate.name: candidate for candidate in candidates}
     listed = [
         {"model": record["model"], "arm": models[record["model"]].arm, "seed": models[record["model"]].seed, **score}
@@ -404,13 +405,12 @@ def window_of(settings: EvalSettings, config: PreTrainedConfig) -> tuple[int, in
 
 
 def _file_name(name: str) -> str:
-    """Make a unique file name of letters, digits and ``@._-``. Add a hash if the name had other characters."""
+    """Return a unique file name of letters, digits and ``@._-``, with a hash if Lamina had to replace characters."""
     plain = re.sub(r"[^A-Za-z0-9@._-]+", "-", name).strip("-.")[-80:]
     return plain if plain == name else f"{plain or 'model'}-{hashlib.sha256(name.encode()).hexdigest()[:6]}"
 
 
 def runner_of(settings: EvalSettings, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Runner:
-    """Make a Runner for a model with these settings."""
     names = ("batch_size", "limit", "seed", "chat_template", "system", "generation", "run_code")
     return Runner(model=model, tokenizer=tokenizer, **{name: getattr(settings, name) for name in names})
 
@@ -420,8 +420,8 @@ class TaskMeasure:
     """The tasks that `lamina pretrain --eval-tasks` scores at each evaluation.
 
     Attributes:
-        settings: the settings by which the harness queries the model.
-        columns: one column for each number that Lamina records.
+        settings: the settings for the harness.
+        columns: a column for each number to record.
         tasks: the columns' tasks.
     """
 
@@ -444,9 +444,9 @@ class TaskMeasure:
         return TaskMeasure(settings=settings, columns=tuple(columns), tasks=tasks)
 
     def scores(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, float]:
-        """Return the columns' scores by ``TASK`` or ``TASK:METRIC``. An accuracy is from 0 to 1, not in percent.
+        """Return the scores by ``TASK`` or ``TASK:METRIC``. An accuracy is from 0 to 1, not in percent.
 
-        The caller must save and restore the training's random state, because the harness seeds the random generators.
+        The harness seeds the random generators, so the caller must save and restore their states.
         """
         runner, results = runner_of(self.settings, model, tokenizer), {}
         numbers: dict[str, float] = {}

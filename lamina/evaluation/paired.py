@@ -1,4 +1,4 @@
-"""Comparison of models on the same items: differences with intervals and tests, from stored evaluations."""
+"""Compare models on the same items: differences with intervals and tests, from stored evaluations."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from lamina.jobs.kinds import Kind, kind_of
 from lamina.jobs.names import RESULT
 
 POWER = 0.8
-"""The probability that the test detects the difference ``Paired.smallest``."""
+"""The power of the test for a difference of ``Paired.smallest``."""
 CHOICES = ("acc", "acc_norm")
-"""The metrics of tasks with choices. For these metrics, the score of guessing is known."""
+"""The metrics of multiple-choice tasks, for which the accuracy of guessing is known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,15 +32,13 @@ class Paired:
     """The difference between two models' scores on the same items. Scores are from 0 to 1, not in percent.
 
     Attributes:
-        low: the lower end of the difference's 95 % interval (Student's t interval over the items' differences).
-        high: the upper end of the difference's 95 % interval.
-        won: the number of items that only this model has right; None if items are not scored right or wrong.
-        lost: the number of items that only the first model has right; None if items are not scored right or wrong.
-        p: the two-sided p value. The test is McNemar's exact test if items are right or wrong, otherwise a paired t
-            test.
-        p_holm: ``p`` adjusted by Holm's method over the model's columns.
-        smallest: the smallest difference that the test detects with a probability of 80 %. ``smallest`` depends on the
-            number of items and on the variance of the items' differences.
+        low: the lower end of the difference's 95 % interval (Student's t).
+        high: the upper end of this interval.
+        won: the number of items that only this model has right, or None if items are not right or wrong.
+        lost: the number of items that only the first model has right, or None if items are not right or wrong.
+        p: the two-sided p value, from McNemar's exact test if items are right or wrong, otherwise from a paired t test.
+        p_holm: the p value adjusted by Holm's method over the columns of this model.
+        smallest: the smallest difference that the test detects with a probability of 80 %.
     """
 
     model: str
@@ -59,7 +57,7 @@ class Paired:
 
 
 def chance(items: Frame, metric: str) -> float | None:
-    """Return the share of items that guessing gets right; None for a task without choices."""
+    """Return the accuracy of guessing, or None for a task without choices."""
     choices = items["log_likelihoods"].map(len)
     if metric not in CHOICES or not len(items) or choices.min() < 2:
         return None
@@ -67,10 +65,7 @@ def chance(items: Frame, metric: str) -> float | None:
 
 
 def with_chance(scores: Sequence[Score], items: Frame) -> list[Score]:
-    """Set each score's ``chance`` to the share of items that guessing gets right.
-
-    A group's ``chance`` is over the items of all its tasks.
-    """
+    """Return the scores with the accuracy of guessing. A group's accuracy is over the items of all its tasks."""
     scored = []
     for score in scores:
         task_items = items[items["task"] == score.task]
@@ -79,7 +74,7 @@ def with_chance(scores: Sequence[Score], items: Frame) -> list[Score]:
 
 
 def values_of(items: Frame, metric: str, chosen: str) -> Frame | None:
-    """Return each item's value of a metric, by task and item number; None if the metric has no value per item."""
+    """Return each item's value of a metric, by task and item number, or None if the metric has no value per item."""
     rows = items[items["filter"] == chosen] if (items["filter"] == chosen).any() else items
     parts = rows["metrics"].map(lambda text: json.loads(text).get(metric))
     if metric not in SHARES or not len(rows) or not parts.map(lambda part: isinstance(part, int | float)).all():
@@ -89,7 +84,7 @@ def values_of(items: Frame, metric: str, chosen: str) -> Frame | None:
 
 
 def refuse_other_items(one: Frame, other: Frame, names: tuple[str, str], column: str) -> None:
-    """Raise UserError unless both tables have the same items: equal numbers, targets and (if known) content hashes."""
+    """Raise UserError unless two tables have the same items, by number, target and (if known) content."""
     hashed = ["doc_hash"] if "doc_hash" in one and "doc_hash" in other else []
     shared = ["task", "filter", "doc_id", "target", *hashed]
     rows = [set(map(tuple, table[shared].astype(str).to_numpy())) for table in (one, other)]
@@ -103,7 +98,7 @@ def refuse_other_items(one: Frame, other: Frame, names: tuple[str, str], column:
 
 
 def paired(first: Frame, other: Frame) -> Json:
-    """Compare two models' scores on the same items, in the same order. Return values for ``Paired``."""
+    """Compare two models' scores on the same items, in the same order. Return the values for a ``Paired``."""
     from scipy.special import bdtr, ndtri, stdtr, stdtrit
 
     differences = (other - first).tolist()
@@ -132,7 +127,7 @@ def compared(
     numbers: dict[tuple[str, Wanted], Score],
     items: dict[tuple[str, str], Frame],
 ) -> list[Paired]:
-    """Compare each model with the first model, on every column with scores from 0 to 1.
+    """Compare each model with the first model, in every column with scores from 0 to 1.
 
     ``items`` maps (model, ``Wanted.unit``) to a table of items. Raises UserError if two tables have different items.
     """
@@ -158,13 +153,13 @@ def compared(
 
 
 def to_frame(rows: Iterable[Paired]) -> pd.DataFrame:
-    """Make the table of paired.csv."""
+    """Return the table of paired.csv."""
     return pd.DataFrame([asdict(row) for row in rows], columns=pd.Index(Paired.__dataclass_fields__))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Earlier:
-    """The content of earlier evaluations: models, columns, records of scores, and each model's folder of items."""
+    """The content of earlier evaluations."""
 
     candidates: list[Candidate]
     columns: list[Wanted]

@@ -1,4 +1,4 @@
-"""Perplexity of a text per token, word and byte, with a sliding window."""
+"""Compute the perplexity of a text per token, word and byte, with a sliding window."""
 
 from __future__ import annotations
 
@@ -30,13 +30,12 @@ class Perplexity:
 
     Attributes:
         nll: the negative log-likelihood of the whole text, in nats.
-        tokens: the number of tokens; Lamina scores each token once.
+        tokens: the number of scored tokens.
         words: the number of words, as lm-evaluation-harness counts them by splitting at white space. White space at the
             text's beginning or end therefore adds a word.
-        bytes: the number of UTF-8 bytes.
-        documents: the number of texts; Lamina scores each text separately.
-        notes: notes for the user. If the model's vocabulary lacks the beginning-of-text token, Lamina does not score
-            each text's first token. Lamina then leaves this token's bytes out of ``bytes``.
+        bytes: the number of UTF-8 bytes of the scored tokens.
+        documents: the number of texts. Lamina scores each text separately.
+        notes: notes for the user.
     """
 
     nll: float
@@ -47,7 +46,7 @@ class Perplexity:
     notes: Sequence[str] = ()
 
     def numbers(self) -> dict[str, float]:
-        """Return exp(nll / count) per token, word and byte, the loss in nats per token, and the bits per byte."""
+        """Return the perplexity per token, word and byte, the loss in nats per token, and the bits per byte."""
         return {
             "token_perplexity": exp(self.nll / self.tokens),
             "word_perplexity": exp(self.nll / self.words),
@@ -58,15 +57,15 @@ class Perplexity:
 
 
 Window: TypeAlias = tuple[list[int], list[int]]
-"""The tokens that the model reads at once, and the target tokens at the window's last positions."""
+"""The tokens that the model reads, and the target tokens for the last of these positions."""
 
 
 def windows(tokens: list[int], prefix: int, window: int, stride: int) -> Iterator[Window]:
-    """Cut a document into windows that score every token once; the first window begins with ``prefix``.
+    """Cut a document into windows that score every token once. ``prefix`` is the first token of the first window.
 
-    The first window scores ``window`` tokens. Each further window scores the next ``stride`` tokens, after at least
-    ``window - stride`` tokens of context. With ``stride == window``, windows share almost no context, as in
-    lm-evaluation-harness's rolling log-likelihood.
+    The first window scores ``window`` tokens. Each further window scores the next ``stride`` tokens, with at least
+    ``window - stride`` tokens of context. With equal window and stride, this is lm-evaluation-harness's rolling
+    log-likelihood.
     """
     ids = [prefix, *tokens]
     done = 0
@@ -93,15 +92,15 @@ def perplexity(
     """Score each text separately, and sum the losses.
 
     Args:
-        model: a causal language model in evaluation mode; input [batch, tokens], logits [batch, tokens, vocab_size].
-        tokenizer: the model's tokenizer. The beginning-of-text (or end-of-text) token precedes each text.
-        window: tokens that the model reads at once.
-        stride: tokens by which the window moves.
+        model: a causal language model in evaluation mode.
+        tokenizer: the model's tokenizer. Its beginning-of-text (or end-of-text) token precedes each text.
+        texts: the texts.
+        window: the number of tokens that the model reads at once.
+        stride: the number of tokens by which the window moves.
         batch_size: windows per forward pass.
-        share: the number of windows that each process takes in turn (default: ``batch_size``). ``share`` must be the
-            same in all processes.
-        processes: the processes that share the text. The number of processes does not change the loss.
-        progress: called with the number of newly scored tokens.
+        share: the number of windows that each process takes in turn, equal in all processes (default: ``batch_size``).
+        processes: the processes that share the text. Their number does not change the loss.
+        progress: a function to call with the number of newly scored tokens.
 
     Raises:
         UserError: no text has tokens, the tokenizer has no token to put first, or the loss is not finite.
@@ -140,7 +139,7 @@ def perplexity(
 
 
 def _first(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, notes: list[str]) -> int | None:
-    """Return the token that precedes each text; None, with notes, if the model's vocabulary lacks this token."""
+    """Return the token to put before each text, or None, with notes, if the model's vocabulary lacks it."""
     prefix = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if not isinstance(prefix, int):
         raise UserError(
@@ -157,7 +156,7 @@ def _tokens(
 ) -> tuple[int, list[int], int]:
     """Return the token before the scored tokens, the scored tokens, and the number of unscored bytes.
 
-    If ``first`` is None, the text's first token precedes the scored tokens and gets no score.
+    If ``first`` is None, the text's first token takes its place, without a score.
     """
     if first is not None:
         return first, tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], 0
@@ -167,7 +166,7 @@ def _tokens(
 
 
 def _nll(model: PreTrainedModel, batch: list[Window], padding: int) -> float:
-    """Return the summed loss of windows in nats. Short windows get padding on the right, which the model ignores."""
+    """Return the summed loss of windows in nats. The model ignores the padding of short windows."""
     longest = max(len(read) for read, _ in batch)
     inputs = torch.full((len(batch), longest), padding)
     labels = torch.full((len(batch), longest), UNSCORED)
@@ -183,7 +182,7 @@ def _nll(model: PreTrainedModel, batch: list[Window], padding: int) -> float:
 
 
 def documents_of(corpus: str, text_field: str, limit: int | None) -> Iterator[str]:
-    """Return the texts of a corpus, at most ``limit``. Raises UserError if the corpus can't be read."""
+    """Return at most ``limit`` texts of a corpus. Raises UserError if Lamina can't read the corpus."""
     parsed = Corpus.parse(corpus, text_field)
     if len(parsed.parts) > 1:
         raise UserError(f"corpus: {corpus!r} is a mix of corpora. Evaluate each corpus separately.")

@@ -1,4 +1,4 @@
-"""A model's scores on tasks and on single items, and tables of several models' scores."""
+"""A model's scores on tasks and single items, and tables of several models' scores."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from lamina.evaluation.candidates import Candidate
 from lamina.evaluation.task_sets import Wanted
 
 PERPLEXITY = "perplexity"
-"""The unit (see ``Wanted.unit``) of a text's perplexity."""
+"""The ``Wanted.unit`` for the perplexity of a text."""
 # Which metric of a task is its main one: the first of these that it has.
 _MAIN = ("acc", "exact_match", "pass@1", "pass_at_1", "token_perplexity", "word_perplexity", "perplexity")
 SHARES = frozenset({"acc", "acc_norm", "acc_mutual_info", "exact_match", "pass@1", "pass_at_1", "f1", "mcc", "em"})
-"""Metrics from 0 to 1. Tables print these metrics in percent, and average them."""
+"""Metrics from 0 to 1, which the tables print and average in percent."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,12 +30,11 @@ class Score:
 
     Attributes:
         task: the harness's name of the task or group.
-        filter: the harness's filter for the answers; "none" for most tasks.
-        stderr: the standard error over the items; None if the harness has none.
-        items: the number of scored items; for a perplexity, the number of documents.
+        filter: the harness's filter for the answers, "none" for most tasks.
+        stderr: the standard error over the items, or None if the harness gives none.
+        items: the number of scored items, or of documents for a perplexity.
         num_fewshot: examples before each question.
-        higher_is_better: whether a larger value is better.
-        chance: the score of guessing among the choices; None without choices.
+        chance: the score of guessing among the choices, or None without choices.
     """
 
     task: str
@@ -51,7 +50,7 @@ class Score:
 
 
 def scores_of(results: Json) -> list[Score]:
-    """Read the scores of each task and group from the harness's results."""
+    """Return the score of each task and group in the harness's results."""
     counted, shots = results.get("n-samples", {}), results.get("n-shot", {})
     better, configs = results.get("higher_is_better", {}), results.get("configs", {})
     scores = []
@@ -80,7 +79,7 @@ def scores_of(results: Json) -> list[Score]:
 
 
 def from_rows(rows: Sequence[Mapping[str, object]]) -> list[Score]:
-    """Convert the rows of ``to_rows`` back to scores. The rows may come from a JSON file."""
+    """Convert the result of ``to_rows``, possibly after a JSON file, to scores."""
     names = {entry.name for entry in fields(Score)}
     return [
         Score(**{name: value for name, value in row.items() if name in names} | {"value": float(str(row["value"]))})  # type: ignore[arg-type]
@@ -89,17 +88,14 @@ def from_rows(rows: Sequence[Mapping[str, object]]) -> list[Score]:
 
 
 def to_rows(scores: Sequence[Score]) -> list[Json]:
-    """Convert scores to JSON; NaN and infinities become texts, because JSON files would turn them into null."""
+    """Convert scores to JSON, with texts for NaN and infinities."""
     return [
         asdict(score) | {"value": score.value if math.isfinite(score.value) else str(score.value)} for score in scores
     ]
 
 
 def number_of(wanted: Wanted, scores: Sequence[Score]) -> Score | None:
-    """Return the score that a column prints; None if ``scores`` has no such score.
-
-    For a group without a score, return the mean over the group's tasks.
-    """
+    """Return the score for a column, or None. For a group without a score, return the mean over its tasks."""
     names = [each.metric for each in scores if each.task == wanted.task] or [each.metric for each in scores]
     metric = wanted.metric or next((name for name in _MAIN if name in names), names[0] if names else None)
     matching = [score for score in scores if score.task == wanted.task and score.metric == metric]
@@ -119,23 +115,24 @@ def number_of(wanted: Wanted, scores: Sequence[Score]) -> Score | None:
 
 
 def is_of(task: str, name: str) -> bool:
-    """Return whether a score's name, such as ``TASK`` or ``TASK:METRIC``, belongs to ``task``."""
+    """Return whether a score's name, such as ``TASK`` or ``TASK:METRIC``, belongs to a task."""
     return name == task or name.startswith(f"{task}:")
 
 
 def lower_is_better(name: str) -> bool:
-    """Return whether lower values are better for a score with the name ``TASK:METRIC``."""
+    """Return whether lower is better for a score with the name ``TASK:METRIC``."""
     return name.partition(":")[2].endswith(("perplexity", "bits_per_byte", "loss"))
 
 
 def item_table(samples: Mapping[str, Sequence[Json]]) -> pd.DataFrame:
-    """Make a table with one row per item.
+    """Return a table with a row for each item, or for each filter of the harness if a task has several.
 
-    Columns: ``doc_id`` is the item's number in the data, and ``doc_hash`` is a hash of its content. If a task has
-        several ``filter`` values, an item has one row per filter. ``log_likelihoods`` are in nats. A task with choices
-        has one value per choice, and other tasks have one value. ``greedy`` says whether each choice or continuation is
-        the likeliest. ``answer`` is the text that the model wrote, if the task generates text. ``metrics`` is JSON with
-        the item's value of each metric. The other columns are ``task`` and ``target``.
+    - ``doc_id``: the item's number in the data
+    - ``doc_hash``: a hash of the item's content
+    - ``log_likelihoods``: the log-likelihood in nats of each choice or of the target
+    - ``greedy``: whether each choice or target is the likeliest continuation
+    - ``answer``: the text that the model generated
+    - ``metrics``: the item's value of each metric, as JSON
     """
     return pd.DataFrame(
         [_row(task, sample) for task, listed in samples.items() for sample in listed],
@@ -168,13 +165,13 @@ FAILED = "failed"
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreLine:
-    """A line of the table of scores.
+    """A row of the table of scores.
 
     Attributes:
-        means: for each column, the mean over the line's runs (in percent for shares); NaN if no run has a score.
-        stds: the sample standard deviations over the runs; NaN for fewer than two.
+        means: the mean over the runs for each column, in percent for shares, or NaN without a score.
+        stds: the sample standard deviations over the runs, or NaN for fewer than two.
         runs: the number of evaluated runs.
-        left_out: the reasons why Lamina did not evaluate runs, with the number of runs: ``{"diverged": 2}``.
+        left_out: the number of runs that Lamina did not evaluate, by reason: ``{"diverged": 2}``.
     """
 
     arm: str
@@ -185,7 +182,7 @@ class ScoreLine:
 
     @property
     def label(self) -> str:
-        """The line's name, such as ``keel (2 of 5 runs diverged)``. Runs without a score are in parentheses."""
+        """Return the row's name with the number of runs without a score: ``keel (2 of 5 runs diverged)``."""
         total = self.runs + sum(self.left_out.values())
         reasons = ", ".join(f"{count} of {total} runs {reason}" for reason, count in sorted(self.left_out.items()))
         return f"{self.arm} ({reasons})" if reasons else self.arm
@@ -200,12 +197,12 @@ class ScoreLine:
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreTable:
-    """A table of scores. If several columns are in percent, Lamina adds a last column with their average.
+    """A table of scores. If several columns are in percent, the last column is their average.
 
     Attributes:
-        best: for each column, the lines with the best number. Lamina compares the numbers as they are printed.
-        chance: for each column, the score of random guessing in percent; NaN for a task without choices.
-        shares: for each column, whether Lamina prints the numbers in percent.
+        best: the rows with the best printed number, for each column.
+        shares: whether the column is in percent, for each column.
+        chance: the score of guessing in percent, or NaN for a task without choices, for each column.
     """
 
     headings: tuple[str, ...]
@@ -223,7 +220,7 @@ class ScoreTable:
         return {"headings": [*self.headings], **more, "lines": lines}
 
     def csv(self) -> str:
-        """Return the table as CSV. Each score has two columns: means and standard deviations."""
+        """Return the table as CSV, with the means and the standard deviations in separate columns."""
         head = ["model", "runs", "left_out", *(f"{heading}{end}" for heading in self.headings for end in ("", " std"))]
         rows = [
             [line.arm, line.runs, sum(line.left_out.values()), *chain(*zip(line.means, line.stds, strict=True))]
@@ -241,7 +238,7 @@ class ScoreTable:
         return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
     def latex(self) -> str:
-        """Return the table as LaTeX with booktabs' rules; a column's best scores are bold."""
+        """Return the table as LaTeX with booktabs' rules. Each column's best scores are bold."""
         body = []
         for number, line in enumerate(self.lines):
             texts = [
@@ -257,7 +254,7 @@ class ScoreTable:
 def table(
     columns: Sequence[Wanted], candidates: Sequence[Candidate], numbers: Mapping[tuple[str, Wanted], Score]
 ) -> ScoreTable:
-    """Make the table of scores. ``numbers`` maps (candidate's name, column) to the score."""
+    """Return the table of scores. ``numbers`` maps (candidate's name, column) to the score."""
     scores = [next((score for (_, c), score in numbers.items() if c == column), None) for column in columns]
     shares = [score is not None and score.metric in SHARES for score in scores]
     higher = [score is None or score.higher_is_better is not False for score in scores]

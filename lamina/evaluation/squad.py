@@ -1,4 +1,4 @@
-"""Measure a question-answering model's SQuAD F1 on a local file in SQuAD's format."""
+"""Compute a question-answering model's F1 on a local file in SQuAD's format."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _STRIDE, _LENGTH = 128, 384  # likewise: tokens that two windows share, and of a
 
 @dataclass(frozen=True)
 class Question:
-    """A question on a text, and the texts of its right answers."""
+    """A question on a text, with its right answers."""
 
     text: str
     context: str
@@ -55,7 +55,7 @@ def read_questions(path: Path) -> list[Question]:
 
 
 def f1(prediction: str, truth: str) -> float:
-    """Return SQuAD v1.1's F1 over words; case, punctuation and articles do not count."""
+    """Return SQuAD v1.1's F1 over words, without case, punctuation and articles."""
     found, true = _words(prediction), _words(truth)
     same = sum((Counter(found) & Counter(true)).values())
     return 2 * same / (len(found) + len(true)) if same else 0.0
@@ -67,16 +67,16 @@ def _words(text: str) -> list[str]:
 
 
 def f1_scores(model: nn.Module, tokenizer: PreTrainedTokenizerBase, questions: list[Question]) -> list[float]:
-    """Return each question's F1 from 0 to 1. If a question has several right answers, the best F1 counts."""
+    """Return each question's F1 from 0 to 1, for the best of its right answers."""
     found = (answer(model, tokenizer, question) for question in questions)
     return [max(f1(text, truth) for truth in q.answers) for text, q in zip(found, questions, strict=True)]
 
 
 @torch.no_grad()
 def answer(model: nn.Module, tokenizer: PreTrainedTokenizerBase, question: Question) -> str:
-    """Return the answer: the span of at most 30 tokens in the context with the largest start logit plus end logit.
+    """Return the answer: the span of at most 30 tokens with the largest sum of start logit and end logit.
 
-    The model reads a long context in windows of 384 tokens; neighboring windows share 128 tokens.
+    The model reads a long context in windows of 384 tokens. Neighboring windows share 128 tokens.
     """
     best = max(_spans(model, tokenizer, question), default=(0.0, 0, 0))
     return question.context[best[1] : best[2]]

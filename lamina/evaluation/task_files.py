@@ -1,8 +1,7 @@
-"""The tasks of lm-evaluation-harness and of a user's files, with data from the hub or a folder.
+"""The tasks of lm-evaluation-harness and of users' files, with data from the hub or a folder.
 
-The harness's TaskManager reads and builds the tasks. A user's task file can contain code (templates, functions,
-classes, metrics). Lamina builds a user's task only if ``run_code`` is true. If ``run_code`` is false, Lamina reads the
-file as data.
+A user's task file can contain code. If ``run_code`` is false, Lamina reads the file as data, and does not build its
+task.
 """
 
 # pyright: reportMissingImports=false
@@ -40,7 +39,7 @@ _SPLITS = ("training_split", "validation_split", "test_split", "fewshot_split")
 
 @functools.cache
 def _shipped() -> TaskManager:
-    """Return the harness's manager with its index of 14,000 files. The index takes seconds."""
+    """Return the harness's TaskManager with its own tasks. Its index takes seconds to build."""
     from lm_eval.tasks import TaskManager
 
     with quiet_harness():
@@ -49,16 +48,14 @@ def _shipped() -> TaskManager:
 
 @dataclass(frozen=True, kw_only=True)
 class Tasks:
-    """The tasks that Lamina can run: the harness's tasks, the generated tasks, and tasks in a user's folders.
+    """The tasks that Lamina can run: the harness's tasks, the generated tasks, and users' tasks.
 
     Attributes:
-        added: the TaskManager of the generated tasks and the user's tasks. These tasks override the harness's tasks of
-            the same name.
+        added: the TaskManager of the generated tasks and users' tasks, which override the harness's tasks.
         folders: the user's folders of task files.
-        data: the folder of the tasks' data in files ``NAME/CONFIG/SPLIT.jsonl`` (or .arrow, .parquet). NAME is the
-            dataset's name on the hub. CONFIG is ``default`` if there are no configurations. If ``data`` is None, Lamina
-            reads the hub.
-        run_code: whether Lamina may run the user's task files, and code that a model writes.
+        data: the folder of the tasks' data in files ``NAME/CONFIG/SPLIT.jsonl`` (or .arrow, .parquet), or None for the
+            hub. NAME is the dataset's name on the hub. CONFIG is ``default`` if there are no configurations.
+        run_code: whether Lamina may run users' task files, and code that a model writes.
     """
 
     added: TaskManager
@@ -68,7 +65,7 @@ class Tasks:
 
     @staticmethod
     def find(data_dir: str | None, *folders: Path, generated: Path | None = None, run_code: bool = False) -> Tasks:
-        """List the tasks in ``generated``, the user's folders and ``data_dir``; later files override earlier files.
+        """Find the tasks in ``generated``, ``folders`` and ``data_dir``. Later files override earlier files.
 
         Raises UserError if the harness or ``data_dir`` is missing.
         """
@@ -87,13 +84,13 @@ class Tasks:
         return Tasks(added=added, folders=users, data=data, run_code=run_code)
 
     def entry(self, name: str) -> Entry | None:
-        """Return the harness's entry for a task, group or tag. An entry without ``yaml_path`` is a tag."""
+        """Return the harness's entry for a task, group or tag. Only a tag has no ``yaml_path``."""
         return self.added.task_index.get(name) or _shipped().task_index.get(name)
 
     def require(self, names: Iterable[str], *, source: str, others: Sequence[str] = ()) -> None:
-        """Raise UserError for an unknown task, group or tag; the message suggests the nearest name.
+        """Raise UserError for an unknown task, group or tag, and suggest the most similar name.
 
-        The message describes the user's files by ``source``, and lists ``others`` as further allowed names.
+        The message lists ``source`` (the user's files) and ``others`` as further allowed names.
         """
         for name in names:
             if self.entry(name) is not None:
@@ -105,7 +102,7 @@ class Tasks:
             raise UserError(f"tasks: unknown task {shortened(repr(name), 200)}{near} (allowed: {allowed})")
 
     def _refuse_unreadable(self) -> None:
-        """Raise UserError for a user's file that is not a YAML mapping. The harness would silently skip the file."""
+        """Raise UserError for a user's file that is not a YAML mapping, which the harness would silently skip."""
         for path in sorted(path for folder in self.folders for path in folder.rglob("*.yaml")):
             try:
                 if not isinstance(yaml.compose(path.read_bytes()), yaml.MappingNode):
@@ -114,15 +111,14 @@ class Tasks:
                 raise UserError(f"tasks: {str(path)!r} is not a task file: {one_line(error)}") from None
 
     def tagged(self, name: str) -> list[str] | None:
-        """Return the tasks with a tag; None if the name is not a tag."""
+        """Return the tasks with a tag, or None if the name is not a tag."""
         entry = self.entry(name)
         return sorted(entry.tags) if entry is not None and entry.yaml_path is None else None
 
     def build(self, name: str) -> TaskDict:
         """Load a task, or all tasks of a group or tag, with the tasks' data.
 
-        Raises:
-            UserError: a task would run code without ``run_code``, or Lamina can't read or can't reach the task's data.
+        Raises UserError if a task would run code without ``run_code``, or if Lamina can't read the task's data.
         """
         entries = dict(self._reached(name))
         if not self.run_code:
@@ -140,7 +136,9 @@ class Tasks:
                 raise UserError(self._reason(name, error, reachable)) from error
 
     def _manager(self, entries: dict[str, Entry], folder: Path) -> TaskManager:
-        """Return a TaskManager of ``entries``. If ``self.data`` is set, write task files for the data to ``folder``."""
+        """Return a TaskManager of these entries. If ``self.data`` is set, write task files for the data to
+        ``folder``.
+        """
         from lm_eval.tasks import TaskManager
 
         manager = TaskManager(include_defaults=False)
@@ -156,7 +154,7 @@ class Tasks:
         return manager
 
     def _reached(self, name: str) -> Iterator[tuple[str, Entry]]:
-        """Yield the entry of a name, and the entries of all members if the name is a group or tag."""
+        """Yield the entry of a name. For a group or tag, also yield the entries of all members."""
         waiting, seen = [name], set[str]()
         while waiting:
             entry = self.entry(task := waiting.pop())
@@ -167,7 +165,7 @@ class Tasks:
             waiting += sorted(entry.tags) if entry.yaml_path is None else _members((entry.cfg or {}).get("task"))
 
     def _refuse_code(self, entries: dict[str, Entry]) -> None:
-        """Raise UserError for a user's task file, and for a task that runs the code in a model's answers."""
+        """Raise UserError for a user's task file, and for a task that runs code that a model writes."""
         for task, entry in entries.items():
             path = entry.yaml_path
             if path is not None and any(path.is_relative_to(folder) for folder in self.folders):
@@ -210,10 +208,10 @@ def _members(listed: object) -> list[str]:
 
 
 def local_fields(config: Json, task: str, data: Path) -> Json:
-    """Return the task fields that point to data in the folder. The result is empty if the task already reads files.
+    """Return the fields of a task that point to its data in the folder, or {} if the task already reads files.
 
-    If the folder lacks a split, the split's field is None, so that the harness uses another split. Raises UserError if
-    the dataset, or both its validation split and its test split, are missing. The message suggests the nearest name.
+    A missing split has the value None, so that the harness uses another split. Raises UserError if the dataset is
+    missing, or if it has neither a validation split nor a test split.
     """
     name = config.get("dataset_path")
     if not isinstance(name, str) or name in READERS.values():

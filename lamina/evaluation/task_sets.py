@@ -1,4 +1,4 @@
-"""The papers' sets of tasks as data: tasks, metrics, and the number of examples before a question."""
+"""The sets of tasks in the papers: tasks, metrics, and the number of examples before a question."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ GENERATED = "generated"
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """A task to run, and the metric to print in a table.
+    """A task to run, and the metric to print in a column of the table.
 
     Attributes:
         task: the name of a task of lm-evaluation-harness, or of a generated task.
-        num_fewshot: examples before each question; None for the task's default.
-        metric: the metric that the table prints; None for the task's main metric.
-        heading: the column's heading; "" for the task's name.
+        num_fewshot: examples before each question, or None for the task's default.
+        metric: the metric to print, or None for the task's main metric.
+        heading: the column's heading, or "" for the task's name.
     """
 
     task: str
@@ -30,7 +30,7 @@ class Wanted:
 
     @property
     def unit(self) -> str:
-        """The task with its number of examples, such as ``hellaswag@5``. Lamina runs the harness once per unit."""
+        """Return the task with its number of examples, such as ``hellaswag@5``."""
         return self.task if self.num_fewshot is None else f"{self.task}@{self.num_fewshot}"
 
     @property
@@ -40,7 +40,7 @@ class Wanted:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskSet:
-    """A paper's set of tasks: its columns, left to right, and its source."""
+    """The columns of a paper's table, from left to right, and their source."""
 
     columns: tuple[Wanted, ...]
     source: str
@@ -101,9 +101,9 @@ SETS: dict[str, TaskSet] = {
 
 
 def columns_of(names: Sequence[str], num_fewshot: int | None = None) -> list[Wanted]:
-    """Convert a user's names to columns. A set becomes its columns, and ``TASK@5`` becomes a column with five examples.
+    """Convert users' names to columns. A set gives all its columns, and ``TASK@5`` a column with five examples.
 
-    ``num_fewshot`` replaces every number of examples. Each column occurs once. Raises UserError for a malformed number.
+    ``num_fewshot`` replaces every number of examples. Raises UserError for a malformed number.
     """
     from lamina.evaluation.generated import NAMES
 
@@ -124,7 +124,7 @@ def columns_of(names: Sequence[str], num_fewshot: int | None = None) -> list[Wan
 
 
 def listing(*, full: bool = False) -> str:
-    """Return a line for each set of tasks; ``full`` adds the sets' tasks. Loads no torch."""
+    """Return a line for each set of tasks. ``full`` adds the tasks of each set."""
     from lamina.evaluation.generated import NAMES
 
     rows = [

@@ -25,16 +25,19 @@ class TextSettings(Settings, group="data"):
 
 class BatchSettings(Settings, group="steps and learning rate"):
     """The number of text blocks per forward pass."""
+
     batch_size: int = setting(4, "text blocks or images per forward pass", at_least(1))
 
 
 class SequencesSettings(Settings, group="data"):
     """The largest number of text blocks to measure."""
+
     sequences: int | None = setting(None, "maximum number of text blocks", at_least(1))
 
 
 class ProbesSettings(Settings, group="records"):
     """The probes to run."""
+
     probes: str = setting(
         "all",
         "all, or comma-separated probes, each with options: name(option=value); or a Python file with your own probe "
@@ -46,21 +49,25 @@ class ProbesSettings(Settings, group="records"):
 
 class SeedSettings(Settings, group="steps and learning rate"):
     """The seed of all random numbers."""
+
     seed: int = setting(0, "seed of all random numbers", seed_number)
 
 
 class DeviceSettings(Settings, group="machine"):
     """The device to compute on."""
+
     device: str | None = setting(None, "cpu, cuda, mps, ... (default: the fastest available device)", decides=False)
 
 
 class ThreadSettings(Settings, group="machine"):
     """The number of CPU threads."""
+
     threads: int | None = setting(None, "number of CPU threads (default: PyTorch's)", at_least(1), decides=False)
 
 
 class WorkerSettings(Settings, group="machine"):
     """The number of parallel processes."""
+
     workers: int | None = setting(
         None,
         "number of runs that train at the same time, each in a separate process (default: one per GPU, or per core)",
@@ -71,4 +78,5 @@ class WorkerSettings(Settings, group="machine"):
 
 class OutputSettings(Settings, group="output"):
     """The output folder."""
+
     output: str | None = setting(None, "output folder", path, decides=False)

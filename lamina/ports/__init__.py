@@ -1,6 +1,6 @@
-"""Placements for other trainers: ``emit`` writes a plan as a trainer's file; ``weights`` converts checkpoints' weights.
+"""Norm placements for other trainers. ``emit`` writes a placement as code, and ``weights`` converts weights.
 
-Each target has two files in ``targets/``: a template, and a table of the trainer's expressions and weight names.
+Each trainer has two files in ``targets/``: a template, and a table of code expressions and weight names.
 """
 
 from lamina.ports.emitting import Emitted, emit

@@ -1,7 +1,6 @@
-"""Read and write other trainers' checkpoints, and find the model's transformers configuration.
+"""Read and write other trainers' checkpoints, and find the model's configuration for transformers.
 
-Each format in ``FORMATS`` defines its files and its configuration. A target's ``weights`` (``ports/targets.py``) gives
-the trainer's weight names.
+``FORMATS`` lists the trainers. The tables in ``targets/`` have the trainers' weight names.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ GPT2_ADAPTER = {
 
 
 def nanogpt_backbone(arguments: Mapping[str, object]) -> tuple[GPT2Config, dict[str, object]]:
-    """Return the GPT-2 configuration for nanoGPT's GPTConfig fields, and the adapter for lamina.build.
+    """Return the GPT-2 configuration for the fields of nanoGPT's GPTConfig, and the adapter for lamina.build.
 
     If the nanoGPT model has no biases, the GPT-2 model gets biases of 0.
     """
@@ -203,7 +202,7 @@ def _write_nanogpt(model: LaminaForCausalLM, folder: Path) -> None:
 
 
 def _write_mlx(model: LaminaForCausalLM, folder: Path) -> None:
-    """Write the folder that mlx_lm loads with trust_remote_code: the model's code, its configuration, its weights."""
+    """Write the code, configuration and weights of a model for mlx_lm, which loads them with trust_remote_code."""
     config, plan = backbone_of(model.config), Plan.from_dict(model.config.plan or {})
     if config.model_type != "llama":
         raise UserError(
@@ -224,7 +223,7 @@ def _write_mlx(model: LaminaForCausalLM, folder: Path) -> None:
 
 
 def _read_torchtitan(folder: Path) -> ForeignCheckpoint:
-    """Read one step's folder. torchtitan saves no sizes, so the folder must also have the Llama's config.json."""
+    """Read the folder of one training step, which must also have a Llama's config.json."""
     if not (folder / "config.json").is_file():
         raise UserError(
             f"source: {str(folder)!r} holds no config.json, and torchtitan saves no sizes. Add the config.json "
@@ -268,9 +267,9 @@ FORMATS: dict[str, tuple[Callable[[Path], ForeignCheckpoint] | None, Callable[[L
 
 
 def from_trainer(folder: Path, target: str, placement: str | None) -> LaminaForCausalLM:
-    """Build the Lamina model of a trainer's checkpoint, with bit-identical weights.
+    """Return the Lamina model of a trainer's checkpoint, with bit-identical weights.
 
-    Raises UserError for an incomplete checkpoint, or if neither the checkpoint nor the caller names the placement.
+    Raises UserError if the checkpoint is incomplete, or if neither it nor the caller names the norm placement.
     """
     read, _ = FORMATS[target]
     assert read is not None
@@ -305,7 +304,7 @@ def _built(stored: ForeignCheckpoint, spec: str, options: Mapping[str, object], 
 
 
 def _advice(stored: ForeignCheckpoint, target: str) -> str:
-    """Return a sentence that lists the placements whose models have exactly the checkpoint's tensors."""
+    """Return a sentence that lists the norm placements that need exactly the tensors of the checkpoint."""
     fitting = []
     for name in names():
         with contextlib.suppress(ValueError), torch.device("meta"):
@@ -321,9 +320,9 @@ def _advice(stored: ForeignCheckpoint, target: str) -> str:
 def convert(
     source: str, output: Path, target: str, placement: str | None, *, reads: bool, overwrite: bool
 ) -> ConversionRecord:
-    """If ``reads``, convert a trainer's checkpoint to a Lamina model; otherwise do the reverse.
+    """Convert a trainer's checkpoint to a Lamina model, or the reverse if ``reads`` is false.
 
-    Give ``placement`` if the checkpoint names no placement. If the conversion fails, the function raises UserError and
+    Give ``placement`` if the checkpoint does not name its norm placement. Raises UserError if the conversion fails, and
     leaves ``output`` unchanged.
     """
     if reads:

@@ -24,10 +24,9 @@ _LAYERS = "model.backbone.layers"
 
 
 class Connections:
-    """The residual connections in a block's configuration: the placement's spec, and the names of the connections'
-    weights.
+    """The residual connections of a block: the norm placement with options, and the names of the connections' weights.
 
-    Raises UserError for a setting that Lamina's plans cannot express.
+    Raises UserError for a setting that Lamina does not support.
     """
 
     def __init__(self, block: Json, norm_eps: float):
@@ -79,7 +78,7 @@ class Connections:
             )
 
     def settled(self, plan: Plan) -> Plan:
-        """Set the connections' epsilons in a plan. All other norms keep the configuration's epsilon."""
+        """Return a placement's layers with the epsilons of the connections' norms."""
         if self.hyper is not None and plan.streams > 1:
 
             def of_half(half: Sublayer) -> Sublayer:
@@ -94,7 +93,7 @@ class Connections:
         return plan
 
     def split(self, weights: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Split the weights into the connections' weights, under Lamina's names, and all other weights."""
+        """Separate the connections' weights, under Lamina's names, from all other weights."""
         rest, own = dict[str, torch.Tensor](), dict[str, dict[str, torch.Tensor]]()
         for name, tensor in weights.items():
             plain = re.sub(r"\b(\w+)_hyper_connection\.branch\.norm\.", r"\1_norm.", name)  # the branch's second name
@@ -126,7 +125,7 @@ class Connections:
 
 
 def _parameters(parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the parameters of a DepthAttention or a StreamMixer. Raises KeyError for a part that is missing."""
+    """Return the parameters of a DepthAttention or a StreamMixer. Raises KeyError for a missing part."""
     if parts.keys() & {"proj", "norm"}:  # a query times the gain of the norm on what it weighs
         return {"query": parts["proj"].flatten() * parts["norm"]}
     if "phi" in parts:  # Liger's

@@ -1,4 +1,4 @@
-"""``emit``: write a placement as a file for another trainer, and a test that compares the file with Lamina's model."""
+"""Write a norm placement as a file for another trainer, and a test that compares the file with Lamina's model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Emitted:
-    """A placement's file for a trainer, and its test; ``plan`` is the plan that the file implements."""
+    """The code of a norm placement for a trainer, its test, and the placement's settings for each layer."""
 
     plan: Plan
     code: str
@@ -29,10 +29,10 @@ class Emitted:
 
 
 def emit(placement: str | Plan, target: str, num_layers: int, *, module: str = "") -> Emitted:
-    """Return a placement for ``num_layers`` blocks as a file for the trainer ``target``. The test imports the file as
+    """Return the code of a norm placement for ``num_layers`` blocks in a trainer, and a test that imports it as
     ``module``.
 
-    Raises UserError for an unknown placement or target, and for a plan that the target cannot express.
+    Raises UserError for an unknown placement or trainer, and for a placement that the trainer can't express.
     """
     require("emit", "report")
     table = target_of(target)
@@ -74,7 +74,7 @@ def _environment() -> Environment:
     made.filters["wrap"] = lambda text: textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
 
     def ends(names: list[str]) -> str:
-        """Return ``names`` as code for the argument of ``endswith``."""
+        """Return names as code for the argument of ``endswith``."""
         quoted = ", ".join(f'"{name}"' for name in names)
         return quoted if len(names) == 1 else f"({quoted})"
 
@@ -83,7 +83,7 @@ def _environment() -> Environment:
 
 
 def tidied(text: str) -> str:
-    """Return code without trailing spaces or superfluous blank lines."""
+    """Remove trailing spaces and extra blank lines from code."""
     text = "\n".join(line.rstrip() for line in text.strip().splitlines())
     head, end, body = text.partition('"""\n\n')
     head = re.sub(r"\n{3,}", "\n\n", head)

@@ -1,4 +1,4 @@
-"""Hold another trainer's checkpoint, and read torch.distributed's files."""
+"""Another trainer's checkpoint, and the reader for torch.distributed's files."""
 
 from __future__ import annotations
 
@@ -24,11 +24,13 @@ from lamina.placements import Plan
 
 @dataclass(frozen=True, kw_only=True)
 class ForeignCheckpoint:
-    """A trainer's checkpoint: its weights, the configuration of the same model in transformers, and its placement.
+    """A trainer's checkpoint, with the configuration of the same model in transformers.
 
-    ``placement`` is "" if the checkpoint names no placement. ``options`` are the placement options that the checkpoint
-    holds. ``wiring`` holds the weights that are not in the target's table, under Lamina's names. ``settled`` is a
-    function that corrects the plan for this checkpoint.
+    Attributes:
+        placement: the norm placement, or "" if the checkpoint does not name it.
+        options: the placement's options in the checkpoint.
+        wiring: the weights that the trainer's table does not list, under Lamina's names.
+        settled: a function that adapts the placement's layers to the checkpoint.
     """
 
     weights: Mapping[str, torch.Tensor]
@@ -41,11 +43,7 @@ class ForeignCheckpoint:
 
 
 class _Metadata(pickle.Unpickler):
-    """Reads a checkpoint's index. The index is a pickle, so the reader loads only the harmless classes of an index.
-
-    OLMo-core's index uses a class ``_StorageInfo`` that lacks a field of torch's class, so the reader replaces the
-    class.
-    """
+    """A safe reader of a checkpoint's index. The index is a pickle, so the reader loads only harmless classes."""
 
     def find_class(self, module: str, name: str, /) -> object:
         if name == "_StorageInfo":
@@ -63,7 +61,7 @@ class _Metadata(pickle.Unpickler):
 
 
 class _Reader(FileSystemReader):
-    """torch's reader, but ``_Metadata`` loads the index."""
+    """torch's reader with the safe reader of the index."""
 
     def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
         with open(Path(self.path) / ".metadata", "rb") as file:
@@ -77,7 +75,7 @@ _LAYOUT = ("torch.serialization", "_get_layout")
 
 
 def distributed(folder: Path, *prefixes: str) -> dict[str, torch.Tensor]:
-    """From a torch.distributed checkpoint, read the tensors whose names begin with one of ``prefixes``."""
+    """Read the tensors of a torch.distributed checkpoint whose names begin with one of ``prefixes``."""
     if not (folder / ".metadata").is_file():
         raise UserError(
             f"source: {str(folder)!r} holds no torch.distributed checkpoint: .metadata is missing. Give the folder "
@@ -96,7 +94,7 @@ def distributed(folder: Path, *prefixes: str) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Silence torch's warning that it works in a single process: Lamina sets ``no_dist`` on purpose."""
+    """Suppress torch's warning that torch.distributed is disabled."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         yield
@@ -104,7 +102,7 @@ def alone() -> Iterator[None]:
 
 @contextmanager
 def tested_types() -> Iterator[None]:
-    """Silence the warning about model types that Lamina is not tested with. Lamina is tested with the trainers."""
+    """Suppress the warning about model types without a test."""
     logger = logging.getLogger(modeling_lamina.__name__)
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -116,7 +114,7 @@ def tested_types() -> Iterator[None]:
 
 @contextmanager
 def reading(folder: Path, trainer: str) -> Iterator[None]:
-    """Raise UserError instead of the many errors that a damaged or foreign file causes."""
+    """Convert the many errors that a damaged file can cause to a UserError."""
     try:
         yield
     except (UserError, OSError, MemoryError):

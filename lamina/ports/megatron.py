@@ -44,7 +44,7 @@ _LLAMA: dict[str, object] = {
 
 
 class _Unread:
-    """Replaces the classes in a pickle that Lamina does not need, so that their code does not run."""
+    """A replacement for the classes in a pickle that Lamina does not need, so that their code does not run."""
 
     def __init__(self, *args: object, **kwargs: object):
         pass
@@ -54,13 +54,13 @@ class _Unread:
 
 
 class _Arguments(pickle.Unpickler):
-    """Reads the pickle in common.pt, but loads no classes except argparse's Namespace and OrderedDict."""
+    """A safe reader of the pickle in common.pt. It loads only argparse's Namespace and OrderedDict."""
 
     def find_class(self, module: str, name: str, /) -> type:
         return {"Namespace": Namespace, "OrderedDict": OrderedDict}.get(name, _Unread)
 
     def persistent_load(self, pid: object, /) -> None:
-        """Leave out tensors."""
+        """Skip tensors."""
 
 
 def _arguments(file: Path) -> Namespace:
@@ -81,9 +81,9 @@ def _arguments(file: Path) -> Namespace:
 
 
 def read(folder: Path) -> ForeignCheckpoint:
-    """Read a folder that Megatron saved, or one iteration's folder. The checkpoint does not name its placement.
+    """Read a folder that Megatron saved, or the folder of one iteration. The result names no norm placement.
 
-    Raises UserError if the model has modules that a Llama does not have, or several residual streams.
+    Raises UserError if the model has several residual streams, or modules that a Llama does not have.
     """
     if (folder / LATEST).is_file():
         latest = (folder / LATEST).read_text("utf-8").strip()
@@ -132,7 +132,7 @@ def read(folder: Path) -> ForeignCheckpoint:
 
 
 def write(model: LaminaForCausalLM, folder: Path) -> None:
-    """Write a Lamina model as a folder for Megatron's ``--load``. Raises UserError if its backbone is not a Llama."""
+    """Write a Lamina model as a folder for Megatron's ``--load``. Raises UserError for a model other than a Llama."""
     config, plan = backbone_of(model.config), Plan.from_dict(model.config.plan or {})
     if config.model_type != "llama" or config.attention_bias or config.mlp_bias:
         raise UserError(

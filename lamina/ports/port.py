@@ -1,7 +1,6 @@
-"""Turn a plan into Python code for a target: a block's norms, constants and forward pass.
+"""Write a norm placement as Python code for a trainer: a block's norms, constants and forward pass.
 
-Equal layers share one expression. A difference between layers becomes a condition on the layer's index, or a table if
-no condition can express it. The file omits norms and factors that no layer has.
+Layers that differ get a condition on the layer's index, or a table if no condition can express the difference.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _INPUTS = {"attention": "x", "feed_forward": "y"}
 
 
 def condition(layers: Sequence[int], count: int, index: str) -> str:
-    """Return a condition on ``index`` that is true for exactly these ``layers`` of a model with ``count`` layers."""
+    """Return code that is true for exactly these layers of a model with ``count`` layers."""
     first, last, more = layers[0], layers[-1], len(layers)
     if more == 1:
         return f"{index} > 0" if (first, count) == (1, 2) else f"{index} == {first}"
@@ -42,7 +41,7 @@ def condition(layers: Sequence[int], count: int, index: str) -> str:
 
 
 def choose(values: Sequence[str], index: str = "layer", last: str = "") -> str:
-    """Return one expression for all layers' values. Different values give a conditional that ends with ``last``."""
+    """Return an expression for the values of all layers. A conditional expression ends with ``last``."""
     if len(set(values)) == 1:
         return values[0]
     usual, count = next(v for v in reversed(values) if v != last), len(values)
@@ -55,7 +54,7 @@ def choose(values: Sequence[str], index: str = "layer", last: str = "") -> str:
 
 
 def assigned(target: str, value: str, indent: int = 8) -> list[str]:
-    """Return the lines of an assignment or a return statement. A long value gets parentheses and separate lines."""
+    """Return the lines of an assignment or a return statement, with line breaks for a long value."""
     head = f"{target} " if target == "return" else f"{target} = "
     if indent + len(head) + len(value) <= WIDTH:
         return [head + value]
@@ -67,7 +66,7 @@ def assigned(target: str, value: str, indent: int = 8) -> list[str]:
 
 @dataclass(frozen=True)
 class _Factor:
-    """A scale of the attention or feed-forward: its values and kinds by layer, and its name in the block's code."""
+    """A scale factor of the attention or feed-forward: its values and kinds by layer, and its name in the code."""
 
     name: str
     starts: tuple[float, ...]
@@ -87,7 +86,7 @@ class _Factor:
 
 
 class Port:
-    """A plan as code for a target. Raises UserError for a part of the plan that the target cannot express."""
+    """A norm placement as code for a trainer. Raises UserError for a part that the trainer can't express."""
 
     def __init__(self, placement: Placement, plan: Plan, target: Target):
         self.placement, self.plan, self.target = placement, plan, target
@@ -132,10 +131,10 @@ class Port:
     # norms
 
     def norm_kind(self, norm: Norm) -> str:
-        """Return the key of a norm's constructor: the norm's kind, with _zero for gains of 1 + w, or _plain for no
-        gain.
+        """Return the key of a norm's constructor in the trainer's table. Raises UserError if the table has no
+        constructor.
 
-        Raises UserError if the target has no constructor for the norm.
+        The key is the norm's kind, with the suffix _zero for gains of 1 + w, or _plain for no gain.
         """
         if not norm.learnable_gain and norm.initial_gain != 1.0:
             self._refused(f"a norm has the constant gain {norm.initial_gain}", "Choose learned gains, or a gain of 1")
@@ -148,10 +147,7 @@ class Port:
         return kind
 
     def norm(self, norm: Norm | None, width: str = "") -> str:
-        """Return a norm's constructor for ``width`` channels (default: the block's width).
-
-        If ``norm`` is None, return the constructor of an identity.
-        """
+        """Return the constructor of a norm for ``width`` channels, or of an identity for None."""
         if norm is None:
             return self.target.norms["none"]
         kind = self.norm_kind(norm)
@@ -161,14 +157,12 @@ class Port:
 
     @cached_property
     def constructors(self) -> str:
-        """The constructors of all norms, as one text. The file defines only the classes that occur in the
-        constructors.
-        """
+        """Return the constructors of all norms as one text."""
         return " ".join(sorted({self.norm(norm) for norm in self._all_norms()}))
 
     @cached_property
     def norm_names(self) -> dict[tuple[str, str], str]:
-        """Return the block's norm names by sub-layer and position. Each norm occurs in at least one layer."""
+        """Return the names of the block's norms by sub-layer and position, without norms that no layer has."""
         names = {}
         for half in SUBLAYERS:
             layers = [getattr(layer, half) for layer in self.plan.layers]
@@ -180,7 +174,7 @@ class Port:
 
     @cached_property
     def norm_lines(self) -> list[str]:
-        """Return the constructor lines that create a block's norms."""
+        """Return the code that creates a block's norms."""
         lines = []
         for (half, position), name in self.norm_names.items():
             specs = [self.norm(getattr(getattr(layer, half), position)) for layer in self.plan.layers]
@@ -191,13 +185,13 @@ class Port:
 
     @cached_property
     def projections(self) -> dict[str, str]:
-        """Map each projection with a norm on its output ("q", "k" or "v") to the norm's scope ("head" or "full")."""
+        """Map each of "q", "k" and "v" that has a norm on its output to the norm's scope ("head" or "full")."""
         scopes = {"q": self.plan.qk_norm, "k": self.plan.qk_norm, "v": self.plan.v_norm}
         return {part: scope for part, scope in scopes.items() if scope != "off"}
 
     @property
     def projections_by_scope(self) -> list[tuple[str, str]]:
-        """Return (scope, code) pairs. The code is a tuple that names the projections with a norm of this scope."""
+        """Return a pair for each scope: the scope, and the code of a tuple with the projections' names."""
         names = {
             scope: [f'"{p}_proj"' for p, s in self.projections.items() if s == scope] for scope in ("head", "full")
         }
@@ -211,7 +205,7 @@ class Port:
 
     @cached_property
     def inner(self) -> dict[str, Norm]:
-        """Return the norms before each sub-layer's last projection, by sub-layer. Raises UserError if layers differ."""
+        """Return the norm before each sub-layer's last projection. Raises UserError if layers differ."""
         found = {}
         for half in SUBLAYERS:
             specs = {getattr(layer, half).inner_norm for layer in self.plan.layers}
@@ -231,13 +225,13 @@ class Port:
 
     @cached_property
     def gate(self) -> Sublayer | None:
-        """Return layer 0's attention if it has a coupling and a learned branch factor. Otherwise, return None."""
+        """Return the first layer's attention if it couples the skip with a learned branch factor, otherwise None."""
         first = self.plan.layers[0].attention
         return first if first.coupling != "none" and first.out_scale_learned != "no" else None
 
     @cached_property
     def factors(self) -> dict[tuple[str, str], _Factor]:
-        """Return the factors by sub-layer and scale, without the factors that are 1 in every layer."""
+        """Return the scale factors by sub-layer and kind, without factors that are 1 in every layer."""
         by_scale = {}
         for half in SUBLAYERS:
             subs = self._sublayers(half)
@@ -261,7 +255,7 @@ class Port:
         return shared
 
     def _numbers(self, factor: _Factor, index: str) -> str:
-        """Return the expression for a factor's value in layer ``index``."""
+        """Return code for a factor's value in layer ``index``."""
         for formula, compute in _FORMULAS.items():
             if all(value == compute(layer) for layer, value in enumerate(factor.starts)) and self.num_layers > 1:
                 return formula.format(index)
@@ -271,7 +265,7 @@ class Port:
 
     @cached_property
     def constants(self) -> list[str]:
-        """Return the lines that define constants: factors that all layers share, and tables of irregular factors."""
+        """Return the code of the constants: factors that all layers share, and tables of irregular factors."""
         lines: dict[str, list[str]] = {}  # by name: two halves may share one
         for factor in self.factors.values():
             name = factor.name.upper()
@@ -284,7 +278,7 @@ class Port:
 
     @cached_property
     def scale_lines(self) -> list[str]:
-        """Return the constructor lines that create a block's scales."""
+        """Return the code that creates a block's scale factors."""
         lines: dict[str, list[str]] = {}
         code = self.target.code
         for factor in self.factors.values():
@@ -300,7 +294,7 @@ class Port:
 
     @cached_property
     def reset_lines(self) -> list[str]:
-        """Return the lines that set learned scales and gains to their initial values. Return [] if all start at 1."""
+        """Return the code that sets learned scales and gains to initial values other than 1."""
         lines = []
         set_to = self.target.code["set"]
         for factor in self.factors.values():
@@ -320,7 +314,7 @@ class Port:
         return lines
 
     def _guarded(self, holds: Sequence[bool], line: str) -> list[str]:
-        """Return the line of code. If only some layers need the line, put it under a condition."""
+        """Return a line of code, under a condition if only some layers need it."""
         if all(holds):
             return [line]
         layers = [layer for layer, holder in enumerate(holds) if holder]
@@ -335,7 +329,7 @@ class Port:
 
     @cached_property
     def forward_lines(self) -> list[str]:
-        """Return the lines of a block's forward pass, from x to the return statement."""
+        """Return the code of a block's forward pass."""
         return [*self._half("attention", "y"), *self._half("feed_forward", "return")]
 
     def _used(self, half: str, scale: str) -> str:
@@ -384,16 +378,16 @@ class Port:
 
     @cached_property
     def block_lines(self) -> list[str]:
-        """Return a block's constructor lines, without the norms that the trainer's own block creates."""
+        """Return the code of a block's constructor, without the norms that the trainer's own block creates."""
         return [line for line in self.norm_lines + self.scale_lines if line not in self.target.made]
 
     def uses(self, name: str) -> bool:
-        """Return whether the constructor of a block uses this local name."""
+        """Return whether a block's constructor uses this local name."""
         return re.search(rf"(?<![\w.]){re.escape(name)}", "\n".join(self.block_lines)) is not None
 
     @property
     def index(self) -> str:
-        """Return the source expression that a block's constructor uses for the layer's index."""
+        """Return the code for the layer's index in a block's constructor."""
         return self.target.code.get("index", "layer")
 
     @property
@@ -403,12 +397,12 @@ class Port:
 
     @property
     def equations(self) -> list[str]:
-        """Return the placement's equations without the formulas of options that the plan sets, such as alpha = 2 N."""
+        """Return the placement's equations, without formulas for options that have a value."""
         return [line for line in self.placement.equation if line.partition(" = ")[0] not in self.plan.options]
 
     @property
     def numbers(self) -> str:
-        """Return the depth and the equations' options as text, such as ``N = 24 and alpha = 2``."""
+        """Return the number of layers and the options in the equations as text, such as ``N = 24 and alpha = 2``."""
         words, equations = [f"N = {self.num_layers}"], " ".join(self.placement.equation)
         for option in self.placement.options:
             value = self.plan.options.get(option.name, option.default)
@@ -431,11 +425,13 @@ class Port:
 
 
 class Initialization:
-    """The numbers of the placement's initializer: one standard deviation, and the differences by role.
+    """The numbers of the placement's initializer.
 
-    ``std`` is the standard deviation. If ``std`` is None, the variance is ``variance`` / width. Divide the weights of
-    a branch's last projection by ``out``. ``gains`` are Xavier's gains in the blocks by role, or None for other
-    initializers. The distribution ends at ``cut`` standard deviations (None: no cut).
+    Attributes:
+        std: the standard deviation, or None if the variance is ``variance`` / width.
+        out: the divisor of the weights of each branch's last projection.
+        gains: Xavier's gains in the blocks by kind of weight, or None for other initializers.
+        cut: the number of standard deviations at which the distribution is truncated, or None.
     """
 
     def __init__(self, plan: Plan, placement: Placement):
@@ -468,13 +464,13 @@ class Initialization:
             self.out = math.sqrt(2 * plan.num_layers)
 
     def with_gain(self, roles: dict[str, list[str]]) -> list[str]:
-        """Return the names of the weights to which Xavier's gain applies."""
+        """Return the names of the weights with Xavier's gain."""
         assert self.gains is not None
         return [*roles["value"], *roles["out"], *(roles["gate"] if self.gains["gate"] != 1.0 else [])]
 
     @property
     def says(self) -> str:
-        """Describe the distribution of the initial weights in words."""
+        """Return a sentence about the distribution of the initial weights."""
         variance = f"{self.std:g}^2" if self.std is not None else f"{self.variance:g} / width"
         if self.gains is not None:
             return f"Xavier's weights, with gain {self.gains['value']:.4g} on values, outputs, feed-forwards"
@@ -483,9 +479,7 @@ class Initialization:
 
 
 def _constant(sub: Sublayer, scale: str) -> float:
-    """Return a scale's initial value. Under a coupling with the branch's factor b, the skip has 1 - b or sqrt(1 -
-    b^2).
-    """
+    """Return the initial value of a scale factor. With a coupling, the branch's factor b decides the skip's factor."""
     if scale == "skip_scale" and sub.coupling != "none":
         b = sub.out_scale
         return 1 - b if sub.coupling == "lerp" else math.sqrt(1 - b * b)
@@ -493,6 +487,6 @@ def _constant(sub: Sublayer, scale: str) -> float:
 
 
 def nameless(plan: Plan) -> Placement:
-    """Return a placement with empty texts for a plan. (This process may not know the plan's placement.)"""
+    """Return a placement without texts, for a placement that is not registered in this process."""
     texts = dict.fromkeys(("title", "source", "initialization", "advice", "description"), "")
     return Placement(name=plan.placement, equation=(), options=(), make=lambda num_layers: plan, **texts)

@@ -1,6 +1,6 @@
-"""Rename a model's weights to a trainer's names and back, with the names in the target's table.
+"""Convert a model's weights to a trainer's names and layout, and back.
 
-Lamina uses each tensor exactly once, or raises a UserError that names the tensor.
+Lamina uses each tensor exactly once. Otherwise, it raises a UserError that names the tensor.
 """
 
 from __future__ import annotations
@@ -32,9 +32,7 @@ _SCALES = ("skip_scale", "pre_scale", "out_scale", "gate")
 
 @dataclass(frozen=True, kw_only=True)
 class _Place:
-    """The place of a Lamina tensor in the trainer's tensor ``name``, which has ``parts`` parts: this tensor is number
-    ``part``.
-    """
+    """The position of a Lamina tensor in the trainer's tensor ``name``, which joins ``parts`` tensors."""
 
     name: str
     part: int = 0
@@ -44,7 +42,7 @@ class _Place:
 
 
 class Names:
-    """The trainer's names for the weights of one model."""
+    """The trainer's names for the weights of a model."""
 
     def __init__(self, model: LaminaForCausalLM, target: str, *, writes: bool = True):
         self.model, self.target = model, target_of(target)
@@ -59,9 +57,7 @@ class Names:
         self._layer = re.compile(rf"model\.backbone\.{layers}\.(\d+)\.(attention|feed_forward)\.(?:module\.)?(.+)")
 
     def place(self, key: str) -> _Place:
-        """Return where the trainer keeps one of Lamina's tensors. Raises UserError for a tensor that the table does not
-        name.
-        """
+        """Return where the trainer keeps one of Lamina's tensors. Raises UserError for a tensor without a place."""
         table, match = self.target.weights, self._layer.fullmatch(key)
         owner, _, last = key.rpartition(".")
         transposed = last == "weight" and isinstance(self.model.get_submodule(owner), Conv1D)
@@ -86,7 +82,7 @@ class Names:
         return _Place(name=f"{block}.{name}.{last}", **part_facts)
 
     def stored_names(self, wiring: Collection[str] = ()) -> set[str]:
-        """Return the trainer's names for all tensors of the model, without the tensors in ``wiring``."""
+        """Return the trainer's names for the model's tensors, except for the tensors in ``wiring``."""
         return {self.place(key).name for key in self.model.state_dict() if key not in wiring}
 
     def _without_place(self, key: str) -> UserError:
@@ -96,7 +92,7 @@ class Names:
         )
 
     def to_theirs(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return Lamina's tensors as the trainer stores them, under the trainer's names."""
+        """Convert Lamina's tensors to the trainer's names and layout."""
         found: dict[str, dict[int, torch.Tensor]] = {}
         for key, value in state.items():
             place = self.place(key)
@@ -109,7 +105,7 @@ class Names:
     def to_ours(
         self, theirs: Mapping[str, torch.Tensor], wiring: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Return the trainer's tensors under Lamina's names. Raises UserError for a missing or unused tensor.
+        """Convert the trainer's tensors to Lamina's names and layout. Raises UserError for a missing or unused tensor.
 
         The tensors in ``wiring`` already have Lamina's names.
         """
@@ -168,9 +164,7 @@ class Names:
 
 
 def _without_wiring(plan: Plan) -> Plan:
-    """Return the plan with one stream and unchanged norms and scales. Lamina takes the weights' names from the plan
-    without wiring.
-    """
+    """Return a placement's layers with one residual stream. The trainers' weight names need no other settings."""
     layers = [layer.map(lambda half: replace(half, streams=None, read="stream")) for layer in plan.layers]
     layers = [replace(layer, boundary=False, inner_boundary=False, sources=None) for layer in layers]
     plan = replace(plan, layers=tuple(layers), readout=None, final_sources=None)
@@ -178,14 +172,14 @@ def _without_wiring(plan: Plan) -> Plan:
 
 
 def in_halves(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Invert ``in_pairs``: reorder rows [heads * head_dim, ...] so that neighbors are half a head apart afterwards."""
+    """Reorder the rows [heads * head_dim, ...] of a rotary projection, from neighboring pairs to halves of a head."""
     return weight.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
 
 
 def weights_for(model: PreTrainedModel, target: str, *, gradients: bool = False) -> dict[str, torch.Tensor]:
-    """Return a Lamina model's weights, or their gradients, as ``target`` stores them, ready for ``load_state_dict``.
+    """Return a Lamina model's weights or gradients in a trainer's names and layout, ready for ``load_state_dict``.
 
-    Raises UserError for a model or a plan that the target cannot express.
+    Raises UserError for a model that the trainer can't express.
     """
     causal = _causal(model)
     state = (
@@ -203,9 +197,9 @@ def load_weights(
     target: str,
     wiring: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> None:
-    """Copy the weights of ``target``'s model into a Lamina model of the same sizes and placement, in place.
+    """Copy the weights of a trainer's model into a Lamina model of the same sizes and norm placement, in place.
 
-    ``wiring`` holds, under Lamina's names, the weights that the target's table does not name. Raises UserError for a
+    ``wiring`` has the weights that the trainer's table does not list, under Lamina's names. Raises UserError for a
     missing, unused or wrongly shaped tensor.
     """
     ours = Names(_causal(model), target, writes=False).to_ours(weights, wiring)

@@ -1,1 +1,1 @@
-"""Edit a trained model: remove layers, or change the placement."""
+"""Edit a trained model: remove layers, or change the norm placement."""

@@ -1,11 +1,9 @@
-"""Graft another placement onto a trained model: Lamina keeps the weights and fits the new norms on a text.
+"""Put another norm placement on a trained model. Lamina keeps the weights and fits the new norms on a text.
 
-Lamina runs the old model on the text, then the new model on the same text, one sub-layer at a time. Lamina fits the
-gain of each new norm by least squares, channel by channel. The fit brings the norm's output near the old model's tensor
-at the same point: a module's input, a branch, or the residual stream. If a norm is removed or a skip gets a new factor,
-Lamina scales the weights of the module's first or last projections instead. If both placements have the same formulas,
-the models agree. If the formulas differ, the loss rises, because the new placement cannot express the old function
-exactly.
+Lamina runs the old model on the text, and then the new model, one sub-layer at a time. It fits the gain of each new
+norm by least squares for each channel, so that the norm's output is close to the old model's tensor at this point.
+Where the new placement has no norm, or has another factor on the skip connection, Lamina rescales projection weights
+instead.
 """
 
 from __future__ import annotations
@@ -48,8 +46,15 @@ _TINY = 1e-30
 
 
 class Grafting(TypedDict):
-    """The content of grafting.json. Losses are in nats per token, on ``tokens`` tokens that Lamina did not use to fit
-    the gains.
+    """The content of grafting.json.
+
+    Attributes:
+        fitted: the norms with fitted gains.
+        folded: the modules with rescaled weights.
+        lost: the tensors that the new model does not have.
+        loss_before: the old model's loss, in nats per token.
+        loss: the new model's loss, in nats per token.
+        tokens: the number of tokens behind the losses, which Lamina did not use to fit the gains.
     """
 
     source: str
@@ -64,10 +69,10 @@ class Grafting(TypedDict):
 
 
 def graft(source: str, output: Path, settings: ProbeSettings, *, placement: str, overwrite: bool = False) -> Grafting:
-    """Write a trained model with another placement into a new folder; ``lamina.api.models.graft`` has the arguments.
+    """Write a trained model with another norm placement into a new folder (see ``lamina.api.models.graft``).
 
-    Lamina fits the gains on the first half of the text in ``settings``, and measures both models' losses on the second
-    half. Raises UserError if the graft fails, and leaves ``output`` unchanged.
+    Lamina fits the gains on the first half of the text in ``settings``, and measures the losses on the second half.
+    Raises UserError if this fails, and leaves ``output`` unchanged.
     """
     source = source_beside(source, output, overwrite=overwrite)
     stored = read_config(source, field="model").dtype
@@ -113,8 +118,6 @@ def graft(source: str, output: Path, settings: ProbeSettings, *, placement: str,
 
 
 class Told(TypedDict):
-    """The report of a graft."""
-
     fitted: list[str]
     folded: list[str]
     lost: list[str]
@@ -122,7 +125,9 @@ class Told(TypedDict):
 
 @torch.no_grad()
 def grafted(old: LaminaForCausalLM, plan: Plan, ids: torch.Tensor) -> tuple[LaminaForCausalLM, Told]:
-    """Return the model with another plan and new norms fitted on ``ids`` [sequences, tokens], and the report."""
+    """Return the model with another norm placement and new norms fitted on ``ids`` [sequences, tokens], and a
+    report.
+    """
     old = old.eval()
     config = copy.deepcopy(old.config)
     assert isinstance(config, LaminaConfig)
@@ -153,7 +158,7 @@ def grafted(old: LaminaForCausalLM, plan: Plan, ids: torch.Tensor) -> tuple[Lami
 
 
 def _keep_values(old: LaminaForCausalLM, new: LaminaForCausalLM) -> None:
-    """Copy the old scales' values into learned scales. If the new norms store the gain minus 1, convert the gains."""
+    """Copy the old factors into learned scales. If the new norms store the gain minus 1, convert the gains."""
     modules = dict(old.named_modules())
     for name, module in new.named_modules():
         before = modules.get(name)
@@ -172,12 +177,12 @@ def _keep_values(old: LaminaForCausalLM, new: LaminaForCausalLM) -> None:
 
 
 def _offset(norm: nn.Module) -> float:
-    """Return the gain minus the norm's parameter: 1 for a zero-centered norm, otherwise 0."""
+    """Return the difference between a norm's gain and its parameter: 1 for a zero-centered norm, otherwise 0."""
     return 1.0 if getattr(norm, "zero_centered", False) else 0.0
 
 
 def _is_new(norm: nn.Module | None, before: nn.Module | None) -> bool:
-    """Return whether Lamina must fit a norm's gain, because the old model has no norm of the same type there."""
+    """Return whether a norm needs a fit, because the old model has no norm of the same type at this point."""
     if norm is None or before is None:
         return norm is not None
     return type(norm) is not type(before) or getattr(norm, "groups", 1) != getattr(before, "groups", 1)
@@ -185,7 +190,7 @@ def _is_new(norm: nn.Module | None, before: nn.Module | None) -> bool:
 
 @dataclass(frozen=True)
 class _Seen:
-    """A sub-layer of the old model: the module's input, the branch added to the skip, and the output."""
+    """A sub-layer of the old model: the module's input, the branch before the addition, and the output."""
 
     entry: torch.Tensor
     branch: torch.Tensor
@@ -194,7 +199,7 @@ class _Seen:
 
 @dataclass
 class _Old:
-    """The old model's states on the text: x^0, the states in each sub-layer, and the head's input."""
+    """The old model's hidden states on the text: x^0, the states in each sub-layer, and the output head's input."""
 
     first: list[torch.Tensor] = field(default_factory=list)
     entries: list[torch.Tensor] = field(default_factory=list)
@@ -203,7 +208,7 @@ class _Old:
     read: list[torch.Tensor] = field(default_factory=list)
 
     def run(self, model: LaminaForCausalLM, ids: torch.Tensor) -> list[_Seen]:
-        """Run the model and keep the states that the new model should reproduce."""
+        """Run the old model and keep the hidden states for the new model to reproduce."""
         residuals = [residual for _, _, residual in sublayers(body_of(model))]
         with temporary_hooks() as hooks:
             for residual in residuals:
@@ -221,9 +226,9 @@ def _keep(found: list[torch.Tensor]) -> Callable[[nn.Module, Args, Kwargs], None
 
 
 class _Matching:
-    """One forward pass of the new model. The pass fits each new norm and factor just before their first use.
+    """A forward pass of the new model that fits each new norm and factor just before its first use.
 
-    Without a norm on the stream, ``scale`` is the new model's stream divided by the old model's stream.
+    ``scale`` is the ratio of the new model's residual stream to the old model's, where no norm is on the stream.
     """
 
     def __init__(self, old: LaminaForCausalLM, new: LaminaForCausalLM, told: Told):
@@ -257,13 +262,11 @@ class _Matching:
             forward(self.new, {"input_ids": ids})
 
     def fit_before(self, norm: nn.Module, args: Args, wanted: torch.Tensor | None) -> None:
-        """Fit a norm just before it runs, so that its output is near ``wanted`` (default: the norm's input)."""
+        """Fit a norm just before it runs, so that its output is close to ``wanted`` (default: the norm's input)."""
         self.fit(norm, args[0], args[0] if wanted is None else wanted)
 
     def fit(self, norm: nn.Module, x: torch.Tensor, wanted: torch.Tensor) -> None:
-        """Set a norm's gain (and bias) so that norm(x) is nearest to ``wanted``. Norms without a gain stay
-        unchanged.
-        """
+        """Set a norm's gain and bias so that its output is close to ``wanted``. Skip a norm without a gain."""
         weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
         if not isinstance(weight, torch.Tensor):
             return
@@ -280,9 +283,7 @@ class _Matching:
         self.told["fitted"].append(self.names[norm])
 
     def scale_gain(self, norm: LaminaNorm, factor: Factor) -> None:
-        """Multiply the gain (and bias) of a norm that both models have by a factor. Raises UserError if the norm has
-        no gain.
-        """
+        """Multiply the gain and bias of a norm by a factor. Raises UserError if the norm has no gain."""
         if is_one(factor):
             return
         if norm.weight is None:
@@ -298,16 +299,13 @@ class _Matching:
 
 
 class _Step:
-    """A sub-layer of the new model. ``forward`` computes the same as Residual.forward, and fits each norm before its
-    use.
-    """
+    """A sub-layer of the new model. ``forward`` computes Residual.forward, and fits each norm before its first use."""
 
     def __init__(self, matching: _Matching, old: Residual, new: Residual, seen: _Seen, read: torch.Tensor):
         self.matching, self.old, self.new, self.seen, self.read = matching, old, new, seen, read
         self.is_last = False
 
     def forward(self, x: torch.Tensor, block_input: torch.Tensor | None = None, **kwargs: object) -> torch.Tensor:
-        """Compute the sub-layer's output, [batch, tokens, width]."""
         new, old, matching = self.new, self.old, self.matching
         # the new sum is to be this times the old one
         grown = over(new.skip_factor(), old.skip_factor()) * matching.scale
@@ -327,9 +325,7 @@ class _Step:
         return new.post_norm(total)
 
     def _entry(self, x: torch.Tensor, kwargs: Kwargs) -> torch.Tensor:
-        """Return the module's input. If only the old model has a norm here, scale the weights of the first
-        projections.
-        """
+        """Return the module's input. If only the old model has a norm here, rescale the first projections' weights."""
         new, old, matching = self.new, self.old, self.matching
         factor = over(old.pre_scale, new.pre_scale)
         if new.pre_norm is not None:
@@ -351,7 +347,7 @@ class _Step:
         return hidden
 
     def _branch(self, hidden: torch.Tensor, kwargs: Kwargs, factor: Factor, wanted: torch.Tensor) -> torch.Tensor:
-        """Return B(module(hidden)). If only the old model has a factor or norm here, scale the last projection's
+        """Return the branch before the addition. If only the old model has a factor or norm here, rescale the last
         weights.
         """
         new, old, matching = self.new, self.old, self.matching
@@ -403,13 +399,13 @@ class _Step:
 
 
 def ratio(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Return the least-squares factors that map x to y, over the first axis."""
+    """Return the factors that map x to y with the least squared error, over the first axis."""
     x, y = x.double(), y.double()
     return ((x * y).sum(0) / x.pow(2).sum(0).clamp_min(_TINY)).float()
 
 
 def as_factor(value: Factor) -> Factor:
-    """Detach a learned scale; return a number unchanged."""
+    """Detach a learned scale from the graph. Return a number unchanged."""
     return value.detach() if isinstance(value, torch.Tensor) else value
 
 
@@ -424,5 +420,4 @@ def over(value: Factor, divisor: Factor) -> Factor:
 
 
 def is_one(factor: Factor) -> bool:
-    """Return whether a factor changes nothing."""
     return bool((factor == 1).all()) if isinstance(factor, torch.Tensor) else factor == 1.0

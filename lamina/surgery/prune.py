@@ -1,4 +1,4 @@
-"""Prune a trained model: remove the layers that you name, or the layers that matter least according to a probe."""
+"""Remove layers from a trained model: layers that you choose, or the layers that matter least according to a probe."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ _SAME = 1e-4  # of the largest logit: the written model against the whole one wi
 
 
 class Pruning(TypedDict):
-    """The content of pruning.json. Losses are in nats per token, on ``tokens`` tokens, and ``measured`` has one value
-    per layer.
+    """The content of pruning.json. Losses are in nats per token, on ``tokens`` tokens.
+
+    ``measured`` has the measure of each layer that decided which layers to remove.
     """
 
     source: str
@@ -66,7 +67,7 @@ def layers_of(text: str) -> list[int]:
 
 
 def refuse_twice(layers: Sequence[int]) -> list[int]:
-    """Return the layers in order. Raises UserError for a layer that is named twice."""
+    """Return the layers in order. Raises UserError for a repeated layer."""
     twice = sorted({layer for layer in layers if layers.count(layer) > 1})
     if twice:
         raise UserError(f"layers: {ranges(twice)} is named twice. Name each layer once.")
@@ -83,10 +84,10 @@ def prune(
     drop: int = 0,
     overwrite: bool = False,
 ) -> Pruning:
-    """Write a model without some layers into a new folder; ``lamina.api.models.prune`` has the arguments.
+    """Write a model without some layers into a new folder (see ``lamina.api.models.prune``).
 
-    Lamina measures layers and losses on the text in ``settings``. Raises UserError if pruning fails, and leaves
-    ``output`` unchanged.
+    Lamina measures layers and losses on the text in ``settings``. Raises UserError if this fails, and leaves ``output``
+    unchanged.
     """
     source = source_beside(source, output, overwrite=overwrite)
     stored = read_config(source, "model").dtype
@@ -145,15 +146,16 @@ def _refuse_layers(gone: Sequence[int], count: int) -> None:
 
 
 def mean_loss(context: Context) -> tuple[float, int]:
-    """Return the mean cross-entropy on the context's text, in nats per token, and the number of tokens."""
+    """Return the mean cross-entropy in nats per token, and the number of tokens."""
     with torch.no_grad():
         losses = torch.cat([context.token_losses(context.on_device(batch)).flatten() for batch in context.batches])
     return float(losses.double().mean()), losses.numel()
 
 
 def chosen_layers(context: Context, by: str, drop: int) -> tuple[list[int], dict[str, float]]:
-    """Select the layers to remove. Returns the layers and a dict from a layer to its measure. A group's key is its
-    first layer.
+    """Choose the layers to remove. Return them, and a mapping from a layer to its measure.
+
+    If a probe measures a group of layers, the group's first layer has the measure.
     """
     count = context.structure.num_layers
     if not 0 < drop < count:
@@ -183,9 +185,9 @@ def chosen_layers(context: Context, by: str, drop: int) -> tuple[list[int], dict
 
 
 def _of_layers(frame: pd.DataFrame, metric: str, count: int) -> pd.Series | None:
-    """Return a metric's values by layer; None if the metric does not have one value for each of ``count`` layers.
+    """Return a metric's values by layer, or None unless the metric has exactly one value for each layer.
 
-    If the metric has values by sub-layer, the layer's value is the value of its whole block.
+    For a metric with a value for each sub-layer, use the values of the whole blocks.
     """
     if not {"metric", "layer", "value"} <= {*frame}:
         return None
@@ -201,9 +203,7 @@ def _by_layer(values: pd.Series) -> dict[str, float]:
 
 
 def cut_layers(context: Context, gone: Sequence[int]) -> None:
-    """Remove layers from the context's model and configuration. Raises UserError unless one ModuleList holds exactly
-    the layers.
-    """
+    """Remove layers from the model. Raises UserError unless one ModuleList holds exactly the layers."""
     model, sites = context.model, context.structure.layers
     parents = {site.path.rpartition(".")[0] for site in sites}
     holder = model.get_submodule(parents.pop()) if len(parents) == 1 else None
@@ -225,9 +225,7 @@ def cut_layers(context: Context, gone: Sequence[int]) -> None:
 
 
 def _by_index(cls: type[PreTrainedModel], config: PreTrainedConfig, holder: str, count: int) -> str:
-    """Name the configuration's fields that choose a layer's kind by the layer's index. Return "" if no field chooses a
-    layer's kind.
-    """
+    """Return the names of the configuration's fields that set a layer's type by its index, or ""."""
 
     def kinds(changed: PreTrainedConfig) -> list[str]:
         with torch.device("meta"):
@@ -266,8 +264,9 @@ def _difference(
     gone: Sequence[int],
     by_index: Callable[[], str],
 ) -> float:
-    """Return the largest difference between the written model's logits and the expected logits. Raises UserError for a
-    difference above the tolerance.
+    """Return the largest difference between the logits of the written model and the expected logits.
+
+    Raises UserError for a difference above the tolerance.
     """
     with torch.no_grad():
         difference = float((context.forward(few).logits.float() - expected).abs().max())
