@@ -190,9 +190,7 @@ class Evaluation:
             check_generation(self.settings.generation, writes)
 
     def run(self, folder: Path) -> Json:
-        """Evaluate the models, write the results, and return result.json's content. Raises the errors of
-        ``evaluate``.
-        """
+        """Evaluate the models, write the results, and return the content of result.json."""
         self.folder = folder
         self.records = self.processes.by_first(self._finished) if self.earlier is None else self.earlier.records
         self._write(Status.INTERRUPTED, RUNNING)

@@ -136,9 +136,7 @@ class Tasks:
                 raise UserError(self._reason(name, error, reachable)) from error
 
     def _manager(self, entries: dict[str, Entry], folder: Path) -> TaskManager:
-        """Return a TaskManager of these entries. If ``self.data`` is set, write task files for the data to
-        ``folder``.
-        """
+        """Return a TaskManager of these entries. If ``self.data`` is set, write task files for the data."""
         from lm_eval.tasks import TaskManager
 
         manager = TaskManager(include_defaults=False)

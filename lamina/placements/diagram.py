@@ -1,8 +1,8 @@
-"""Draw a plan: as a picture (SVG), as a gallery of pictures, or as equations for a terminal.
+"""Draw a norm placement as a picture (SVG), as a gallery of pictures, or as equations for a terminal.
 
-The vertical line is the residual stream, from bottom to top, and each module is on a branch to its right. A norm on the
-line normalizes the stream; a norm on the branch does not. Several lines are several streams. A small square marks a
-state that the block stores in the memory or reads from the memory.
+In the picture, the residual stream is the vertical line, from bottom to top. Each module is on a branch to its right.
+Norms on the line normalize the residual stream. Several lines are several residual streams. A small square is a state
+that the block stores for later blocks, or reads.
 """
 
 from __future__ import annotations
@@ -42,10 +42,7 @@ def title_of(plan: Plan) -> str:
 
 
 def layer_groups(plan: Plan) -> list[tuple[list[Layer], list[int]]]:
-    """Group the layers of equal kind. If a plan has more than four kinds, group layers that differ only in numbers.
-
-    Two layers are of equal kind if all their norms, skips and scales are equal.
-    """
+    """Group equal layers. If there are more than four groups, group layers that differ only in numbers."""
     kinds = plan.kinds()
     if len(kinds) <= MOST_KINDS:
         return [([layer], indices) for layer, indices in kinds]
@@ -68,7 +65,7 @@ def sublayers(layers: Iterable[Layer]) -> list[Sublayer]:
 
 
 def block_label(indices: list[int]) -> str:
-    """Return the blocks' numbers, from 0, as text: "block 0", "blocks 1-31", "blocks 0-3, 30-31"."""
+    """Return the numbers of blocks as text, such as "block 0" or "blocks 0-3, 30-31"."""
     spans = [f"{a}" if a == b else f"{a}-{b}" for a, b in runs(indices)]
     if len(spans) > 3:
         spans = [*spans[:2], "…", spans[-1]]
@@ -90,8 +87,9 @@ def norm_detail(norms: list[Norm]) -> str:
 
 
 def scale_label(values: Iterable[float], learned: Learned) -> str:
-    """Return a scale as text, such as "64", "64 learned", or "1 … 0.177" (first and last layer). The text for 1 is
-    empty.
+    """Return a scale factor as text, such as "64", "64 learned", or "1 … 0.177" for the first and last layer.
+
+    The text for a factor of 1 is empty.
     """
     distinct = list(dict.fromkeys(values))
     label = number(distinct[0]) if len(distinct) == 1 else f"{number(distinct[0])} … {number(distinct[-1])}"
@@ -109,7 +107,7 @@ def embedding_scale(plan: Plan) -> str:
 
 
 def weight_notes(layers: list[Layer]) -> list[str]:
-    """Return notes on the factors by which the plan scales initial weights."""
+    """Return notes on the factors of initial weights."""
     subs = sublayers(layers)
     gain, gate = scale_label([s.weight_gain for s in subs], "no"), scale_label([s.gate_gain for s in subs], "no")
     notes = [f"initial value and output weights ×{gain}"] if gain else []
@@ -125,9 +123,7 @@ def head_norms(plan: Plan) -> list[str]:
 
 
 def plan_notes(plan: Plan) -> list[str]:
-    """Return notes on parts that the drawing does not show: norms inside the attention, several streams, earlier
-    states.
-    """
+    """Return notes on parts that the picture does not show, such as norms inside the attention."""
     notes, first = head_norms(plan), plan.layers[0].attention
     if first.streams:
         norms = f", norms: {', '.join(first.streams.norms)}" if first.streams.norms else ""
@@ -148,20 +144,22 @@ def plan_notes(plan: Plan) -> list[str]:
 
 
 def svg(plan: Plan, title: str | None = None, equation: Sequence[str] = ()) -> str:
-    """Draw one plan as a self-contained SVG, with a column for each kind of layer and the lines of ``equation`` below.
+    """Draw a norm placement as a self-contained SVG, with a column for each kind of layer.
 
-    ``title`` is the text above the drawing (default: the placement's title; an empty title takes no room).
+    If there are more than four kinds of layer, layers that differ only in numbers share a column, which shows ranges.
+    The SVG has no scripts, fonts or ids, so a page can hold several. Lamina escapes all text in it.
 
-    If a plan has more than four kinds of layer, layers that differ only in numbers share a column. The column shows
-    each scale as a range. The SVG has no scripts, fonts or ids, so one page can hold several drawings. Lamina escapes
-    all text in the SVG.
+    Args:
+        plan: the placement's layers.
+        title: the text above the drawing (default: the placement's title, "": no title).
+        equation: the lines of text below the drawing.
     """
     drawing, width, height = _drawing(plan, title, equation)
     return _document(drawing, width, height, f"{title or title_of(plan)}: where the norms sit")
 
 
 def gallery(plans: Sequence[Plan], width: int = 1160) -> str:
-    """Return one SVG with the diagrams of several plans, in rows of at most ``width`` pixels."""
+    """Return an SVG with the pictures of several norm placements, in rows of at most ``width`` pixels."""
     drawings = [_drawing(plan, None, ()) for plan in plans]
     parts, x, y, row, widest = [], 0, 0, 0, 0
     for drawing, wide, high in drawings:
@@ -255,7 +253,7 @@ def _column(plan: Plan, layers: list[Layer], indices: list[int], bottom: int, la
 
 
 def _sublayer(name: str, subs: list[Sublayer], start: int, block_input: int) -> str:
-    """Draw one sub-layer upwards from ``start``. Lines from the block's input start at the height ``block_input``."""
+    """Draw a sub-layer upwards from ``start``. Lines from the block's input start at the height ``block_input``."""
     sub, x, b = subs[0], _STREAM, _BRANCH
     split, add = start - 9, start - 129
     pre, module, out, post = split - 25, split - 68, split - 102, add - 27
@@ -301,7 +299,7 @@ def _sublayer(name: str, subs: list[Sublayer], start: int, block_input: int) -> 
 
 
 def _reading(sub: Sublayer, split: int, block_input: int) -> str:
-    """Draw the line from a branch's input (the stream, the block's input, or remembered states) to the branch."""
+    """Draw the line from a branch's input to the branch."""
     x, end = _STREAM, _BRANCH - 9
     if sub.read == "block_input":
         bypass = f"M{x} {block_input}H{_BYPASS + 9}q-9 0 -9 -9V{split + 9}q0 -9 9 -9H{end}"
@@ -312,13 +310,13 @@ def _reading(sub: Sublayer, split: int, block_input: int) -> str:
 
 
 def _skip_label(subs: list[Sublayer]) -> str:
-    """Return the skip's factor as text: a number, or a formula such as "1 - b" in the branch's factor b."""
+    """Return the skip's factor as text: a number, or a formula such as "1 - b" with the branch's factor b."""
     coupled = {"lerp": "(1 - b)", "variance": "√(1 - b²)"}
     return coupled.get(subs[0].coupling) or scale_label([s.skip_scale for s in subs], subs[0].skip_scale_learned)
 
 
 def text(plan: Plan) -> str:
-    """Return the plan as a few lines for a terminal, with a pair of equations for each kind of layer."""
+    """Return a norm placement as a few lines for a terminal, with two equations for each kind of layer."""
     lines = [f"{plan.placement}, {plan.num_layers} layer{'s' * (plan.num_layers > 1)}"]
     scale = embedding_scale(plan)
     embedding = f"{scale} E" if scale else "E"
@@ -336,10 +334,10 @@ def text(plan: Plan) -> str:
 
 
 def equations(layers: list[Layer]) -> tuple[str, str]:
-    """Return the equations of layers that differ only in scales: ``("y = LN( 64 x + A( LN x ) )", "x' = LN( 64 y + F(
-    LN y ) )")``.
+    """Return the equations of the attention and the feed-forward, for layers that differ only in scale factors.
 
-    ``[64 learned] x`` is a learned scale that starts at 64, and ``LN[no gain]`` is a norm without a learned gain.
+    An example is ``y = LN( 64 x + A( LN x ) )``. ``[64 learned] x`` has a learned factor that starts at 64. ``LN[no
+    gain]`` is a norm without a learned gain.
     """
     attention = _expression([layer.attention for layer in layers], "A", "x")
     return f"y  = {attention}", f"x' = {_expression([layer.feed_forward for layer in layers], 'F', 'y')}"
@@ -394,14 +392,14 @@ def _line(x1: float, y1: float, x2: float, y2: float, arrow: bool = False) -> st
 
 
 def _stream(n: int, x: float, y1: float, y2: float, arrow: bool = False) -> str:
-    """Draw one line per stream, so close together that all lines meet the circle of a sum."""
+    """Draw a line for each residual stream, so close together that all lines meet the circle of a sum."""
     beside = [x + (i - (n - 1) / 2) * min(4, 14 / n) for i in range(n)]
     lines = "".join(_line(at, y1, at, y2) for at in (beside if n > 1 else [x]))
     return lines + (_arrowhead(x, y2, "up") if arrow else "")
 
 
 def _slots(count: int, x: float, y: float) -> str:
-    """Draw remembered states as squares, at most three, the first one around (x, y)."""
+    """Draw stored states as at most three squares, the first around (x, y)."""
     style = f'width="8" height="8" rx="1.5" fill="{_END[0]}" stroke="{_END[1]}" stroke-width="1.2"'
     return "".join(f'<rect x="{x - 4 + 10 * i:g}" y="{y - 4:g}" {style}/>' for i in range(min(count, 3)))
 

@@ -1,4 +1,4 @@
-"""Find the registered placement that computes a model's measured equations. Lamina compares plans, not names."""
+"""Find the registered norm placement with the same equations as a model. Lamina compares layers, not names."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _CLOSE = 1e-4  # of two scales, relative
 
 @dataclass(frozen=True, kw_only=True)
 class Match:
-    """The registered placement that is nearest to a model's equations.
+    """The registered norm placement that is most similar to a model.
 
     Attributes:
-        placement: the placement with its options, as ``resolve`` reads it.
-        differences: a phrase for each difference between the model and the placement; empty for an exact match.
+        placement: the placement with its options.
+        differences: a phrase for each difference between the model and the placement, none for an exact match.
         others: other placements that also match exactly at any depth.
         here: other placements that match exactly at this depth. At other depths or after training, they may differ.
     """
@@ -44,7 +44,7 @@ class Match:
 
     @property
     def notes(self) -> list[str]:
-        """A note that names other placements with the same equations at this depth."""
+        """Return a note on other placements with the same equations at this depth."""
         told = "are equal at this depth, but differ at other depths or after training"
         return (
             [f"{self.placement} and {', '.join(self.here)} {told}; Lamina names the simplest placement"]
@@ -54,7 +54,7 @@ class Match:
 
 
 def norm_fact(norm: Norm | None) -> str:
-    """Describe a norm: "none", "norm" (the backbone's kind or RMSNorm), "layer norm" or "norm over G groups"."""
+    """Return a norm as text: "none", "norm" (the backbone's kind or RMSNorm), "layer norm" or "norm over G groups"."""
     if norm is None:
         return "none"
     if norm.kind == "group":
@@ -63,12 +63,12 @@ def norm_fact(norm: Norm | None) -> str:
 
 
 def learned_fact(shape: str) -> str:
-    """Describe a learned scale by its shape, without its value."""
+    """Return a learned scale as text, with its shape but not its value."""
     return f"a learned {shape}"
 
 
 def layer_facts(layer: Layer) -> dict[str, object]:
-    """Describe a layer field by field: ``{"attention.pre_norm": "norm", ...}``."""
+    """Return a layer's properties by field: ``{"attention.pre_norm": "norm", ...}``."""
     facts: dict[str, object] = {"order": SEQUENTIAL}
     for part in SUBLAYERS:
         sublayer: Sublayer = getattr(layer, part)
@@ -86,20 +86,19 @@ def layer_facts(layer: Layer) -> dict[str, object]:
 
 
 def end_facts(plan: Plan) -> dict[str, object]:
-    """Return the facts outside a plan's layers: embedding norm and scale, final norm, and norms on q, k and v."""
+    """Return the norms and factors outside the layers, and the norms on queries, keys and values, by field."""
     values = {name: getattr(plan, name) for name in _ENDS}
     return {name: norm_fact(v) if v is None or isinstance(v, Norm) else v for name, v in values.items()}
 
 
 def match(layers: Sequence[Facts], ends: Facts) -> Match:
-    """Return the registered placement nearest to the measured facts, or the simplest of several exact matches.
+    """Return the registered norm placement most similar to a model, or the simplest of several exact matches.
 
-    The simplest placement has the fewest options. If two placements have the same number of options, Lamina builds
-    both at a larger depth. Then Lamina prefers the plan whose layers differ from default layers in fewer fields.
+    The simplest placement has the fewest options. Among equals, it has the fewest norms and scales at a larger depth.
 
     Args:
-        layers: the facts of each layer; a missing field has its default value.
-        ends: the measured facts outside the layers, such as the final norm.
+        layers: the measured properties of each layer. A missing field has its default value.
+        ends: the measured properties outside the layers, such as the final norm.
     """
     best: tuple[float, Match] | None = None
     exact: list[tuple[tuple[int, int, int], str]] = []
@@ -124,16 +123,14 @@ def match(layers: Sequence[Facts], ends: Facts) -> Match:
 
 
 def _more_of(plan: Plan) -> int:
-    """Count the fields in which a plan's layers differ from default layers, which have no norms and no scales."""
+    """Count the norms, scales and other fields of the layers that are not at their defaults."""
     return sum(
         not _same(value, _DEFAULT.get(field)) for layer in plan.layers for field, value in layer_facts(layer).items()
     )
 
 
 def _candidates(layers: Sequence[Facts]) -> Iterator[tuple[str, Plan]]:
-    """Yield each registered placement. If the plan does not match, also yield variants with a wiring or one changed
-    option.
-    """
+    """Yield each registered placement. If it does not match, also yield it with a wiring or a changed option."""
     for name in names():
         plan = resolved(name, len(layers))
         if plan is None:
@@ -155,7 +152,7 @@ def _candidates(layers: Sequence[Facts]) -> Iterator[tuple[str, Plan]]:
 
 
 def _values(kind: object, layers: Sequence[Facts], *, scales: bool) -> list[object]:
-    """Return the values to try for an option: each allowed word, and measured numbers."""
+    """Return the values to try for an option: each allowed word, and the measured numbers."""
     alternatives = get_args(kind) if get_origin(kind) is not Literal and get_args(kind) else (kind,)
     values: list[object] = []
     for alternative in alternatives:
@@ -174,7 +171,7 @@ def _values(kind: object, layers: Sequence[Facts], *, scales: bool) -> list[obje
 
 @contextmanager
 def _silenced() -> Iterator[None]:
-    """Silence the placements' warnings about options, because Lamina, not the user, chose the options."""
+    """Suppress the placements' warnings about options, because the user did not choose these options."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -184,7 +181,7 @@ def _silenced() -> Iterator[None]:
 
 
 def resolved(name: str, num_layers: int, **options: object) -> Plan | None:
-    """Return a placement's plan; None if the placement rejects the options."""
+    """Return a placement's layers, or None if the placement does not allow the options."""
     try:
         with _silenced():
             return resolve(name, num_layers, **options)
@@ -207,7 +204,7 @@ _DEFAULT = layer_facts(Layer())
 
 
 def _wrong_fields(layers: Sequence[Facts], plan: Plan) -> dict[str, list[int]]:
-    """Map each field to the layers in which the measured fact differs from the plan's fact."""
+    """Map each field to the layers in which the model differs from the placement."""
     wrong: dict[str, list[int]] = {}
     for index, (facts, layer) in enumerate(zip(layers, plan.layers, strict=True)):
         expected = layer_facts(layer)
@@ -237,7 +234,7 @@ def _shown(value: object) -> str:
 
 
 def _with_ends(spec: str, plan: Plan, ends: Facts) -> tuple[str, list[str]]:
-    """Add options to ``spec`` so that its plan has the facts in ``ends``. Also return the differences that remain."""
+    """Add options to a placement so that its embedding and final norm match. Also return the remaining differences."""
     expected = end_facts(plan)
     options, differences = [], []
     for field, value in ends.items():

@@ -1,13 +1,14 @@
-"""The plan of a placement: one record per layer, with the norms' positions, the skip's source and the skip's scale.
+"""A norm placement as data: for each layer, the positions of the norms, the source of the skip, and the scales.
 
 A sub-layer computes
 
     y = C( skip_scale * s + out_scale * B( module( pre_scale * A(x) ) ) )
 
-Here A is ``pre_norm``, B is ``out_norm`` and C is ``post_norm`` (the positions of Figure 2 in the Peri-LN paper). The
-skip's source s is the residual stream x, the block's input (FuseNorm's feed-forward), or their sum (B2T).
+- A, B, C: ``pre_norm``, ``out_norm`` and ``post_norm`` (the positions in Figure 2 of the Peri-LN paper)
+- x: the residual stream
+- s: the source of the skip, which is x, the block's input (FuseNorm's feed-forward), or their sum (B2T)
 
-A plan is plain data: it needs neither torch nor transformers, and does not change in a round trip through JSON.
+The data need neither torch nor transformers, and stay equal in a round trip through JSON.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def _tuple(field_name: str, value: object) -> tuple[Any, ...]:
 
 
 def _typed(record: object, **kinds: type | UnionType) -> None:
-    """Raise UserError for a field with a wrong type. ``kinds`` maps a field's name to the field's type."""
+    """Raise UserError for a field with a wrong type. ``kinds`` maps a field's name to its type."""
     words = {bool: "true or false", str: "a text", Mapping: "a mapping", NoneType: "none"}
     for name, kind in kinds.items():
         if not isinstance(value := getattr(record, name), kind):
@@ -83,11 +84,13 @@ def _typed(record: object, **kinds: type | UnionType) -> None:
 class Norm:
     """A norm at one position.
 
-    ``kind`` "backbone" is the backbone's own kind (RMSNorm in Llama, LayerNorm in ViT). "group" normalizes ``groups``
-    equal parts of each token's channels separately, so the norm is causal. "l2" divides a hidden state by its L2 norm.
-    "dyt" and "derf" have no statistics: they apply tanh or erf to the input times a learned factor. The factor starts
-    at ``alpha``. With ``zero_centered``, the parameter is the gain minus 1, as in Gemma. ``eps`` is the epsilon; 0
-    means the backbone's epsilon.
+    Attributes:
+        kind: the kind of norm. "backbone" is the backbone's own kind (RMSNorm in Llama, LayerNorm in ViT). "group"
+            normalizes each of ``groups`` equal parts of a token's channels. "l2" divides by the L2 norm. "dyt" and
+            "derf" apply tanh or erf to the input times a learned factor.
+        zero_centered: whether the parameter is the gain minus 1, as in Gemma.
+        alpha: the initial value of the learned factor of "dyt" and "derf".
+        eps: the epsilon, or 0 for the backbone's epsilon.
     """
 
     kind: NormKind = "backbone"
@@ -99,7 +102,6 @@ class Norm:
     eps: float = 0.0
 
     def __post_init__(self) -> None:
-        """Raise UserError for an invalid kind, gain, epsilon or number of groups."""
         _one_of("kind", self.kind, NormKind)
         _typed(self, learnable_gain=bool, zero_centered=bool)
         for name in ("initial_gain", "alpha"):
@@ -112,7 +114,7 @@ class Norm:
 
 
 def _as_norm(field_name: str, value: object) -> Norm | None:
-    """Convert a value to a norm: True or a kind's name gives a Norm, False gives None, others stay unchanged."""
+    """Convert True or the name of a kind to a Norm, and False to None. Return a Norm or None unchanged."""
     if value is None or isinstance(value, Norm):
         return value
     if isinstance(value, bool):
@@ -125,24 +127,32 @@ def _as_norm(field_name: str, value: object) -> Norm | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Streams:
-    """How a sub-layer reads, mixes and writes n streams S [batch, tokens, n, width].
+    """How a sub-layer reads, mixes and writes n residual streams S_1 to S_n.
 
-        h = sum_j read_j S_j        S'_i = C( skip_scale * sum_j mix_ji s_j + write_i * branch )
+        h = sum_j read_j S_j
+        S'_i = C( skip_scale * sum_j mix_ji S_j + write_i * branch )
 
-    ``read`` and ``write`` are the initial values of the n weights; ``mix`` starts at (or near) the identity.
-    ``weights`` names the rule that computes the weights. "constant" and "learned" weights are numbers. "tanh" weights
-    are learned numbers plus the tanh of a projection of each normed stream (Hyper-Connections). "sigmoid" weights are
-    the sigmoid of a projection of all streams; the write weights are then multiplied by ``magnitude`` (mHC). "gate"
-    weights are one gate per channel, from a projection of rank ``rank`` (Qwen). ``mix`` is the "identity", a "free"
-    matrix or a doubly stochastic matrix ("sinkhorn"). ``normed`` names the residual streams that the post_norm
-    normalizes; if ``normed`` is empty, the post_norm normalizes all streams. ``norms`` gives each stream an RMSNorm:
-    "stream" normalizes the stream itself, and "read" normalizes only the values that the sub-layer reads. If ``norms``
-    is empty, the streams have no norms.
+    Here h is the sub-layer's input, C is the post_norm, and S' are the new streams.
 
-    mHC's mixing starts as ``diagonal`` times the identity, before Sinkhorn's iterations. mHC's projections start as
-    N(0, noise^2). With ``transposed``, mix_ij is the weight of stream j in stream i. ``eps`` is the epsilon of mHC's
-    RMS and of Sinkhorn's iterations. The default 0 stands for the backbone's epsilon in the RMS, and for 1e-6 in the
-    iterations.
+    Attributes:
+        weights: how to compute the read and write weights.
+
+            - "constant", "learned": numbers
+            - "tanh": learned numbers, plus the tanh of a projection of each normed stream (Hyper-Connections)
+            - "sigmoid": the sigmoid of a projection of all streams. Lamina multiplies the write weights by
+              ``magnitude`` (mHC).
+            - "gate": a gate for each channel, from a projection of rank ``rank`` (Qwen)
+        read: the initial values of the n weights.
+        write: the initial values of the n weights.
+        mix: the n x n matrix: the "identity", a "free" matrix, or a doubly stochastic matrix ("sinkhorn").
+        normed: whether the post_norm normalizes each stream. An empty tuple means all streams.
+        norms: the RMSNorm of each stream: "stream" for the stream itself, "read" for only the sub-layer's input. An
+            empty tuple means no norms.
+        diagonal: the factor on the identity before Sinkhorn's iterations, at the start (mHC).
+        noise: the initial standard deviation of the projections (mHC).
+        transposed: whether mix_ij is the weight of stream j in the new stream i.
+        eps: the epsilon of mHC's RMS and of Sinkhorn's iterations. 0 means the backbone's epsilon for the RMS, and 1e-6
+            for the iterations.
     """
 
     weights: Weights
@@ -159,7 +169,6 @@ class Streams:
     eps: float = 0.0
 
     def __post_init__(self) -> None:
-        """Raise UserError for weights that are invalid or do not fit together."""
         _one_of("weights", self.weights, Weights)
         _one_of("mix", self.mix, Mix)
         for name in ("read", "write", "normed", "norms"):
@@ -192,15 +201,17 @@ class Streams:
 
 @dataclass(frozen=True, kw_only=True)
 class Sources:
-    """The sum that replaces the residual stream x in a layer: ``stream`` * x plus weighted earlier states.
+    """A weighted sum of earlier hidden states that replaces the residual stream at a block's input.
 
-    ``states`` holds pairs of a state's index and its initial weight. State 0 is x^0, and state l is the output of the
-    l-th block. With ``learned`` "scalar" or "vector", each weight is a learned number or a learned vector. With
-    ``dynamic``, a two-layer projection of the stream changes the scalars. The projection has ``hidden`` channels
-    inside (0: one channel per weight). With ``multiway``, the attention's queries, keys and values read three separate
-    sums, and a fourth sum replaces x (MUDD). The sums for queries, keys and values share the pre_norm; with
-    ``own_norms``, each has a separate norm. With ``normed_states``, x passes an RMSNorm before Lamina adds and stores
-    it (DLCL).
+    Attributes:
+        states: pairs of a state's index and its initial weight. State 0 is x^0, and state l is the output of block l.
+        stream: the weight of the residual stream.
+        learned: whether each weight is a learned number ("scalar") or vector ("vector").
+        dynamic: whether a two-layer projection of the stream changes the weights.
+        hidden: the projection's number of hidden channels, or 0 for a channel per weight.
+        multiway: whether queries, keys and values read three separate sums, besides the sum for the stream (MUDD).
+        own_norms: whether each of these three sums has a separate norm.
+        normed_states: whether Lamina normalizes the stream with an RMSNorm before it adds and stores the stream (DLCL).
     """
 
     states: tuple[tuple[int, float], ...]
@@ -213,7 +224,6 @@ class Sources:
     normed_states: bool = False
 
     def __post_init__(self) -> None:
-        """Raise UserError for invalid states or weights, or for options that contradict each other."""
         states = tuple(_tuple("states", state) for state in _tuple("states", self.states))
         if any(len(state) != 2 or type(state[0]) is not int for state in states):
             raise UserError(
@@ -236,18 +246,17 @@ class Sources:
 
 @dataclass(frozen=True, kw_only=True)
 class Sublayer:
-    """One residual sub-layer (attention or feed-forward).
+    """A residual sub-layer: attention or feed-forward.
 
-    ``coupling`` ties the skip's factor to b = ``out_scale``: "lerp" makes the factor 1 - b, and "variance" makes the
-    factor sqrt(1 - b^2). With a coupling, a learned ``out_scale`` is sigmoid(parameter / ``gate_temperature``).
-    ``read`` names the input. A feed-forward may read the "block_input", in parallel with the attention (GPT-J). The
-    input "depth" is a softmax-weighted sum of the memory's states and the stream (Attention Residuals). The input
-    "memory" is a softmax-weighted sum of the memory's states alone. ``inner_norm`` is inside the module, before its
-    last projection (SubLN).
-
-    ``weight_gain`` scales the sub-layer's initial value and output projections (DeepNorm's beta). ``gate_gain`` scales
-    a gated feed-forward's initial gate. Only initializers with gains, such as deepnorm, use ``weight_gain`` and
-    ``gate_gain``.
+    Attributes:
+        inner_norm: the norm inside the module, before its last projection (SubLN).
+        coupling: how the branch's factor b = ``out_scale`` sets the skip's factor: 1 - b for "lerp", and sqrt(1 - b^2)
+            for "variance". With a coupling, a learned b is sigmoid(parameter / ``gate_temperature``).
+        read: the sub-layer's input: the residual stream ("stream"), the block's input ("block_input", as in GPT-J), or
+            a softmax-weighted sum of the stored states, with the stream ("depth") or without it ("memory").
+        weight_gain: the factor on the initial value and output projections (DeepNorm's beta).
+        gate_gain: the factor on the initial gate of a gated feed-forward. Only initializers with gains, such as
+            deepnorm, use ``weight_gain`` and ``gate_gain``.
     """
 
     pre_norm: Norm | None = None
@@ -269,7 +278,7 @@ class Sublayer:
     gate_gain: float = 1.0
 
     def __post_init__(self) -> None:
-        """Turn True into a norm of the default kind and False into no norm. Raises UserError for an invalid field."""
+        """Convert True to a norm of the default kind, and False to None. Raises UserError for an invalid field."""
         for position in (*POSITIONS, "inner_norm"):
             object.__setattr__(self, position, _as_norm(position, getattr(self, position)))
         _one_of("skip", self.skip, Skip)
@@ -306,21 +315,23 @@ class Sublayer:
 
     @property
     def reads_memory(self) -> bool:
-        """Whether the sub-layer reads earlier states."""
+        """Return whether the sub-layer reads earlier states."""
         return self.read in ("depth", "memory")
 
     @property
     def norms(self) -> dict[str, Norm]:
-        """The norms of the sub-layer, by position."""
+        """Return the sub-layer's norms by position."""
         return {p: n for p in (*POSITIONS, "inner_norm") if (n := getattr(self, p)) is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """One block: an attention and a feed-forward sub-layer, run in this order.
+    """A block: an attention and a feed-forward sub-layer, which run in this order.
 
-    With ``sources``, the block reads a weighted sum of the stream and earlier states. ``boundary`` stores the stream
-    that enters the block in the memory; ``inner_boundary`` stores the stream between the two sub-layers.
+    Attributes:
+        sources: the weighted sum of earlier states that the block reads, or None for the residual stream.
+        boundary: whether the block stores its input for later blocks.
+        inner_boundary: whether the block stores the residual stream between its two sub-layers.
     """
 
     attention: Sublayer = field(default_factory=Sublayer)
@@ -331,7 +342,7 @@ class Layer:
 
     @classmethod
     def of(cls, sublayer: Sublayer) -> Layer:
-        """Make a block whose two sub-layers have the same norms and scales."""
+        """Return a block whose two sub-layers have the same norms and scales."""
         return cls(attention=sublayer, feed_forward=sublayer)
 
     def map(self, change: Callable[[Sublayer], Sublayer]) -> Layer:
@@ -339,9 +350,6 @@ class Layer:
         return replace(self, attention=change(self.attention), feed_forward=change(self.feed_forward))
 
     def __post_init__(self) -> None:
-        """Raise UserError for a field of the wrong type, or for an attention that names the block's input. The
-        attention's stream is already the block's input.
-        """
         _typed(self, attention=Sublayer, feed_forward=Sublayer, sources=Sources | None)
         _typed(self, boundary=bool, inner_boundary=bool)
         for name, value in (("skip", self.attention.skip), ("read", self.attention.read)):
@@ -358,15 +366,18 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A placement for a given number of layers: everything that a model needs to know about norms and skips.
+    """A norm placement for a given number of layers. It has everything that a model needs to know about norms and
+    skips.
 
-    ``placement`` is the placement's name, which ``resolve`` sets. ``embedding_scale`` multiplies the embedding;
-    "sqrt_hidden_size" stands for the square root of the model's width. ``initialization`` is the recommended
-    initializer's name ("": the initializer from the placement's registration). ``qk_norm`` normalizes queries and
-    keys, and ``v_norm`` normalizes values, per head or over the full projected width. ``qkv_norm`` is the norm for
-    queries, keys and values. A per-head ``qkv_norm`` of kind "group" is an RMSNorm, because each head is a group.
-    ``readout`` joins several streams into one stream after the last block. ``final_sources`` replace the stream after
-    the last block.
+    Attributes:
+        placement: the placement's name.
+        embedding_scale: the factor on the embedding. "sqrt_hidden_size" is the square root of the model's width.
+        qk_norm: where queries and keys have norms: in each head, or over the full projected width.
+        v_norm: where values have norms, as for ``qk_norm``.
+        qkv_norm: the kind of these norms. In each head, the kind "group" is an RMSNorm.
+        readout: how to join several residual streams after the last block.
+        final_sources: the weighted sum that replaces the residual stream after the last block.
+        initialization: the recommended initializer, or "" for the initializer in the placement's registration.
     """
 
     placement: str = ""
@@ -383,7 +394,6 @@ class Plan:
     options: Json = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        """Raise UserError for a plan without layers or with invalid fields."""
         if not isinstance(self.layers, list | tuple) or not all(isinstance(layer, Layer) for layer in self.layers):
             raise UserError(
                 f"layers: {self.layers!r} is not a list of layers. Give a list of Layer, or of a layer's fields."
@@ -407,9 +417,7 @@ class Plan:
         self._check_state()
 
     def _check_state(self) -> None:
-        """Raise UserError if sub-layers need different numbers of streams, or if a block reads a state that does not
-        exist.
-        """
+        """Raise UserError if sub-layers have different numbers of streams, or if a block reads a missing state."""
         halves = [half for layer in self.layers for half in (layer.attention, layer.feed_forward)]
         counts = {len(half.streams.read) if half.streams else 1 for half in halves}
         counts.add(len(self.readout.read) if self.readout else 1)
@@ -452,39 +460,38 @@ class Plan:
 
     @property
     def has_memory(self) -> bool:
-        """Whether the blocks return earlier states in addition to the residual stream."""
+        """Return whether the blocks pass on earlier states, besides the residual stream."""
         layers = any(layer.sources or layer.boundary or layer.inner_boundary for layer in self.layers)
         return layers or self.final_sources is not None
 
     @property
     def num_layers(self) -> int:
-        """The number of blocks. Each block has two sub-layers."""
         return len(self.layers)
 
     def kinds(self) -> list[tuple[Layer, list[int]]]:
-        """Return the distinct layers, each with its indices, in order of first appearance."""
+        """Return the distinct layers in order of first appearance, each with its indices."""
         indices: dict[Layer, list[int]] = {}
         for index, layer in enumerate(self.layers):
             indices.setdefault(layer, []).append(index)
         return list(indices.items())
 
     def to_dict(self) -> Json:
-        """Return the plan as plain dicts, lists and scalars, ready for JSON. Plan.from_dict reads the result.
+        """Return the placement as plain data for JSON, which Plan.from_dict reads.
 
-        The result omits each newer field (YOUNGER) that has its default value.
+        The data omit each newer field (YOUNGER) that has its default value.
         """
         return {**_plain(self), "options": dict(self.options)}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object]) -> Plan:
-        """Make a plan from plain dicts. Raises UserError that names an unknown field or an invalid value."""
+        """Create a Plan from plain data. Raises UserError that names an unknown field or an invalid value."""
         if isinstance(data, Mapping) and "placement" not in data:
             raise UserError("plan: field 'placement' is missing")
         return _read(cls, data, "plan")
 
 
 def _plain(record: Norm | Streams | Sources | Sublayer | Layer | Plan) -> Json:
-    """Return a record as a dict, with nested records as dicts and tuples as lists."""
+    """Convert an object and the objects in its fields to dicts, and tuples to lists."""
 
     def plain(value: object) -> object:
         if isinstance(value, tuple):
@@ -496,7 +503,7 @@ def _plain(record: Norm | Streams | Sources | Sublayer | Layer | Plan) -> Json:
 
 
 def _read(cls: type[_Record], data: object, field_name: str) -> _Record:
-    """Build a record from its fields. Raises UserError that names the field's path: ``plan.layers[3].attention``."""
+    """Create an object from its fields. Raises UserError that names the field's path: ``plan.layers[3].attention``."""
     if not isinstance(data, Mapping):
         raise UserError(f"{field_name}: {data!r} is not a mapping of fields")
     entries = {entry.name: entry for entry in fields(cls)}
@@ -515,9 +522,7 @@ def _read(cls: type[_Record], data: object, field_name: str) -> _Record:
 
 
 def _convert(hint: Any, value: object, field_name: str) -> object:
-    """Convert a field's value: a mapping becomes a record of the field's type, and a list of mappings becomes
-    records.
-    """
+    """Convert a field's mapping, or list of mappings, to objects of the field's type."""
     record = next((a for a in (hint, *get_args(hint)) if a in (Norm, Streams, Sources, Sublayer, Layer)), None)
     if record is None or (record is Norm and not isinstance(value, Mapping)):
         return value  # a norm is also written as true, false or its kind

@@ -1,7 +1,7 @@
-"""The registry of placements: ``@placement`` adds a placement.
+"""The registry of norm placements. The decorator ``@placement`` adds a placement.
 
-Each file in ``schemes/`` defines one or more placements. The command line, the docs, the diagrams and the tests
-iterate over the registry.
+Each file in ``schemes/`` defines one or more placements. The command line, the docs, the diagrams and the tests iterate
+over the registry.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lamina.placements.plan import OWN_KINDS, HeadNorm, NormKind, Plan
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """One option of a placement: its type (a class, a Literal or a union of them), its default and its help text."""
+    """An option of a placement. ``type`` is a class, a Literal, or a union of them."""
 
     name: str
     type: object
@@ -32,7 +32,7 @@ class Option:
 
     @property
     def type_name(self) -> str:
-        """The allowed values as text for a message: ``float | None``, ``"off" | "head"``."""
+        """Return the allowed values as text: ``float | None``, ``"off" | "head"``."""
         names: list[str] = []
         for kind in _alternatives(self.type):
             names += map(repr, get_args(kind)) if get_origin(kind) is Literal else [getattr(kind, "__name__", "")]
@@ -109,7 +109,7 @@ COMMON: tuple[Option, ...] = (
 
 
 def read_options(make: Callable[..., object]) -> tuple[str, tuple[Option, ...]]:
-    """Return a function's summary and options. Keyword-only parameters are options, with help texts in ``Args:``."""
+    """Return a function's docstring without the arguments, and its keyword-only parameters as options."""
     hints = get_type_hints(make)
     summary, _, rest = inspect.cleandoc(make.__doc__ or "").partition("\nArgs:\n")
     block = re.split(r"\n(?=\S)", rest, maxsplit=1)[0]
@@ -123,7 +123,7 @@ def read_options(make: Callable[..., object]) -> tuple[str, tuple[Option, ...]]:
 
 
 def as_written(option: str, value: object) -> object:
-    """Replace false with "off" for an option that allows ``off``, because YAML reads a bare ``off`` as false."""
+    """Return an option's value as the user wrote it: YAML reads a bare ``off`` as false."""
     return "off" if value is False and option in ("qk_norm", "v_norm") else value
 
 
@@ -142,7 +142,7 @@ def _fits(value: object, kind: object) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """A published placement: its equation, source, recommended initializer, advice and options."""
+    """A published norm placement."""
 
     name: str
     title: str
@@ -156,18 +156,18 @@ class Placement:
 
     @property
     def heading(self) -> str:
-        """Return the placement's heading on the placements page of the documentation."""
+        """Return the placement's heading in the documentation."""
         title = self.title.replace("*", " with a Pre-LN start")
         return title[0].upper() + title[1:]
 
     @property
     def anchor(self) -> str:
-        """Return the heading's anchor on the placements page; "" for a user's own placement."""
+        """Return the link to this heading, or "" for a user's own placement."""
         is_ours = self.make.__module__.startswith(f"{__package__}.schemes.")
         return re.sub(r"[^a-z0-9]+", "-", self.heading.lower()).strip("-") if is_ours else ""
 
     def all_options(self) -> tuple[Option, ...]:
-        """Return the placement's own options, then the options that every placement takes."""
+        """Return the placement's own options, and then the options of every placement."""
         names = {option.name for option in self.options}
         return (*self.options, *(option for option in COMMON if option.name not in names))
 
@@ -183,16 +183,17 @@ OTHER_NAMES: dict[str, str] = {"spannorm": "fusenorm", "olmo3": "olmo2"}  # unde
 
 
 def get(name: str) -> Placement:
-    """Return a placement by any of its names. Raises UserError for an unknown name, and suggests the nearest name."""
+    """Return a placement by any of its names. Raises UserError for an unknown name, and suggests a similar name."""
     return PLACEMENTS.get(OTHER_NAMES.get(name, name), other_names=OTHER_NAMES)
 
 
 def placement(
     name: str, *, title: str, equation: tuple[str, ...], source: str, initialization: str = "normal", advice: str = ""
 ) -> Callable[[Callable[..., Plan]], Callable[..., Plan]]:
-    """Register a function ``(num_layers, *, options...) -> Plan`` as the placement ``name``.
+    """Register a function ``(num_layers, *, options...) -> Plan`` as a norm placement.
 
-    The function's keyword-only parameters are the options, and the docstring's ``Args:`` has their help texts.
+    The function's keyword-only parameters are the placement's options. Their help texts are in the docstring's
+    ``Args:``.
     """
 
     def register(make: Callable[..., Plan]) -> Callable[..., Plan]:

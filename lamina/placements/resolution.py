@@ -1,8 +1,7 @@
-"""Make a plan from a placement's name and options, or from your placement's file (``resolve``).
+"""Create the layers of a norm placement from its name and options, or from a user's file (``resolve``).
 
-A YAML file holds rules (see ``from_rules``), or the full plan for one depth, as ``Plan.to_dict`` writes it. A Python
-file registers a placement with ``@placement``. Lamina executes the Python file, with the user's rights. A YAML file
-cannot execute code.
+A YAML file has rules (see ``from_rules``), or all layers for one depth, as ``Plan.to_dict`` writes them. It can't
+execute code. A Python file registers a placement with ``@placement``, and Lamina executes it.
 """
 
 from __future__ import annotations
@@ -48,9 +47,7 @@ _FIELDS = ("placement", "title", "equation", "source", "initialization", "advice
 
 
 def load(path: Path) -> Placement:
-    """Read a placement from a YAML or Python file. Raises UserError for an invalid file, and names the file and the
-    field.
-    """
+    """Read a norm placement from a YAML or Python file. Raises UserError for an invalid file."""
     if not path.is_file():
         raise UserError(f"placement {str(path)!r}: no such file. Give a YAML or Python file, or a placement's name.")
     if path.suffix != ".py":
@@ -91,7 +88,7 @@ def _load_yaml(path: Path) -> Placement:
 
 
 def _texts(data: Json) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Return a file's descriptions by field, and the file's equations. Raises UserError for an invalid field."""
+    """Return the descriptions in a YAML file by field, and the equations. Raises UserError for an invalid field."""
     for key in data if "layers" not in data else ():  # Plan.from_dict checks those of a full plan
         if key not in _FIELDS:
             raise unknown("field", key, _FIELDS)
@@ -111,7 +108,7 @@ def _texts(data: Json) -> tuple[dict[str, str], tuple[str, ...]]:
 
 
 def from_rules(data: Mapping[str, object], num_layers: int) -> dict[str, object]:
-    """Apply a file's rules, and return the plan's fields for ``Plan.from_dict``, without the name."""
+    """Apply the rules of a YAML file, and return the fields for ``Plan.from_dict``, without the name."""
     layers: list[dict[str, dict[str, object]]] = [{s: {} for s in SUBLAYERS} for _ in range(num_layers)]
     rules = data.get("rules")
     if not isinstance(rules, list) or not rules:
@@ -202,10 +199,7 @@ AT_THE_ENDS = ("placement", "layers", *PLAN_FIELDS, "initialization", "options")
 
 
 def parse_spec(spec: str) -> tuple[Placement | str, dict[str, object]]:
-    """Split ``"name(option=value, ...)"`` into the placement's name and the options.
-
-    If ``spec`` names a file, return the placement from the file instead of a name.
-    """
+    """Split ``"name(option=value, ...)"`` into the placement (its name, or the content of its file) and the options."""
     target, options = specs.parse(spec, "placement")
     path = Path(target)
     if path.suffix and path.suffix not in SUFFIXES and os.path.isfile(path):
@@ -222,24 +216,21 @@ def _scheme_and_options(spec: str, /, **more: object) -> tuple[Placement, dict[s
 
 
 def find(spec: str) -> Placement:
-    """Return the placement that a spec names, without the options.
-
-    Raises UserError for an unknown name, and suggests the nearest name.
-    """
+    """Return the placement in a text such as "keel(alpha=2)". Raises UserError for an unknown name."""
     return _scheme_and_options(spec)[0]
 
 
 def check_spec(spec: str) -> None:
-    """Raise UserError for an unknown placement, an unknown option, or a value that the option does not take."""
+    """Raise UserError for an unknown placement, an unknown option, or a value that the option does not allow."""
     _check_options(*_scheme_and_options(text("placement", spec)))
 
 
 def resolve(name: str, num_layers: int, **options: object) -> Plan:
-    """Return the plan of a placement for ``num_layers`` blocks (each an attention and a feed-forward sub-layer).
+    """Return the layers of a norm placement for ``num_layers`` blocks, each with an attention and a feed-forward.
 
-    ``name`` is a registered name, or a YAML or Python file with the user's own placement. Options may follow in
-    parentheses: ``"mix_ln(alpha=0.5, final_norm=true)"``. Raises UserError for an unknown name or option, and suggests
-    the nearest name. Also raises UserError for a value that the option does not take.
+    The name may be a YAML or Python file with your own placement. Options may follow in parentheses, as in
+    ``"mix_ln(alpha=0.5, final_norm=true)"``. Raises UserError for an unknown name or option, and for a value that the
+    option does not allow.
     """
     whole_number("num_layers", num_layers)
     scheme, options = _scheme_and_options(text("placement", name), **options)
@@ -272,7 +263,7 @@ def _check_options(scheme: Placement, options: Mapping[str, object]) -> None:
 
 
 def _with_common(plan: Plan, options: Mapping[str, Any]) -> Plan:
-    """Apply the options that every placement takes to a plan. Their values are already checked."""
+    """Apply the options that every placement has."""
     changes = {key: options[key] for key in ("embedding_scale", "qk_norm", "v_norm") if key in options}
     for key in ("final_norm", "embedding_norm"):
         if key in options and options[key] != (getattr(plan, key) is not None):
@@ -308,10 +299,11 @@ def _with_common(plan: Plan, options: Mapping[str, Any]) -> Plan:
 
 
 def _scaled_by_depth(plan: Plan, scheme: str | None, base_depth: int | None) -> Plan:
-    """Divide every branch by m^alpha, where m is the number of blocks / ``base_depth`` (arXiv 2505.01618, Table 1).
+    """Divide every branch by m^alpha, where m is the number of blocks divided by ``base_depth`` (arXiv 2505.01618,
+    Table 1).
 
-    The scaling rules hold for blocks x + F(x) / m^alpha with any F. Raises UserError for a plan with a norm or a scale
-    on the stream, because such factors multiply over the depth.
+    Raises UserError if a norm or a scale is on the residual stream, because the rule is only for blocks that compute x
+    + F(x) / m^alpha.
     """
     name = f"placement {plan.placement!r}:"
     if scheme is None or base_depth is None:
@@ -330,7 +322,7 @@ def _scaled_by_depth(plan: Plan, scheme: str | None, base_depth: int | None) -> 
 
 
 def _on_the_stream(plan: Plan) -> Iterator[str]:
-    """Name each part of a plan that changes the residual stream and is not a branch."""
+    """Yield a phrase for each part that changes the residual stream without being a branch."""
     records: list[tuple[str, Plan | Layer | Sublayer, tuple[str, ...]]] = [("the plan", plan, AT_THE_ENDS)]
     for index, layer in enumerate(plan.layers):
         records.append((f"layer {index}", layer, SUBLAYERS))
@@ -343,14 +335,14 @@ def _on_the_stream(plan: Plan) -> Iterator[str]:
 
 
 def _like_others(plan: Plan) -> Norm:
-    """Return a norm of the same kind as the plan's first norm; a plan without norms gets the default kind."""
+    """Return a norm of the same kind as the placement's first norm, or of the default kind if it has none."""
     norms = [norm for x in plan.layers for sub in (x.attention, x.feed_forward) for norm in sub.norms.values()]
     norms += [norm for norm in (plan.final_norm, plan.embedding_norm) if norm is not None]
     return Norm(kind=norms[0].kind, groups=norms[0].groups) if norms else Norm()
 
 
 def map_norms(plan: Plan, change: Callable[[Norm], Norm]) -> Plan:
-    """Return the plan with ``change`` applied to every norm, including the embedding's and the final norm."""
+    """Return the placement with ``change`` applied to every norm, including the embedding norm and the final norm."""
 
     def changed(sub: Sublayer) -> Sublayer:
         return replace(sub, **{position: change(norm) for position, norm in sub.norms.items()})

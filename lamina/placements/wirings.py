@@ -1,8 +1,7 @@
-"""Wirings: residual paths other than a single stream, for the option ``wiring`` of every placement.
+"""Residual paths other than a single stream, for the option ``wiring`` of every norm placement.
 
-A wiring is a function that changes a finished plan. Some wirings also take ``size``, which is the number of streams
-or, for attn_res, the number of layers per group (None: the wiring's default). Some wirings take ``start``, which sets
-the initial values.
+A wiring is a function that changes the layers of a placement. Its parameter ``size`` is the number of streams (for
+attn_res: of layers per group), and ``start`` decides the initial values.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from lamina.placements.plan import Layer, Mix, Plan, Sources, StreamNorm, Stream
 
 @dataclass(frozen=True, kw_only=True)
 class PlanWiring:
-    """A wiring: an equation, a source, and a function that changes a plan."""
+    """A residual path other than a single stream. ``make`` changes a placement's layers."""
 
     make: Callable[..., Plan]
     equation: str
@@ -32,7 +31,7 @@ class PlanWiring:
     def apply(
         self, plan: Plan, *, size: int | None = None, start: str | None = None, collapse: str | None = None
     ) -> Plan:
-        """Return the wired plan. Raises UserError for an option or a plan that the wiring does not take."""
+        """Return the changed placement. Raises UserError for an option or a placement that does not fit."""
         takes, given = inspect.signature(self.make).parameters, {"size": size, "start": start}
         for name, value in given.items():
             if value is not None and name not in takes:
@@ -52,12 +51,12 @@ Make = TypeVar("Make", bound=Callable[..., Plan])
 
 
 def named_wiring(name: str) -> PlanWiring:
-    """Return a wiring by its name, or the wiring that a user's Python file registers. Lamina executes the file."""
+    """Return a wiring by its name, or from a user's Python file, which Lamina executes."""
     return WIRINGS.from_file(Path(name)) if name.endswith(".py") else WIRINGS.get(name)
 
 
 def wiring(name: str, *, equation: str, source: str) -> Callable[[Make], Make]:
-    """Register a function (plan, size) -> plan, or (plan) -> plan without a size, as the wiring ``name``."""
+    """Register a function that changes a placement's layers as a wiring."""
 
     def register(make: Make) -> Make:
         WIRINGS.add(name, PlanWiring(make=make, equation=equation, source=source), make.__module__)
@@ -67,7 +66,7 @@ def wiring(name: str, *, equation: str, source: str) -> Callable[[Make], Make]:
 
 
 def with_streams(plan: Plan, one: Callable[[int], Streams], readout: Streams) -> Plan:
-    """Return the plan with several streams. The function ``one`` maps a sub-layer's index to its ``Streams``."""
+    """Return a placement with several residual streams. ``one`` maps a sub-layer's index to its ``Streams``."""
     layers = [
         replace(
             layer,
@@ -80,7 +79,7 @@ def with_streams(plan: Plan, one: Callable[[int], Streams], readout: Streams) ->
 
 
 def _collapsed(plan: Plan, how: str) -> Plan:
-    """Join the residual streams after the last block by their mean, their sum, or the sum of the normalized streams."""
+    """Join the residual streams after the last block by their mean, their sum, or the sum of the normed streams."""
     if plan.readout is None or plan.readout.normed or plan.readout.norms:
         raise UserError(f"collapse: {how!r} has no effect with this wiring. Leave collapse out.")
     n = plan.streams
@@ -93,7 +92,7 @@ def _count(size: int | None) -> int:
 
 
 def _sigmoid(plan: Plan, size: int | None, mix: Mix = "identity") -> Plan:
-    """Add streams with sigmoid weights. At the start, sub-layer l gives stream l mod n the largest read weight."""
+    """Use several streams with sigmoid weights. At the start, sub-layer l mainly reads stream l mod n."""
     n = _count(size)
 
     def one(index: int) -> Streams:
@@ -105,17 +104,16 @@ def _sigmoid(plan: Plan, size: int | None, mix: Mix = "identity") -> Plan:
 
 @wiring("identity_hc", equation="h = r S, S' = S + w b", source="HY-V4; transformers' hy_v4")
 def identity_hc(plan: Plan, size: int | None) -> Plan:
-    """Add streams that are never mixed. Weights to read and write are sigmoids of a projection of all streams."""
+    """Use several residual streams that Lamina never mixes. Sub-layers read and write them with sigmoid weights."""
     return _sigmoid(plan, size)
 
 
 @wiring("mhc", equation="h = r S, S' = M S + w b, M doubly stochastic", source="mHC (arXiv 2512.24880); deepseek_v4")
 def mhc(plan: Plan, size: int | None, start: str | None = None) -> Plan:
-    """Add Hyper-Connections whose mixing keeps the residual streams' sum. Sinkhorn's iterations run in float32.
+    """Use Hyper-Connections whose mixing keeps the residual streams' sum. Sinkhorn's iterations run in float32.
 
-    ``start`` "liger" initializes the weights as Liger's kernels do: all biases are 0, and the projections are N(0,
-    0.02^2). So at the start, each sub-layer reads and mixes all streams with almost equal weights. After the last
-    block, Lamina takes the mean of the streams.
+    ``start`` "liger" initializes as Liger's kernels do: all biases are 0, and the projections are N(0, 0.02^2). Then
+    each sub-layer first reads and mixes all streams about equally, and the final state is their mean.
     """
     if start is None:
         return _sigmoid(plan, size, mix="sinkhorn")
@@ -141,7 +139,7 @@ def _hyper(plan: Plan, size: int | None, dynamic: bool) -> Plan:
 
 @wiring("hc", equation="h = r S, S' = M S + w b, all learned", source="Hyper-Connections (arXiv 2409.19606) Sec 2.1")
 def hc(plan: Plan, size: int | None) -> Plan:
-    """Add static Hyper-Connections: at first, sub-layer l reads stream l mod n and writes to all streams."""
+    """Use static Hyper-Connections. At the start, sub-layer l reads stream l mod n and writes to all streams."""
     return _hyper(plan, size, dynamic=False)
 
 
@@ -151,20 +149,20 @@ def hc(plan: Plan, size: int | None) -> Plan:
     source="arXiv 2409.19606 Sec 2.2, Algorithm 2",
 )
 def dynamic_hc(plan: Plan, size: int | None) -> Plan:
-    """Add dynamic Hyper-Connections, whose weights depend on the residual streams."""
+    """Use dynamic Hyper-Connections, whose weights depend on the residual streams."""
     return _hyper(plan, size, dynamic=True)
 
 
 @wiring("gated_residual", equation="h = mean_j g_j * LN S_j, S' = S + w b", source="Qwen4; transformers' qwen4_exp")
 def gated_residual(plan: Plan, size: int | None) -> Plan:
-    """Add streams that a sub-layer reads through low-rank gates. Each channel of a normed stream has a gate."""
+    """Use several streams that a sub-layer reads through low-rank gates. Each channel of a normed stream has a gate."""
     n = _count(size)
     streams = Streams(weights="gate", read=(1.0,) * n, write=(1.0,) * n, rank=16)
     return with_streams(plan, lambda index: streams, replace(streams, write=()))
 
 
 def _check_sums(plan: Plan, *, post_norms: bool) -> None:
-    """Raise UserError for a plan with scaled skips, or with a sub-layer that has a post-norm against ``post_norms``."""
+    """Raise UserError for scaled skips, and for post-norms that are missing or present against ``post_norms``."""
     for half in (half for layer in plan.layers for half in (layer.attention, layer.feed_forward)):
         plain = (half.skip, half.skip_scale, half.skip_scale_learned) == ("stream", 1.0, "no")
         if not plain or (half.post_norm is not None) != post_norms:
@@ -174,7 +172,7 @@ def _check_sums(plan: Plan, *, post_norms: bool) -> None:
 
 @wiring("residual", equation="p' = C(p + b), r' = r + b, out: p + LN r", source="ResiDual (arXiv 2304.14802)")
 def residual(plan: Plan) -> Plan:
-    """Add a second stream to Post-LN. The second stream has no norm until after the last block."""
+    """Give Post-LN a second residual stream, which has no norm until after the last block."""
     _check_sums(plan, post_norms=True)
     if plan.options.get("final_norm") is False:
         raise UserError("final_norm: False leaves the second stream without a final norm. Set final_norm to true.")
@@ -189,7 +187,7 @@ def residual(plan: Plan) -> Plan:
     source="SiameseNorm (arXiv 2602.08064)",
 )
 def siamese(plan: Plan) -> Plan:
-    """Add SiameseNorm's two streams: a normed stream p and a stream u without norms share the branches.
+    """Use SiameseNorm's two residual streams: p with norms, and u without. Both share the branches.
 
     In the equation, l counts the blocks from 1.
     """
@@ -217,8 +215,8 @@ def x0(plan: Plan) -> Plan:
 
 @wiring("denseformer", equation="x_l <- sum_i w_li x_i after each block", source="DenseFormer (arXiv 2402.02622) Eq 2")
 def denseformer(plan: Plan, start: str | None = None) -> Plan:
-    """Replace the residual stream with a weighted sum of all states so far. The latest state's weight starts at 1, and
-    all other weights start at 0.
+    """Replace the residual stream with a weighted sum of all states so far. At the start, only the latest state has a
+    weight.
 
     With ``start`` "mean", the weights of the l + 1 states after block l start at 1 / (l + 1). With "dlcl", each state
     also passes an RMSNorm before Lamina sums and stores it, as in DLCL's Pre-LN (arXiv 1906.01787).
@@ -255,12 +253,11 @@ def dynamic_dense(plan: Plan) -> Plan:
     source="MUDDFormer (arXiv 2502.12170) Eq 7, 8",
 )
 def mudd(plan: Plan, size: int | None) -> Plan:
-    """Add multiway dynamic dense connections: queries, keys, values and the stream read separate weighted sums.
+    """Use multiway dynamic dense connections: queries, keys, values and the stream read separate weighted sums.
 
-    As in MUDDFormer's code, q, k and v have separate norms, and W_1 also has four times the width after the last
-    block. With ``size``, W_1 has the next larger multiple of ``size`` as its width. MUDDFormer's code uses 64
-    ("round64"). Lamina leaves out the paper's wider feed-forwards in later layers, because feed-forwards belong to the
-    backbone.
+    As in MUDDFormer's code, q, k and v have separate norms, and W_1 is four times as wide after the last block.
+    ``size`` rounds W_1's width up to a multiple, which is 64 in MUDDFormer's code. Lamina omits the paper's wider
+    feed-forwards in later layers, because feed-forwards belong to the backbone.
     """
     size = size if size is None else whole_number("size", size)
 
@@ -283,19 +280,17 @@ def unet(plan: Plan) -> Plan:
 
 @wiring("parallel", equation="y = x + A(x), x' = y + F(x)", source="GPT-J, PaLM; transformers' gpt_neox")
 def parallel(plan: Plan) -> Plan:
-    """Let attention and feed-forward read the same stream, each through a separate norm."""
+    """Let attention and feed-forward read the same stream, each through its norm."""
     layers = (replace(layer, feed_forward=replace(layer.feed_forward, read="block_input")) for layer in plan.layers)
     return replace(plan, layers=tuple(layers))
 
 
 @wiring("attn_res", equation="h = sum_i softmax(q LN v_i) v_i", source="Attention Residuals (arXiv 2603.15031) Sec 3.2")
 def attn_res(plan: Plan, size: int | None) -> Plan:
-    """Let each sub-layer attend over depth: to the summed outputs of each earlier group of layers and of the current
-    group.
+    """Let each sub-layer attend over depth: to the summed outputs of each group of layers so far.
 
-    By default, the plan has 8 groups.
-
-    With ``size`` 0, each sub-layer is a group, as in the full attention residuals of Sec 3.1.
+    There are 8 groups by default. With ``size`` 0, each sub-layer is a group, as in the full attention residuals of Sec
+    3.1.
     """
     layers_of_block = math.ceil(plan.num_layers / 8) if size is None else size
 

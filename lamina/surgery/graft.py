@@ -125,9 +125,7 @@ class Told(TypedDict):
 
 @torch.no_grad()
 def grafted(old: LaminaForCausalLM, plan: Plan, ids: torch.Tensor) -> tuple[LaminaForCausalLM, Told]:
-    """Return the model with another norm placement and new norms fitted on ``ids`` [sequences, tokens], and a
-    report.
-    """
+    """Return the model with another norm placement and new norms fitted on ``ids`` [sequences, tokens]."""
     old = old.eval()
     config = copy.deepcopy(old.config)
     assert isinstance(config, LaminaConfig)
@@ -347,9 +345,7 @@ class _Step:
         return hidden
 
     def _branch(self, hidden: torch.Tensor, kwargs: Kwargs, factor: Factor, wanted: torch.Tensor) -> torch.Tensor:
-        """Return the branch before the addition. If only the old model has a factor or norm here, rescale the last
-        weights.
-        """
+        """Return the branch before the addition. If only the old model has a norm or factor here, rescale weights."""
         new, old, matching = self.new, self.old, self.matching
         output = self._run(hidden, kwargs)
         if new.out_norm is not None:

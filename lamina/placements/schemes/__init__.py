@@ -1,1 +1,1 @@
-"""The placements, one file each."""
+"""The published norm placements. Each file has a placement and its variants."""

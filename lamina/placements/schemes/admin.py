@@ -1,4 +1,4 @@
-"""Admin: Post-LN with a learned vector on every skip. The vector starts at a value from profiled variances."""
+"""Admin: Post-LN with a learned vector on every skip, which starts at a value from measured variances."""
 
 from __future__ import annotations
 
@@ -25,10 +25,9 @@ def admin(num_layers: int, *, omega: Literal["profiled", "log", "sqrt", "one"] =
     """At the start, each skip is as strong as the sum of all earlier branches. So no branch dominates early training.
 
     Args:
-        omega: the skips' initial value. With "profiled", the initializer admin measures omega in one forward pass.
-            With n = 2 N sub-layers, "log" is sqrt((n + 1) / ln(n + 1) - 1), "sqrt" is sqrt(n), and "one" is 1. Use
-            "log", "sqrt" and "one" with another init, such as normal, because the initializer admin would overwrite
-            omega.
+        omega: the skips' initial value, with n = 2 N sub-layers. With "profiled", the initializer admin measures it in
+            a forward pass. "log" is sqrt((n + 1) / ln(n + 1) - 1), "sqrt" is sqrt(n), and "one" is 1. These three need
+            another initializer, such as normal.
     """
     n = 2 * num_layers
     start = {"profiled": 1.0, "log": math.sqrt((n + 1) / math.log(n + 1) - 1), "sqrt": math.sqrt(n), "one": 1.0}[omega]

@@ -13,8 +13,6 @@ from lamina.placements.registry import placement
     advice="Start from Post-LN's learning rates and warm-up. The B2T paper trains translation models.",
 )
 def b2t(num_layers: int) -> Plan:
-    """A second skip from the block's input to its output bypasses all norms of the block except the last. FuseNorm's
-    feed-forward has only the skip from the block's input.
-    """
+    """A second skip connects the block's input to its output. It bypasses all norms of the block except the last."""
     layer = Layer(attention=Sublayer(post_norm=Norm()), feed_forward=Sublayer(skip="both", post_norm=Norm()))
     return Plan(layers=(layer,) * num_layers)

@@ -21,18 +21,17 @@ from lamina.placements.registry import placement
 def deepnorm(
     num_layers: int, *, alpha: float | None = None, beta: float | None = None, scale_gate: bool = False
 ) -> Plan:
-    """DeepNorm bounds how much an update changes the model. Alpha strengthens the skip, and beta shrinks each
-    branch at the start.
+    """DeepNorm bounds how much an update changes the model. Alpha strengthens the skip, and beta shrinks each branch at
+    the start.
 
     Args:
-        alpha: the constant on the skip; default (2 N)^(1/4) with N blocks, for decoder-only and encoder-only models.
-            In an encoder-decoder with N and M blocks, alpha is 0.81 (N^4 M)^(1/16) for the encoder and (3 M)^(1/4) for
-            the decoder.
-        beta: the gain on the initial value, output and feed-forward weights; default (8 N)^(-1/4). In an
-            encoder-decoder with N and M blocks, beta is 0.87 (N^4 M)^(-1/16) for the encoder and (12 M)^(-1/4) for the
-            decoder.
-        scale_gate: also apply beta to a gated feed-forward's gate (default: False). The paper's feed-forward has no
-            gate. Without ``scale_gate``, the branch's output keeps the paper's factor beta^2.
+        alpha: the constant on the skip (default: (2 N)^(1/4) with N blocks, for decoder-only and encoder-only models).
+            In an encoder-decoder with N encoder blocks and M decoder blocks, set 0.81 (N^4 M)^(1/16) for the encoder,
+            and (3 M)^(1/4) for the decoder.
+        beta: the gain on the initial weights of values, outputs and feed-forwards (default: (8 N)^(-1/4)). In an
+            encoder-decoder, set 0.87 (N^4 M)^(-1/16) for the encoder, and (12 M)^(-1/4) for the decoder.
+        scale_gate: whether beta also applies to the gate of a gated feed-forward (default: False). The paper's
+            feed-forward has no gate.
     """
     for name, value in (("alpha", alpha), ("beta", beta)):
         if value is not None and value <= 0:

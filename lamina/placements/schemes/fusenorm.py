@@ -24,8 +24,7 @@ def fusenorm(num_layers: int, *, first_layer_norm: bool = True) -> Plan:
     residual path has one norm instead of two.
 
     Args:
-        first_layer_norm: an additional norm on the first attention's input (Eq 7). With and without
-            ``first_layer_norm``, the skips carry the raw embedding.
+        first_layer_norm: an additional norm on the first attention's input (Eq 7), but not on the first skip.
     """
     feed_forward = Sublayer(skip="block_input", post_norm=Norm())
     first = Layer(

@@ -26,8 +26,8 @@ _ATTENTION, _FEED_FORWARD = Sublayer(post_norm=Norm()), Sublayer()
     advice=_ADVICE,
 )
 def hybridnorm(num_layers: int) -> Plan:
-    """Norms sit inside the attention and around the feed-forward. The feed-forward's skip starts after the norm, so
-    the skip carries normed states.
+    """Norms sit inside the attention and around the feed-forward. The feed-forward's skip starts after the norm, so it
+    carries normed states.
     """
     layer = Layer(attention=_ATTENTION, feed_forward=_FEED_FORWARD)
     return Plan(layers=(layer,) * num_layers, final_norm=Norm(), qk_norm="head", v_norm="head")

@@ -32,8 +32,8 @@ def mix_ln(num_layers: int, *, alpha: float | str | None = None, num_post_layers
     combines Post-LN blocks at the bottom with Pre-LN blocks above.
 
     Args:
-        alpha: the share of Post-LN layers (default 0.25). Alpha may be a fraction such as "1/3"; Lamina computes
-            floor(alpha N) without rounding errors.
+        alpha: the fraction of Post-LN layers (default 0.25). A text such as "1/3" avoids rounding errors in floor(alpha
+            N).
         num_post_layers: the number of Post-LN layers, instead of alpha.
     """
     if alpha is not None and num_post_layers is not None:
@@ -57,7 +57,7 @@ def mix_ln(num_layers: int, *, alpha: float | str | None = None, num_post_layers
 
 
 def _exact(alpha: float | str) -> Fraction:
-    """Return alpha as an exact fraction: 0.29 becomes 29/100, which differs from the float 0.29."""
+    """Return alpha as an exact fraction: 0.29 becomes 29/100."""
     try:
         share = Fraction(str(alpha))
     except (ValueError, ZeroDivisionError):

@@ -20,12 +20,12 @@ def muse_spark(num_layers: int, *, start: float = 0.5, temperature: float = 0.3)
     """If skip and branch are uncorrelated, the residual stream keeps its variance at any depth.
 
     The inner norms' gains are 1 + w. The output norms have no gain, because a gain would be another factor on the
-    branch. (In Meta's model, the input of the feed-forward's output norm has a gain.)
+    branch. (Meta's model has such a gain in the feed-forward.)
 
     Args:
-        start: initial value of b.
-        temperature: the divisor of g in b = sigmoid(g / temperature). A smaller temperature acts like a higher
-            learning rate for g.
+        start: the initial value of b.
+        temperature: the divisor of g in b = sigmoid(g / temperature). A smaller temperature acts like a higher learning
+            rate for g.
     """
     sublayer = Sublayer(
         pre_norm=Norm(zero_centered=True),

@@ -16,12 +16,12 @@ from lamina.placements.registry import placement
     ),
 )
 def peri_ln(num_layers: int, *, embedding_norm: bool = True, learnable_gain: bool = True) -> Plan:
-    """The norm on each module's output bounds the branch, so the residual stream's variance grows linearly in
-    depth (Eq 4).
+    """The norm on each module's output bounds the branch, so the residual stream's variance grows linearly in depth (Eq
+    4).
 
     Args:
-        embedding_norm: a norm on the embedding (y_0 = Norm(x_0)); the paper's main runs have it.
-        learnable_gain: learn the gains of the output norms; false fixes these gains at 1 (Fig 8).
+        embedding_norm: a norm on the embedding (y_0 = Norm(x_0)), as in the paper's main runs.
+        learnable_gain: whether the output norms have learned gains. False fixes these gains at 1 (Fig 8).
     """
     sublayer = Sublayer(pre_norm=Norm(), out_norm=Norm(learnable_gain=learnable_gain))
     layer = Layer.of(sublayer)
