@@ -1,1 +1,1 @@
-"""Make a study's tables and figures for its page, for the docs, and for a paper."""
+"""Draw a study's tables and figures for its report page, for the docs, and for a paper."""

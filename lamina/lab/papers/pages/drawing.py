@@ -1,4 +1,4 @@
-"""Describe figures as data, which a page and a paper render differently."""
+"""Describe figures as data, which a report page and a paper render differently."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ class Series:
     """A line with its spread over seeds.
 
     Attributes:
-        x: the points' positions along x, sorted.
-        y: the points' values.
-        low: the lower end of each point's spread (empty if the line has no spread).
-        high: the upper end of each point's spread (empty if the line has no spread).
-        lost: the x values at which no seed trained, and how these runs ended. The figure marks these x values at the
-            top edge.
+        x: the points' x values, sorted.
+        y: the points' y values.
+        low: the lower ends of the points' error bars, or () without error bars.
+        high: the upper ends of the points' error bars, or () without error bars.
+        lost: the x values at which every run failed, with the runs' statuses. The figure marks them at the top edge.
     """
 
     label: str
@@ -38,14 +37,14 @@ class Series:
 
     @property
     def bars(self) -> tuple[list[float], list[float]]:
-        """The distances from each point to the lower and upper end of its spread."""
+        """The lengths of the error bars, below and above the points."""
         below = [y - low for low, y in zip(self.low, self.y, strict=True)]
         return below, [high - y for high, y in zip(self.high, self.y, strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cells:
-    """A map of colors. ``values`` has the rows from bottom to top, and NaN for an empty cell."""
+    """A heat map. Its values are listed by row from bottom to top, with NaN for an empty cell."""
 
     rows: tuple[float, ...]
     columns: tuple[float, ...]
@@ -54,7 +53,7 @@ class Cells:
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """One panel of a figure, which shows lines or a map."""
+    """One panel of a figure, which shows lines or a heat map."""
 
     title: str = ""
     series: tuple[Series, ...] = ()
@@ -62,7 +61,7 @@ class Panel:
 
     @property
     def heading(self) -> str:
-        """The title, which Lamina breaks into two lines if it is long."""
+        """The title. A long title has two lines."""
         breaks = [match.end() for match in re.finditer(", ", self.title)]
         if len(self.title) <= _LONG or not breaks:
             return self.title
@@ -71,9 +70,7 @@ class Panel:
 
 
 def marks(panel: Panel, axis: Axis, number: int) -> list[Value]:
-    """Return the positions along x of a series' marks for failed points. Lamina shifts the marks of several series, so
-    that they stand side by side.
-    """
+    """Return the x positions of a line's marks for failed runs, so that several lines' marks stand side by side."""
     losing = [index for index, series in enumerate(panel.series) if series.lost]
     aside = losing.index(number) - (len(losing) - 1) / 2 if number in losing else 0.0
     ends = [tick for tick in axis.ticks if isinstance(tick, float)]
@@ -84,9 +81,7 @@ def marks(panel: Panel, axis: Axis, number: int) -> list[Value]:
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """An axis of a figure. ``ticks`` lists the positions of the ticks. An axis with categories has a tick at each
-    value.
-    """
+    """An axis of a figure. An axis with categories has a tick at each category."""
 
     title: str
     log: bool = False
@@ -94,7 +89,7 @@ class Axis:
 
     @property
     def has_texts(self) -> bool:
-        """Whether the axis's values are categories."""
+        """Whether the axis shows categories."""
         return any(isinstance(tick, str) for tick in self.ticks)
 
 
@@ -103,12 +98,12 @@ class Drawing:
     """A figure.
 
     Attributes:
-        name: the name of the figure's files, without the ending.
-        x: the x axis that all panels share.
-        y: the y axis that all panels share.
+        name: the file name without its ending.
+        x: the x axis of all panels.
+        y: the y axis of all panels.
         panels: the panels, at most three in a row.
-        joined: whether a line joins the points of a series.
-        quantity: the quantity that a map shows by color.
+        joined: whether lines join the points.
+        quantity: the quantity that a heat map shows.
     """
 
     name: str
@@ -127,13 +122,14 @@ class Drawing:
 
     @property
     def has_legend(self) -> bool:
-        """Whether the figure needs a legend. If the ticks of x name the lines, the figure needs no legend."""
+        """Whether the figure needs a legend, because the x axis does not already name the lines."""
         names = {series.label for panel in self.panels for series in panel.series}
         return len(names) > 1 and not names <= set(self.x.ticks)
 
     def height(self, reach: float) -> float | None:
-        """Return the y value at a height from 0 (the data's lowest point) to 1 (the highest point), or None without
-        data.
+        """Return the y value at a fraction of the figure's height, from 0 (lowest point) to 1 (highest point).
+
+        Without data, the result is None.
         """
         lines = [series for panel in self.panels for series in panel.series]
         values = [y for series in lines for y in (*series.y, *series.low, *series.high) if math.isfinite(y)]
@@ -148,15 +144,16 @@ class Drawing:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A request for a figure, from a study's YAML or from its axes.
+    """A request for a figure.
 
     Attributes:
-        kind: a name in ``lamina.lab.papers.pages.study_figures.KINDS``.
-        x: the column along x, or "" if the kind chooses the column.
-        y: the column along y, or "" if the kind chooses the column.
-        color: the axis whose values get one line each, or "" for the placement (or the first axis that varies).
-        measure: the table's file without its ending (``init-gradients``), for kinds that draw a measure.
-        more: all other entries of the figure in the YAML.
+        kind: the kind of figure, a key of ``lamina.lab.papers.pages.study_figures.KINDS``.
+        x: the column of the x axis, or "" for the kind's usual column.
+        y: the column of the y axis, or "" for the kind's usual column.
+        color: the compared setting that the lines' colors show, or "" for the placement (or the first setting that
+            varies).
+        measure: the name of a measurement's table, such as "init-gradients".
+        more: other fields of the figure in the YAML file.
     """
 
     kind: str

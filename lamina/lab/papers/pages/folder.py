@@ -1,4 +1,4 @@
-"""Read a study's folder or record. A study's folder and its record have the same files."""
+"""Read a study's output folder or its record, which has the same files."""
 
 from __future__ import annotations
 
@@ -29,11 +29,12 @@ _OF_A_STAGE = (SCORE, "eval_reward", "eval_loss")
 
 @dataclass(frozen=True, kw_only=True)
 class StudyFolder:
-    """The folder of a study that ran at one scale.
+    """The folder of a study in one size.
 
     Attributes:
         header: the content of study.yaml.
-        results: one row per trial, with its key, its values on the axes, ``tuned``, and the columns of a result.
+        results: one row per training run.
+        claims: the verdicts.
     """
 
     folder: Path
@@ -43,12 +44,12 @@ class StudyFolder:
 
     @property
     def definition(self) -> Json:
-        """The study's YAML as it was when the study ran."""
+        """The study's YAML file at the time of the run."""
         return _mapping(self.header.get("definition"))
 
     @property
     def name(self) -> str:
-        """The study's id."""
+        """The study's name."""
         return str(self.definition.get("study") or self.folder.name)
 
     @property
@@ -57,18 +58,18 @@ class StudyFolder:
 
     @property
     def definition_of_scale(self) -> Json:
-        """The part of the YAML for this scale."""
+        """The part of the YAML file for this study's size."""
         return _mapping(_mapping(self.definition.get("scales")).get(self.scale))
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes of the results, including learning rate and seed."""
+        """The compared settings, with learning rate and seed."""
         axes = [*_mapping(self.definition_of_scale.get("axes")), STAGE]
         return tuple(axis for axis in axes if axis in self.results)
 
     @property
     def arm_axes(self) -> tuple[str, ...]:
-        """The axes that distinguish arms, or the placement in a study without axes."""
+        """The compared settings without learning rate and seed, or the placement if there are none."""
         return tuple(axis for axis in self.axes if axis not in NO_ARM) or ("placement",)
 
     @cached_property
@@ -77,7 +78,7 @@ class StudyFolder:
 
     @cached_property
     def value(self) -> str:
-        """The column that the figures show: the eval loss, or the main number of a job without eval loss."""
+        """The column that the figures show: the held-out loss, or another job's main result."""
         for name in ("max_learning_rate", "eval_loss"):
             if name in self.results and self.results[name].notna().any():
                 return name
@@ -87,7 +88,7 @@ class StudyFolder:
 
     @property
     def first_stage(self) -> Frame:
-        """The trials of the first stage, or all trials of a study without stages."""
+        """The runs of the study's first job."""
         if STAGE not in self.results:
             return self.results
         later = set(_mapping(self.definition_of_scale.get("then")))
@@ -95,19 +96,18 @@ class StudyFolder:
 
     @property
     def tuned(self) -> Frame:
-        """The trials at their arm's chosen learning rate, or all trials of a study without tuning."""
+        """The runs at the chosen learning rates, or all runs if the study chose none."""
         return self.results[self.results["tuned"]] if self.results["tuned"].any() else self.results
 
     @property
     def measures(self) -> list[str]:
-        """The tables in the folder, by file name without the ending: ``end-angular_distance``."""
+        """The names of the tables in the folder, such as "end-angular_distance"."""
         return sorted(path.stem for path in (self.folder / TABLES).glob("*.parquet"))
 
     def table(self, measure: str) -> Frame:
-        """Return a measure's rows of all trials, with values on the axes, seed and status. An unreadable table is
-        empty.
+        """Return a measurement's rows for all runs, with the compared settings. An unreadable table is empty.
 
-        If a column of the measure has an axis's name, ``column_of`` returns the column's new name.
+        If a column's name is also a compared setting's name, ``column_of`` returns its new name.
         """
         try:
             rows = read_parquet(self.folder / TABLES / f"{measure}.parquet")
@@ -124,12 +124,12 @@ class StudyFolder:
 
     @cached_property
     def measured_axes(self) -> tuple[str, ...]:
-        """The axes with several values, and the learning rate if the study measured an arm at several rates."""
+        """The compared settings with several values. The learning rate is included if a configuration has several."""
         rates = self.tuned.groupby(list(self.varied))["learning_rate"].nunique()
         return (*self.varied, *(("learning_rate",) if (rates > 1).any() else ()))
 
     def label(self, row: Mapping[str, object], without: Collection[str] = ()) -> str:
-        """Return the name of a row's arm: the row's values on the axes that vary and are not in ``without``."""
+        """Return a configuration's name: its values of the settings that vary, without the excluded settings."""
         words = []
         for axis in (axis for axis in self.measured_axes if axis not in without and axis in row):
             value = row[axis]
@@ -140,7 +140,7 @@ class StudyFolder:
 
 
 def column_of(table: Frame, name: str) -> str:
-    """Return the name of a measure's column in a table of ``StudyFolder.table``."""
+    """Return the name of a measurement's column in ``StudyFolder.table``."""
     return f"{_MEASURED}{name}" if f"{_MEASURED}{name}" in table else name
 
 
@@ -150,7 +150,7 @@ def has_claims(folder: Path) -> bool:
 
 
 def read_folder(folder: Path) -> StudyFolder:
-    """Read a study's folder or record. Raises UserError with the file's name if a file is missing or damaged."""
+    """Read a study's folder or record. Raises UserError if a file is damaged."""
     header, path = study_header(folder), folder / RESULTS
     try:
         raw: Frame = pd.read_csv(path.absolute(), dtype={"key": str}, keep_default_na=False, na_values=["", "nan"])
@@ -166,10 +166,13 @@ def read_folder(folder: Path) -> StudyFolder:
 
 
 def over_seeds(rows: Frame, by: list[str], column: str) -> Frame:
-    """Return one row per group with a column's mean, std and range over the trained seeds, and the runs' statuses.
+    """Summarize a column over seeds, with one row per group.
 
-    The columns are the columns of ``by``, then mean, std (ddof 1), low, high, trained, trials, and ended ("5 finished",
-    "3 finished, 2 diverged"). If the column is not a loss, the statistics cover runs of every status.
+    Each row has the mean, the standard deviation, the range and the statuses ("3 finished, 2 diverged"). For a loss,
+    only runs that trained count.
+
+    Args:
+        by: the columns that form the groups.
     """
     means = []
     for key, group in groups(rows, by):
@@ -192,29 +195,28 @@ def over_seeds(rows: Frame, by: list[str], column: str) -> Frame:
 
 
 def by_stage(rows: Frame) -> list[Frame]:
-    """Split the rows by stage, in the table's order. In a study without stages, the result has one part."""
+    """Split the rows by job, in the table's order."""
     return [rows] if STAGE not in rows else [part for _, part in rows.groupby(STAGE, sort=False)]
 
 
 def value_of(rows: Frame, usual: str) -> str:
-    """Return the main column of a stage's trials. For trials without a stage, return ``usual``."""
+    """Return the main result's column for a job after pretraining, or the usual column."""
     columns_here = (name for name in _OF_A_STAGE if name in rows and rows[name].notna().any())
     return usual if STAGE not in rows else next(columns_here, usual)
 
 
 def measuring(rows: Frame, column: str) -> Frame:
-    """Return the rows of the stages that measure a column. In a study without stages, return all rows."""
+    """Return the rows of the jobs that have a value in the column."""
     if STAGE not in rows or column not in rows:
         return rows
     return rows[rows.groupby(STAGE)[column].transform(lambda values: values.notna().any())]
 
 
 def arms(study: StudyFolder) -> Frame:
-    """Return one row per arm, in the study's order: label, placement, learning_rate, and the columns of ``over_seeds``.
+    """Return one row per configuration, in the study's order, with the columns of ``over_seeds``.
 
-    In a study with stages, each stage has a row with the stage's value: a score, a reward, or a loss. If a claim reads
-    the sweep, the study chooses no learning rate. Lamina then takes, among the rates at which most seeds trained, the
-    rate with the lowest mean.
+    A study with several jobs has a row for each job. If the study chose no learning rate, each configuration's row
+    shows its best learning rate: the one with the most trained runs, and then with the lowest mean.
     """
     rows = study.tuned
     if rows.empty:

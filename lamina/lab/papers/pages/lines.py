@@ -1,4 +1,4 @@
-"""Draw a study's arms as lines in panels. The lines' colors show one axis, and the panels show the other axes."""
+"""Draw a study's configurations as lines. Colors show one compared setting, and panels show the others."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ _TITLES = {
 
 
 def title_of(column: str) -> str:
-    """Return the title of an axis that shows a column."""
+    """Return a column's title for an axis."""
     return _TITLES.get(column, column.replace("_", " "))
 
 
 def value_title(study: StudyFolder, column: str) -> str:
-    """Return the title of an axis that shows a result, with the result's unit in this study."""
+    """Return a result's title for an axis, with the result's unit in this study."""
     if column != "eval_loss":
         return title_of(column)
     stages = study.definition_of_scale.get("then")
@@ -49,12 +49,12 @@ def value_title(study: StudyFolder, column: str) -> str:
 
 
 def arms_title(study: StudyFolder) -> str:
-    """Return the title of the column with the values in a study's table."""
+    """Return the title of the column with the results in a study's table."""
     return "score, reward or loss" if STAGE in study.axes else value_title(study, study.value)
 
 
 def color_axis(study: StudyFolder, x: str = "", wanted: str = "") -> str:
-    """Return the axis that the colors show: the wanted axis, the placement, or the first axis that varies."""
+    """Return the setting that colors show: the wanted one, the placement, or the first one that varies."""
     if wanted in study.results or wanted == "placement":
         return wanted
     free = [axis for axis in study.varied if axis != x]
@@ -62,9 +62,9 @@ def color_axis(study: StudyFolder, x: str = "", wanted: str = "") -> str:
 
 
 def looks_of(study: StudyFolder, axis: str) -> dict[str, Look]:
-    """Return the line style of each value on an axis: the placement's style, or a style by the value's order.
+    """Return the line style of each value of a compared setting.
 
-    Values with the same placement have the same color, but different dashes and markers.
+    Each placement has its own color. Values with the same placement have different dashes and markers.
     """
     if axis not in study.results:
         return {}
@@ -88,12 +88,17 @@ def looks_of(study: StudyFolder, axis: str) -> dict[str, Look]:
 def panels(
     study: StudyFolder, rows: Frame, color: str, x: str, *, band: str = "std", numeric: bool = False, lost: bool = True
 ) -> tuple[Panel, ...]:
-    """Make panels of lines (``line``) from rows. In a panel, the rows of one color form a line.
+    """Draw rows as lines in panels. Each color is a line.
 
-    Lamina makes a panel for each setting of the remaining axes (all except ``x`` and the axis of the colors). If a
-    figure would have too many panels, the settings become part of the lines' names. The lines have the order of the
-    axes that vary: numbers by size, texts as in the study. With ``lost``, Lamina also marks points at which no seed
-    trained.
+    Each combination of the remaining settings has a panel, or a part in the lines' names if there would be too many
+    panels.
+
+    Args:
+        color: the compared setting that the colors show.
+        x: the column of the x axis.
+        band: the kind of spread: "std" or "range".
+        numeric: whether x is always a number, as training steps are.
+        lost: whether to mark points at which every run failed.
     """
     if rows.empty:
         return ()
@@ -119,7 +124,7 @@ def panels(
 
 
 def axis(column: str, values: Iterable[object]) -> Axis:
-    """Return the axis of a column's values. Numbers over a wide range get a logarithmic scale."""
+    """Return the axis of a column's values, with a logarithmic scale for numbers over a wide range."""
     ordered = ordered_values(values)
     numbers = [value for value in ordered if isinstance(value, float)]
     log = len(numbers) == len(ordered) > 2 and numbers[0] > 0 and numbers[-1] / numbers[0] >= _WIDE
@@ -127,15 +132,14 @@ def axis(column: str, values: Iterable[object]) -> Axis:
 
 
 def joined(values: Iterable[object]) -> bool:
-    """Return whether a line may join an axis's values, because each value is or contains a number."""
+    """Return whether lines may join the points, because every x value is or contains a number."""
     return all(isinstance(value, float) or re.search(r"\d", str(value)) for value in ordered_values(values))
 
 
 def ordered_values(values: Iterable[object]) -> list[Value]:
-    """Return the different values of an axis: numbers by size, texts in the study's order.
+    """Return the distinct values of an axis: numbers by size, texts in the study's order.
 
-    If numbers include 0 and span several powers of ten, they become texts, because neither a linear nor a logarithmic
-    axis can show such numbers.
+    Numbers become texts if they include 0 and span several powers of ten, because no scale fits them.
     """
     once = list(dict.fromkeys(point(value) for value in values))
     numbers = sorted(value for value in once if isinstance(value, float))
@@ -147,17 +151,19 @@ def ordered_values(values: Iterable[object]) -> list[Value]:
 
 
 def point(value: object) -> Value:
-    """Return an axis's value for a figure: a float for a number, otherwise a text."""
+    """Return a value for an axis: a float for a number, otherwise a text."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
     return float(value)
 
 
 def line(rows: Frame, x: str, label: str, look: Look, *, band: str = "std", numeric: bool = False) -> Series | None:
-    """Make a line with a point for each row of ``over_seeds``. Returns None without points.
+    """Draw the rows of ``over_seeds`` as a line. Returns None without points.
 
-    ``band`` is the kind of spread: the standard deviation ("std") or the range ("range"). With ``numeric``, x stays a
-    number, even if its values include 0 and span several powers of ten, as training steps do.
+    Args:
+        x: the column of the x axis.
+        band: the kind of spread: "std" or "range".
+        numeric: whether x is always a number, as training steps are.
     """
     points = rows[rows["mean"].notna()]
     values = sorted({float(value) for value in rows[x]}) if numeric else ordered_values(rows[x])

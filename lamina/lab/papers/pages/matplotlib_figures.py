@@ -1,4 +1,4 @@
-"""Write figures for a paper as SVG and PDF with matplotlib (the extra ``figures``)."""
+"""Write figures for a paper as SVG and PDF with matplotlib (Lamina's extra "figures")."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ _WIDTH, _HEIGHT = 2.5, 2.1  # of a panel, in inches
 
 
 def write_all(folder: Path) -> list[Path]:
-    """Write a study's figures to ``folder/figures`` as SVG and PDF, and return the paths.
+    """Write a study's figures as SVG and PDF to its subfolder "figures". Returns the paths.
 
-    Raises UserError if the folder holds no study with claims, or matplotlib is not installed.
+    Raises UserError if the folder holds no study with claims, or if matplotlib is not installed.
     """
     if not has_claims(folder):
         raise UserError(f"figures: {str(folder)!r} holds no study with claims. Give the folder of `lamina study run`.")
@@ -70,10 +70,7 @@ def write_all(folder: Path) -> list[Path]:
 
 
 def write(drawing: Drawing, folder: Path, formats: Sequence[str] = ("svg", "pdf")) -> list[Path]:
-    """Write the drawing as ``folder/NAME.svg`` and ``.pdf``, and return the paths.
-
-    Raises UserError if matplotlib is not installed.
-    """
+    """Write a figure as SVG and PDF. Returns the paths. Raises UserError if matplotlib is not installed."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
@@ -196,14 +193,14 @@ def _scale(field: Axes, axis: Axis) -> None:
 
 
 def _turned(axis: Axis) -> bool:
-    """Return whether the labels on x must be turned to fit side by side."""
+    """Return whether the x labels are too long to fit side by side."""
     if axis.has_texts:
         return max(len(str(tick)) for tick in axis.ticks) * len(axis.ticks) > 34
     return 5 < len(axis.ticks) <= 10
 
 
 def _places(values: Sequence[Value], axis: Axis) -> list[float]:
-    """Return the positions of values on x. A number's position is the number, and a text's position is its index."""
+    """Return the x positions of values. A text's position is its index among the ticks."""
     if not axis.has_texts:
         return [value for value in values if isinstance(value, float)]
     order = {str(tick): number for number, tick in enumerate(axis.ticks)}

@@ -1,4 +1,4 @@
-"""Write the page of a study with claims: its verdicts, settings and figures."""
+"""Write the report page of a study with claims."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def plot(drawing: Drawing) -> Figure:
 
 
 def _frame(figure: Figure, drawing: Drawing, down: int, lines: int) -> None:
-    """Lay out a figure: heights, margins, the legend above the panels' titles, and a range of y that the data fill."""
+    """Set a figure's height, margins, legend position and y range."""
     inside = (_MAP if drawing.is_map else _HEIGHT) * down
     headings = [panel.heading for panel in drawing.panels]
     titles = 43 if any("\n" in heading for heading in headings) else 26 if any(headings) else 6
@@ -111,7 +111,7 @@ def _draw(figure: Figure, drawing: Drawing, series: Series, *, legend: bool, row
 
 
 def _lost(figure: Figure, series: Series, places: list[Value], top: float, *, row: int, col: int) -> None:
-    """Draw marks along the top edge where no seed trained."""
+    """Mark the x values at which every run failed, along the top edge."""
     color, label = series.look.color, escape(series.label)
     told = [[f"{x:g}" if isinstance(x, float) else escape(str(x)), escape(ended)] for x, ended in series.lost]
     figure.add_scatter(
@@ -132,7 +132,7 @@ def _lost(figure: Figure, series: Series, places: list[Value], top: float, *, ro
 
 @report_of(Kind.CLAIMS)
 def claims_report(folder: Path) -> Path:
-    """Write ``folder/report.html`` of a study with claims. Raises UserError if a file of the study is damaged."""
+    """Write report.html for a study with claims. Raises UserError if a file of the study is damaged."""
     study = read_folder(folder)
     definition, header = study.definition, study.header
     recorded = {"Settings": header.get("settings"), "The study": definition or None}

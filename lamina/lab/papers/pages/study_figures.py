@@ -1,7 +1,4 @@
-"""Draw the figures that a study's YAML names, and figures that Lamina chooses by the study's axes and measures.
-
-Each kind of figure is a function that makes a drawing from a study's tables.
-"""
+"""Draw the figures that a study's YAML file names, and figures that Lamina chooses."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from lamina.reports.records import Frame, rows_of
 
 logger = logging.getLogger(__name__)
 ONE_LINE = "none"
-"""The value of a figure's ``color`` that joins all arms in one line."""
+"""The value of a figure's field "color" for a single line through all configurations."""
 _MOST = 6
 _FIELDS = ("kind", "x", "y", "color", "measure")
 LOST = "Marks along the top edge show points at which no seed trained (diverged or stuck)."
@@ -39,9 +36,10 @@ class ShownMetric:
     """The part of a probe's table that a figure shows.
 
     Attributes:
-        rows: the rows to draw: a mapping from columns to values. Columns that the table lacks have no effect.
-        x: the column along x.
-        log: whether y is logarithmic.
+        metric: the metric to draw.
+        rows: the rows to draw, as allowed values of columns.
+        x: the column of the x axis.
+        log: whether the y axis is logarithmic.
     """
 
     metric: str
@@ -67,10 +65,7 @@ _MAPPED = ("angular_distance",)  # drawn as a map unless the study says otherwis
 
 
 def chosen(study: StudyFolder) -> tuple[list[Drawing], list[Drawing]]:
-    """Return a study's figures and the omitted figures. Figures from the YAML come first.
-
-    If there are too many figures, Lamina omits some that the YAML does not name.
-    """
+    """Return the figures to show, and the figures that would be too many. Figures from the YAML file come first."""
     written = _made(study, _written(study))
     made = list({**written, **_made(study, _default(study)), **written}.values())
     count = max(_MOST, len(written))
@@ -124,17 +119,17 @@ def _default(study: StudyFolder) -> Iterable[Request]:
 
 
 def probe_of(measure: str) -> str:
-    """Return the probe of a measure's table: ``end-angular_distance-tokens-all`` belongs to angular_distance."""
+    """Return the probe of a measurement's table, such as "gradients" for "init-gradients"."""
     return measure.split("-")[1] if "-" in measure else measure
 
 
 def sweep(study: StudyFolder, request: Request) -> Drawing | None:
-    """Draw the value against the learning rate, with one line per arm."""
+    """Draw the result against the learning rate, with a line for each configuration."""
     rows = study.first_stage
     if not study.has_sweep or rows[_value(study, request)].isna().all():
         return None
     arm = list(dict.fromkeys(["placement", *study.varied]))
-    # The seeds that an arm has at each of its rates: more seeds at the best one are another sample.
+    # only seeds that ran at every learning rate, because more seeds at the best one are another sample
     rates = rows.groupby(arm, dropna=False)["learning_rate"].transform("nunique")
     rates_tried = rows.groupby([*arm, "seed"], dropna=False)["learning_rate"].transform("nunique")
     rows = rows[rates_tried == rates] if (rates_tried == rates).any() else rows
@@ -143,7 +138,7 @@ def sweep(study: StudyFolder, request: Request) -> Drawing | None:
 
 
 def by_axis(study: StudyFolder, request: Request) -> Drawing | None:
-    """Draw each arm's value at its best learning rate against an axis (for ``by_depth``: the number of layers)."""
+    """Draw each configuration's result at its best learning rate against a compared setting."""
     usual = next((a for a in study.varied if a != "placement"), study.varied[0])
     x, value = request.x or ("num_layers" if request.kind == "by_depth" else usual), _value(study, request)
     table = arms(study)
@@ -161,7 +156,7 @@ def by_axis(study: StudyFolder, request: Request) -> Drawing | None:
 
 
 def curves(study: StudyFolder, request: Request) -> Drawing | None:
-    """Draw a training record against the steps. The line is the mean over the seeds, and the band is their range."""
+    """Draw a training record against the steps, with the mean over seeds as a line and the range as a band."""
     rows = study.table(request.measure or "records-metrics")
     x, y = request.x or "step", request.y or "loss"
     by_layer = {"metric", "value"} <= set(rows)
@@ -191,7 +186,7 @@ def curves(study: StudyFolder, request: Request) -> Drawing | None:
 
 
 def lines_over_layers(study: StudyFolder, request: Request) -> Drawing | None:
-    """Draw a measure's metric against the layer, with a line per arm, and panels for before and after training."""
+    """Draw a metric against the layer, before and after training, with a line for each configuration."""
     probe = probe_of(request.measure or next(iter(study.measures), ""))
     shown = _SHOWN.get(probe, ShownMetric(metric=request.y, rows={}))
     metric, wanted = request.y or shown.metric, request.x or shown.x
@@ -235,7 +230,7 @@ def lines_over_layers(study: StudyFolder, request: Request) -> Drawing | None:
 
 
 def heatmap(study: StudyFolder, request: Request) -> Drawing | None:
-    """Draw a measure as one map per arm. Two columns are the map's axes, and the color is the mean over the seeds."""
+    """Draw a measurement as a heat map for each configuration. Colors show the mean over seeds."""
     measure = request.measure or next((m for m in study.measures if probe_of(m) in _MAPS), "")
     metric = str(request.more.get("metric") or _MAPS.get(probe_of(measure), ""))
     x, y = request.x or "start", request.y or "size"
@@ -324,7 +319,7 @@ def _rows(table: Frame, metric: str, chosen: Mapping[str, object]) -> Frame:
 
 
 def _parts(rows: Frame, x: str) -> list[tuple[str, Frame]]:
-    """Return the rows of each part of a layer, by the part's name. A part is a sub-layer, a role, or a norm."""
+    """Split rows by part of a layer, such as the sub-layer or the norm. Returns each part's name and rows."""
     several = [name for name in _PARTS if name in rows and name != x and rows[name].nunique(dropna=False) > 1]
     if "index" in several and rows["index"].nunique() > _MOST_OF_ONE_KIND:
         several.remove("index")  # heads, ranks: their mean

@@ -1,1 +1,1 @@
-"""Describe and store trials, which several studies can share."""
+"""Describe and store a study's training runs, which several studies can share."""

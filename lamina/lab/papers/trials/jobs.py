@@ -1,4 +1,4 @@
-"""List the jobs that a trial can run. Lamina imports a job's settings and function only when a trial needs the job."""
+"""The jobs that studies can run. Lamina imports a job's code only when a study needs it."""
 
 from __future__ import annotations
 
@@ -23,14 +23,13 @@ from lamina.training import pretrain_row
 from lamina.training.settings import PretrainSettings
 
 SCORE = "score"
-"""The column of the average over the tasks, in percent. Each task's column is ``score_TASK``."""
+"""The column with the mean score over all tasks, in percent. Each task's column is "score_TASK"."""
 
 
 def columns_of(result: Json) -> Json:
-    """Return a score table as columns: ``score`` (the mean of the shares, in percent), and ``score_HEADING`` per
-    column.
+    """Return an evaluation's scores as columns: the mean score, and each task's score, in percent.
 
-    A result from a study's records already has the score columns, so Lamina returns it unchanged.
+    A result that already has these columns stays unchanged.
     """
     if "table" not in result:
         return result
@@ -55,9 +54,9 @@ def columns_of(result: Json) -> Json:
 
 
 def initialize(settings: PretrainSettings, *, resume: Resume = False, bar: bool = True) -> Json:
-    """Write the folder of an untrained model: settings, plan, and a result with 0 steps.
+    """Write the folder of an untrained model: settings, norm placement, and a result with 0 steps.
 
-    Raises UserError for invalid settings and a folder with files.
+    Raises UserError if a setting is invalid, or if the folder has files.
     """
     from lamina.training.resolve import resolve_run  # it loads torch
 
@@ -85,18 +84,17 @@ def evaluate(settings: EvalSettings, **modes: Unpack[Modes]) -> Json:
 
 @dataclass(frozen=True, kw_only=True)
 class TrialJob:
-    """A kind of trial.
+    """A job that studies can run.
 
     Attributes:
-        name: the name in the YAML of a study.
-        settings: a function that returns the class of the job's settings, which have ``output`` and ``seed``.
-        run: a function of the settings, ``resume`` and ``bar`` that writes a run's folder.
+        name: the job's name in the YAML file.
+        settings: a function that returns the class of the job's settings.
+        run: a function that runs the job and writes a run's folder.
         trains: whether the job trains and saves a model.
-        inputs: the settings that take the folder of an earlier trial. The first of these settings is the main input. A
-            job that starts a chain has no inputs, but has the setting ``placement``.
-        files: the settings that name data or code. A trial's identity contains a hash of these files.
-        seeded: whether the job uses the seed of the first trial in its chain.
-        numbers: a function from result.json to the columns of a row.
+        inputs: the settings that name the folders of earlier runs. The first one is the main input.
+        files: the settings that name data or code. Runs with other files count as different runs.
+        seeded: whether the job has a seed.
+        numbers: a function that converts result.json to columns.
     """
 
     name: str

@@ -1,8 +1,7 @@
-"""Measure a study's trials with probes, before and after training, and keep training records.
+"""Measure a study's models with probes before and after training, and keep training records.
 
-A measure is "TIME/NAME": ``init/gradients``, ``end/angular_distance(tokens=all)``, ``records/layers``. The table of a
-measure is a Parquet file in the trial's folder. For each measure, measures.json records success, or the reason for a
-failure.
+A measurement's name is "TIME/NAME", such as "init/gradients" or "records/layers". Its table is a Parquet file in the
+run's folder. The file measures.json says for each measurement whether it succeeded, or why not.
 """
 
 from __future__ import annotations
@@ -25,21 +24,21 @@ if TYPE_CHECKING:
 FOLDER = "measures"
 MEASURED = "measured"
 SEQUENCES = 16
-"""The number of held-out blocks that a probe reads."""
+"""The number of held-out text blocks that a probe reads."""
 
 
 def names(measures: Mapping[str, Iterable[str]]) -> tuple[str, ...]:
-    """Return the measures of a scale as "TIME/NAME"."""
+    """Return the names of all measurements, as "TIME/NAME"."""
     return tuple(f"{time}/{name}" for time, listed in measures.items() for name in listed)
 
 
 def file_name(measure: str) -> str:
-    """Return the name of a measure's table: ``end-angular_distance-tokens-all.parquet``."""
+    """Return the file name of a measurement's table, such as "end-angular_distance-tokens-all.parquet"."""
     return re.sub(r"[^\w.]+", "-", measure).strip("-") + ".parquet"
 
 
 def missing(folder: Path, measures: Iterable[str]) -> list[str]:
-    """Return the measures that are not yet in a trial's folder."""
+    """Return the measurements that a run's folder lacks."""
     state = noted(folder / MEASURES)
     return [
         measure
@@ -49,15 +48,13 @@ def missing(folder: Path, measures: Iterable[str]) -> list[str]:
 
 
 def table(folder: Path, measure: str) -> pd.DataFrame | None:
-    """Read a measure's table. Returns None if the trial has no table of the measure. Raises UserError for an unreadable
-    file.
-    """
+    """Read a measurement's table. Returns None without a table, and raises UserError for an unreadable file."""
     path = _file(folder, measure)
     return None if path is None else read_table(path)
 
 
 def read_table(path: Path) -> pd.DataFrame:
-    """Read a Parquet file. Raises UserError for an unreadable file."""
+    """Read a Parquet file. Raises UserError if it is unreadable."""
     import pandas as pd
 
     try:
@@ -69,13 +66,12 @@ def read_table(path: Path) -> pd.DataFrame:
 
 
 def _file(folder: Path, measure: str) -> Path | None:
-    """Return the file of a measure's table, or None."""
     path = folder / FOLDER / file_name(measure)
     return path if path.is_file() else None
 
 
 def measure(folder: Path, settings: PretrainSettings, measures: Iterable[str]) -> None:
-    """Make all measures that a trial's folder lacks. If a measure does not apply to the trial, record the reason."""
+    """Make all measurements that a run's folder lacks. For measurements that fail, record the reason."""
     wanted = missing(folder, measures)
     if not wanted:
         return
@@ -91,7 +87,7 @@ def measure(folder: Path, settings: PretrainSettings, measures: Iterable[str]) -
 
 
 def _table(folder: Path, settings: PretrainSettings, measure: str) -> pd.DataFrame:
-    """Make a measure's table. Raises UserError if the trial has no model, or the probe does not apply to the model."""
+    """Make a measurement. Raises UserError if the run has no model, or the probe does not fit the model."""
     time, name = measure.split("/", 1)
     if time == "records":
         return _records(folder, name)

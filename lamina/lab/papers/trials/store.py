@@ -1,4 +1,4 @@
-"""Read and write the store of trials (one folder per key), and read the records of earlier studies."""
+"""Read and write the folder of all studies' training runs, and read recorded results."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ TABLES = "tables"
 
 
 class Records:
-    """The records in a folder. Lamina reads a record only when a trial needs it.
+    """The recorded results of earlier studies.
 
     Args:
-        folder: the folder of the records, which need not exist.
-        own: the name of the present study's record. If several records have a trial, the record with this name takes
-            precedence. The records can differ, because a trial's loss depends slightly on the machine.
+        folder: the folder with a subfolder of records for each study. It may be missing.
+        own: the name of this study's subfolder. If several subfolders have a run, Lamina uses this one, because a run's
+            loss depends slightly on the machine.
     """
 
     def __init__(self, folder: Path, own: str = ""):
@@ -49,7 +49,7 @@ class Records:
 
     @cached_property
     def rows(self) -> dict[str, Json]:
-        """The results of all recorded trials that ended, by key. Raises UserError for an unreadable file."""
+        """The recorded results of all finished runs, by key. Raises UserError for an unreadable file."""
         import pandas as pd
 
         tables, places, shared = [], set(), {"key", *columns.names()}
@@ -71,8 +71,9 @@ class Records:
         return rows
 
     def row(self, trial: StudyTrial) -> Json | None:
-        """Return the recorded result of a trial, or None. Raises UserError if the record's row belongs to another
-        trial.
+        """Return a run's recorded result, or None.
+
+        Raises UserError if the recorded settings contradict the run.
         """
         row = self.rows.get(trial.key)
         facts = {"seed": trial.seed, "learning_rate": trial.learning_rate, "placement": trial.placement}
@@ -87,7 +88,7 @@ class Records:
         return row
 
     def table(self, key: str, measure: str) -> pd.DataFrame | None:
-        """Return a measure's table of one trial. Returns None if no record has the table."""
+        """Return the recorded table of a run's measurement, or None."""
         if measure not in self._tables:
             tables: dict[str, pd.DataFrame] = {}
             for path in self._files(f"{TABLES}/{file_name(measure)}"):
@@ -97,9 +98,7 @@ class Records:
         return self._tables[measure].get(key)
 
     def _files(self, name: str) -> list[Path]:
-        """List the files with a given name in all records. The present study's file comes last, because a later file
-        takes precedence.
-        """
+        """List the files of one name in all subfolders, with this study's file last."""
         study_file = self.folder / self.own / name
         paths = sorted(self.folder.glob(f"*/{name}"), key=lambda path: (path == study_file, path))
         for path in paths:
@@ -108,7 +107,7 @@ class Records:
 
 
 def recorded_keys(record: Path) -> list[str]:
-    """Return the keys of the trials in a study's record. Without a record, return an empty set."""
+    """Return the keys of the runs in a study's folder."""
     import pandas as pd
 
     path = record / RESULTS
@@ -117,13 +116,13 @@ def recorded_keys(record: Path) -> list[str]:
 
 
 def write_results(folder: Path, results: pd.DataFrame) -> None:
-    """Write a study's rows."""
+    """Write a study's table of results."""
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / RESULTS, results.to_csv(index=False))
 
 
 def write_table(folder: Path, measure: str, rows: pd.DataFrame) -> None:
-    """Write a measure's rows of all trials. Each row has the trial's key."""
+    """Write a measurement's table for all runs of a study."""
     (folder / TABLES).mkdir(parents=True, exist_ok=True)
     write_parquet(folder / TABLES / file_name(measure), rows, compression="zstd")
 
@@ -133,11 +132,11 @@ _CLAIMS = ".claims"
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTask(Task):
-    """A trial of the store, which several drivers and studies may share.
+    """A training run in the folder that several processes and studies share.
 
     Attributes:
-        measures: the measures of the trial, as "TIME/NAME".
-        identity: everything on which the trial's numbers depend.
+        measures: the names of the run's measurements, as "TIME/NAME".
+        identity: everything that determines the run's numbers.
     """
 
     measures: tuple[str, ...] = ()
@@ -154,7 +153,7 @@ class StoredTask(Task):
 
     @contextmanager
     def claim(self) -> Iterator[None]:
-        """Lock the trial while it runs. Raises Busy if another driver runs it now."""
+        """Lock the run while it executes. Raises Busy if another process executes it."""
         with ExitStack() as held:
             try:
                 held.enter_context(lock(self.folder.parent / _CLAIMS / self.folder.name))
@@ -163,10 +162,10 @@ class StoredTask(Task):
             yield
 
     def run(self) -> Json:
-        """Run or resume the trial, add its missing measures, and return its result."""
+        """Execute or resume the run, make its missing measurements, and return its result."""
         refuse_another(self.folder)
-        # In the words of the trial's folder: its name is the hash of what they mean, so these only differ in how they
-        # say it, such as a depth that is the backbone's own or given, or another path of the same text.
+        # The folder's settings replace ours. Both mean the same, because the folder's name is a hash of their meaning,
+        # but they may be written differently, such as another path of the same text.
         path = self.folder / CONFIG
         stored, ours = read_config(self.folder) if path.is_file() else {}, self.settings.to_dict()
         settings = replace(self.settings, **{name: stored[name] for name in SPELLED if name in stored and name in ours})
@@ -178,7 +177,7 @@ class StoredTask(Task):
 
 
 def refuse_another(folder: Path) -> None:
-    """Raise UserError if a folder of the store does not hold the trial that the folder's name states."""
+    """Raise UserError if a folder holds another run than its name states."""
     path = folder / TRIAL
     status = (read_result(folder) or {}).get("status")
     if not path.is_file() and status not in ENDED and (status is None or not (folder / CONFIG).is_file()):
@@ -198,17 +197,17 @@ def refuse_another(folder: Path) -> None:
 
 
 UNTRAINED = (Status.DIVERGED.value, Status.STUCK.value)
-"""The statuses of trials that are no starting point for other trials."""
+"""The statuses of runs whose models other runs cannot use."""
 
 
 class Store:
-    """The folders of trials, with their results.
+    """The folder of all studies' training runs.
 
     Args:
-        folder: the folder that holds the trials' folders.
-        records: the records of earlier studies, which may come from another machine.
-        threads: the number of threads of each trial. None means the number in the trial's settings.
-        run_code: whether trials may run the code in task files.
+        folder: the folder, with a subfolder for each run.
+        records: recorded results of earlier studies, which may come from another machine.
+        threads: the number of threads per run (default: from the run's settings).
+        run_code: whether runs may execute the code in task files.
     """
 
     def __init__(self, folder: Path, records: Records, threads: int | None = None, *, run_code: bool = False):
@@ -218,7 +217,7 @@ class Store:
         self._verified: set[str] = set()
 
     def place(self, key: str) -> Path:
-        """Return a trial's folder. Raises UserError if the folder holds another trial or an unknown trial."""
+        """Return a run's folder. Raises UserError if the folder holds another run or an unreadable one."""
         folder = self.folder / key
         if key not in self._verified and folder.is_dir():
             refuse_special("store", folder)
@@ -229,7 +228,7 @@ class Store:
         return folder
 
     def machines(self, keys: Iterable[str]) -> list[Json]:
-        """Count the stored trials by machine, torch version and revision. The most frequent combination comes first."""
+        """Count runs by machine, torch version and git revision, with the most frequent first."""
         counts = Counter[str]()
         for name in keys:
             if machine := (noted_there := noted(self.folder / name / ENVIRONMENT)).get("machine"):
@@ -241,7 +240,7 @@ class Store:
         return [{"trials": count, **json.loads(text)} for text, count in counts.most_common()]
 
     def task(self, trial: StudyTrial) -> StoredTask:
-        """Convert a trial to a task for a process."""
+        """Convert a run to a task for a worker process."""
         places = {name: str((self.folder / source.key).absolute()) for name, source in trial.inputs.items()}
         changes: Json = {"output": str(self.folder / trial.key), **places}
         if self.threads is not None:
@@ -255,7 +254,7 @@ class Store:
         )
 
     def result(self, trial: StudyTrial) -> Json | None:
-        """Return the result of a trial, or None if the trial has not ended."""
+        """Return a run's result, or None if the run is unfinished."""
         if trial.key in self._ended:
             return self._ended[trial.key]
         result = self.outcome(trial)
@@ -265,12 +264,12 @@ class Store:
         return result
 
     def outcome(self, trial: StudyTrial) -> Json | None:
-        """Return the status in a trial's folder, which may be failed or interrupted. Without a status, return None."""
+        """Return the result in a run's folder, which may say that the run failed. Returns None without a result."""
         folder = self.place(trial.key)
         return read_result(folder) if folder.is_dir() else None
 
     def has_model(self, trial: StudyTrial) -> bool:
-        """Return whether other trials can start from a trial's model. Raises UserError if the model is incomplete."""
+        """Return whether other runs can start from a run's model. Raises UserError if the model is incomplete."""
         model = self.place(trial.key) / MODEL
         if (model / MANIFEST).is_file() and (broken := what_is_broken(model, content=False)) is not None:
             raise UserError(
@@ -280,7 +279,7 @@ class Store:
         return model.is_dir()
 
     def damage(self, trials: Iterable[StudyTrial]) -> list[str]:
-        """Check the models and checkpoints of ended trials. Return a line for each damaged model or checkpoint."""
+        """Return a line for each damaged model and checkpoint of finished runs."""
         lines = []
         for name in dict.fromkeys(trial.key for trial in trials if self.result(trial) and trial.key in self._ended):
             folder = self.folder / name
@@ -290,7 +289,7 @@ class Store:
         return lines
 
     def _inherited(self, trial: StudyTrial) -> Json | None:
-        """Return a result for a trial whose input model did not train, or None if all input models trained."""
+        """Return a result for a run that lacks its input model because the model's training diverged or got stuck."""
         for source in trial.inputs.values():
             result = self.result(source)
             if result is not None and result["status"] in UNTRAINED:
@@ -301,7 +300,7 @@ class Store:
         return None
 
     def complete(self, trial: StudyTrial) -> Json | None:
-        """Return the result of a trial, or None if the trial has not ended or lacks a measure."""
+        """Return a run's result, or None if the run is unfinished or lacks a measurement."""
         result, trial_id = self.result(trial), (trial.key, trial.measures)
         if result is None or not trial.measures or trial_id in self._complete or self._inherited(trial) is not None:
             return result
@@ -313,6 +312,6 @@ class Store:
         return result
 
     def table(self, key: str, measure: str) -> pd.DataFrame | None:
-        """Read a measure's table of one trial. Returns None if the file is missing or somebody has altered it."""
+        """Read the table of a run's measurement. Returns None if it is missing."""
         table = measures.table(self.place(key), measure)
         return table if table is not None else self.records.table(key, measure)

@@ -1,8 +1,7 @@
-"""Describe a trial of a study. A trial's key is a hash of everything on which the trial's numbers depend (its
-identity).
+"""Describe a study's training runs. A run's key is a hash of everything that determines its numbers.
 
-Two trials with the same key give the same numbers, which are bit-identical on the same machine. So several studies can
-share a trial, and a changed trial never replaces the old trial.
+Two runs with the same key give the same numbers, bit-identical on the same machine. Several studies can therefore share
+a run, and a changed run never replaces an old one.
 """
 
 from __future__ import annotations
@@ -32,20 +31,21 @@ from lamina.training.setting_groups import ObjectiveSettings, PackingSettings, P
 from lamina.training.settings import BranchSettings
 
 NUMERICS = 1
-"""The version of the training code. Increase the version if the same settings give other numbers after your change.
+"""The version of the training code. Increase it if the same settings give other numbers after your change.
 
-tests/lab/papers/test_numerics.py trains a few small models, and fails if their losses differ from this version's."""
+tests/lab/papers/test_numerics.py trains a few small models, and fails if their losses have changed.
+"""
 
-# Settings on which the numbers of a run depend only if it may roll back.
+# settings that matter only if a run may roll back
 OF_A_ROLLBACK = frozenset(("rollback_factor", "rollback_skip", "save_steps", "keep"))
-# Settings that may name a folder, with the files in it that decide nothing of a trial.
+# settings that may name a folder, with the files in it that do not matter
 _WEIGHTS = ("*.safetensors", MANIFEST)
 PLACES = {"backbone": (*_WEIGHTS, "*token*", "README.md"), "tokenizer": _WEIGHTS, "from_model": ()}
-# Settings that an identity has by what they mean, not by their words: a plan, a text, an initializer.
+# settings that count by their meaning and not by their spelling
 SPELLED = ("placement", "num_layers", "init", "corpus", "eval_corpus")
 _NAMES = ("placement", "options", "initialization")  # of a plan: what it is called
-# Settings younger than the first records, with the values at which they change nothing: left out there, so that older
-# trials keep their keys.
+# Newer settings, with the values that change nothing. A key leaves out these values, so that older runs keep their
+# keys.
 _YOUNGER_GROUPS = (
     *(BranchSettings, ObjectiveSettings, ImageSettings, PretrainOptimizerSettings, MemorySettings),
     PackingSettings,
@@ -67,7 +67,10 @@ YOUNGER: Json = {
 
 
 def identity(job: str, settings: Settings) -> Json:
-    """Return everything on which a trial's numbers depend. Raises UserError for an unreadable placement or corpus."""
+    """Return everything that determines a run's numbers.
+
+    Raises UserError if Lamina cannot read the placement or the corpus.
+    """
     values = settings.to_dict()
     placement, layers = str(values.pop("placement")), values.pop("num_layers", None)
     plan, recommended = _plan(placement, layers or _depth(str(values["backbone"])))
@@ -87,10 +90,13 @@ def identity(job: str, settings: Settings) -> Json:
 
 
 def chained(job: TrialJob, settings: Settings, inputs: Mapping[str, str]) -> Json:
-    """Return everything on which the numbers depend, for a trial that starts from other trials.
+    """Return everything that determines the numbers of a run that starts from other runs' models.
 
-    ``inputs`` maps each setting that takes a trial's folder to the key of the trial. Raises UserError for unreadable
-    data.
+    Args:
+        inputs: the keys of the other runs, by the setting that takes the model.
+
+    Raises:
+        UserError: Lamina cannot read the data.
     """
     values, data = settings.to_dict(), {}
     for name in job.files:
@@ -107,7 +113,7 @@ def chained(job: TrialJob, settings: Settings, inputs: Mapping[str, str]) -> Jso
 
 
 def key(identity: Json) -> str:
-    """Return the hash of an identity: 16 hexadecimal digits."""
+    """Return the hash of everything that determines a run's numbers, as 16 hexadecimal digits."""
     return _hash(identity)[:16]
 
 
@@ -118,7 +124,7 @@ def read_again() -> None:
 
 
 def _deciding(values: Json, free: frozenset[str], others: Iterable[str]) -> Json:
-    """Return the settings on which the numbers depend, without ``others``."""
+    """Return the settings that change a run's numbers, except the excluded names."""
     left_out = {*others, *(free - OF_A_ROLLBACK if values.get("rollback") else free)}
     return {
         name: value
@@ -128,7 +134,7 @@ def _deciding(values: Json, free: frozenset[str], others: Iterable[str]) -> Json
 
 
 def _places(settings: Json) -> Json:
-    """Hash the folders that settings name, and return the hashes by setting. Lamina skips names without a folder."""
+    """Return hashes of the folders that settings name, by setting."""
     places = {
         name: _files(str(path), ignored)
         for name, ignored in PLACES.items()
@@ -139,7 +145,7 @@ def _places(settings: Json) -> Json:
 
 @lru_cache(maxsize=64)
 def _files(folder: str, ignored: tuple[str, ...]) -> str:
-    """Hash the files of a saved model, complete or not."""
+    """Return a hash of the files of a saved model."""
     root = model_folder(folder)
     names = [name for name in files_in(root) if not any(fnmatch(name, pattern) for pattern in ignored)]
     return _hash([[name, sha256(root / name)] for name in names])
@@ -147,16 +153,14 @@ def _files(folder: str, ignored: tuple[str, ...]) -> str:
 
 @lru_cache(maxsize=1024)
 def _plan(placement: str, num_layers: int) -> tuple[str, str]:
-    """Hash the computations and the recommended initializer of a plan, but not the plan's name."""
+    """Return a hash of a norm placement's computations, and its recommended initializer."""
     plan = resolve(placement, num_layers)
     unnamed = {name: value for name, value in _changed(plan).items() if name not in _NAMES}
     return _hash(unnamed), plan.initialization or "normal"
 
 
 def _changed(value: object) -> Json:
-    """Return a plan's fields that differ from their defaults. With this rule, a new field leaves the keys of older
-    trials unchanged.
-    """
+    """Return the fields that differ from their defaults, so that a new field does not change the keys of older runs."""
     assert is_dataclass(value)
     changed = {}
     for entry in fields(value):
@@ -171,7 +175,7 @@ def _changed(value: object) -> Json:
 
 
 def _content(source: str) -> str:
-    """Return a file's hash, or the version of generated data. Return any other name unchanged."""
+    """Return a file's hash, the version of generated data, or any other name unchanged."""
     file, _, rest = source.rpartition(":") if ".py:" in source else (source, "", "")
     if (path := Path(file).expanduser()).is_file():
         return f"{sha256(path)} {rest}".strip()
@@ -184,7 +188,7 @@ def _hash(data: Json | list[list[str]]) -> str:
 
 @lru_cache(maxsize=64)
 def _text(corpus: str, text_field: str) -> str:
-    """Hash a corpus's text. For a mix of corpora, also hash the corpora's shares."""
+    """Return a hash of a corpus's text and of the shares of its parts."""
     parts = Corpus.parse(corpus, text_field).parts
     hashes = "+".join(part.corpus.fingerprint() for part in parts)
     return hashes if len(parts) == 1 else f"{hashes} {':'.join(str(part.share) for part in parts)}"
@@ -199,16 +203,17 @@ def _depth(backbone: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class StudyTrial:
-    """A trial of a study.
+    """A training run of a study.
 
     Attributes:
-        job: the job, a name in ``TRIAL_JOBS``.
-        values: the trial's values on the study's axes, as labels.
-        settings: the complete settings, without the folder, because the store chooses it.
-        measures: the measures of the trial, as "TIME/NAME".
-        identity: everything on which the trial's numbers depend.
-        inputs: maps a setting to the trial whose model the setting takes (empty for the first trial of a chain).
-        root: the first trial of the chain, or None if this trial is the first.
+        job: the job's name, such as "pretrain".
+        values: the labels of the compared settings.
+        settings: all settings except the folder.
+        measures: the names of the run's measurements, as "TIME/NAME".
+        identity: everything that determines the run's numbers.
+        key: a hash of the identity.
+        inputs: the runs whose models this run needs, by the setting that takes the model.
+        root: the pretraining run from which this run descends, or None for such a run itself.
     """
 
     job: str
@@ -230,7 +235,7 @@ class StudyTrial:
 
     @property
     def learning_rate(self) -> float | None:
-        """The peak learning rate of the chain's first trial, or None for a job without a learning rate."""
+        """The peak learning rate of the first run in a chain of jobs, or None."""
         return getattr(self.first.settings, "learning_rate", None)
 
     @property
@@ -245,7 +250,7 @@ class StudyTrial:
 
 
 def may_be(trial: StudyTrial, placement: str) -> bool:
-    """Return whether a placement may resolve to the trial's plan. Returns True if Lamina cannot read the placement."""
+    """Return whether a placement may be the run's placement. Returns True if Lamina cannot read the placement."""
     try:
         settings = replace(trial.settings, placement=placement)
         return identity(trial.job, settings)["plan"] == trial.identity["plan"]
@@ -254,7 +259,7 @@ def may_be(trial: StudyTrial, placement: str) -> bool:
 
 
 def make_trial(job: str, values: Mapping[str, str], settings: Settings, measures: tuple[str, ...]) -> StudyTrial:
-    """Make a trial from settings. Raises UserError for an unreadable placement or corpus."""
+    """Return a run with the given settings. Raises UserError if Lamina cannot read the placement or the corpus."""
     decided = identity(job, settings)
     return StudyTrial(job=job, values=values, settings=settings, measures=measures, identity=decided, key=key(decided))
 
@@ -268,7 +273,7 @@ def make_chained(
     inputs: Mapping[str, StudyTrial],
     root: StudyTrial,
 ) -> StudyTrial:
-    """Make a trial that starts from other trials' models. Raises UserError for unreadable data."""
+    """Return a run that starts from other runs' models. Raises UserError if Lamina cannot read the data."""
     identity_here = chained(TRIAL_JOBS[job], settings, {name: trial.key for name, trial in inputs.items()})
     made = StudyTrial(
         job=job, values=values, settings=settings, measures=measures, identity=identity_here, key=key(identity_here)
