@@ -1,1 +1,1 @@
-"""Measure what each layer does, on any Hugging Face checkpoint. Each probe is one file."""
+"""Measure what each layer of a model does. Each probe is one file."""

@@ -24,28 +24,26 @@ WHOSE = {
 
 @probe
 class AngularDistance(DirectionsProbe):
-    """The angle d(l, l + n) = arccos(cos(x^l, x^(l+n))) / pi between two hidden states, averaged over sequences.
+    """Measure the angle between the hidden states before and after each block of consecutive layers.
 
-    Lamina averages the angles, and does not take the angle of the mean (Gromov et al. 2024; Mix-LN Eq 8, Fig 5). x^l is
-    the residual stream before layer l. d(l, l + n) therefore measures the change that layers l to l + n - 1 make. x^N
-    is the residual stream after the last layer, before the final norm. The value is in [0, 1]: 0 is the same direction,
-    and 1/2 is a right angle.
+    For a block of n layers that starts at layer l, the angular distance is
 
-    Each pair of states has a row with ``start`` = l, ``size`` = n and the metric ``angular_distance``. Each size also
-    has a row ``best_start`` with the first layer of the best block to drop, the block with the smallest distance.
+        d(l, l + n) = arccos(cos(x^l, x^(l+n))) / pi
 
-    Notes: transformers returns the last hidden state after the final norm. In Post-LN, each layer returns a norm's
-    output. Lamina measures HybridNorm's stream before the norm, and adds a note to the page. Some papers count states
-    from 1, or leave out the embedding.
+    x^l is the residual stream before layer l. x^N is the stream after the last layer and before the final norm. A
+    distance of 0 means the same direction, and 1/2 means a right angle. Lamina averages the angles over sequences
+    (Gromov et al. 2024; Mix-LN Eq 8, Fig 5).
+
+    The column ``start`` holds l, and ``size`` holds n. For each size, the metric ``best_start`` is the first layer of
+    the block with the smallest distance, which is the best block to drop. If norms act on the stream (Post-LN,
+    HybridNorm), Lamina adds a note to the page.
 
     Args:
-        tokens: "last" (Gromov et al.) is each sequence's last real token. If an encoder's tokenizer ends a text with a
-            separator, the separator is the last token. "all" means every token, as in Mix-LN Eq 8. "first" is the first
-            token, which is the class token of most encoders and vision models. The default is "last" for text. For
-            images and during training, the default is "all".
-        tokens_per_batch: for tokens="all", the number of each batch's tokens that Lamina keeps until the last layer has
-            run. By default, Lamina keeps all tokens of your own text, or as many tokens of a corpus as fit in a quarter
-            of the model's memory. If Lamina keeps only a part of the tokens, the page has a note.
+        tokens: the tokens of a sequence to compare. "last" is the last real token, which may be a separator (Gromov et
+            al.; default for text). "all" is every token (Mix-LN Eq 8; default for images and during training). "first"
+            is the first token, which is the class token of most encoders and vision models.
+        tokens_per_batch: for tokens="all", the largest number of tokens per batch (default: all tokens of your own
+            text, or as many tokens of a corpus as fit in a quarter of the model's memory)
     """
 
     name = "angular_distance"
@@ -118,7 +116,7 @@ class AngularDistance(DirectionsProbe):
 
 
 def best_blocks(frame: Frame) -> pd.DataFrame:
-    """Return a row ``best_start`` per block size: the first layer of the block with the smallest distance."""
+    """Return, for each block size, the first layer of the block with the smallest distance (metric ``best_start``)."""
     rows = []
     for size, group in frame.groupby("size"):
         measured = group.dropna(subset="value")
@@ -128,7 +126,7 @@ def best_blocks(frame: Frame) -> pd.DataFrame:
 
 
 def scaled_rows(distances: Frame) -> pd.DataFrame:
-    """For each block size, clip values to the 1st to 99th percentile, and scale to [0, 1]. Equal values become 0."""
+    """Scale the distances of each block size to [0, 1], after clipping them to the 1st to 99th percentile."""
 
     def scale(values: Frame) -> Frame:
         low, high = values.quantile(0.01), values.quantile(0.99)
@@ -138,7 +136,7 @@ def scaled_rows(distances: Frame) -> pd.DataFrame:
 
 
 def _early_or_deep(turns: np.ndarray) -> list[str]:
-    """Say whether early or deep layers rotate the residual stream less. Medians limit the effect of extreme layers."""
+    """Return a sentence on whether early or deep layers rotate the residual stream less."""
     if len(turns) < 4 or not np.isfinite(turns).all():
         return []
     half = len(turns) // 2

@@ -1,4 +1,4 @@
-"""Measure each attention head: the entropy of its weights, its largest logit, and its weight on the first token."""
+"""Measure the attention weights and attention logits of each head."""
 
 from __future__ import annotations
 
@@ -29,23 +29,22 @@ _SOFTMAX = {_aten._softmax.default, _aten._safe_softmax.default}
 
 @probe
 class Attention(Probe):
-    """Statistics of each attention softmax's inputs and outputs.
+    """Measure the attention weights and attention logits of each head.
 
-    Lamina finds a softmax by its operation, not by a module's name. Rows with role "head" describe one head
-    (``index``). Rows with role "all" hold the mean over the heads, or the largest value for max_logit. Metrics:
+    - entropy: the entropy of a query's attention weights in nats, averaged over queries.
+    - entropy_share: the entropy divided by its maximum, ln(number of visible keys). 1 is uniform attention. Queries
+      with one visible key do not count. The causal mask, a sliding window and padding hide keys.
+    - max_logit: the largest softmax input of a visible key in the whole sample, after the scale, a soft-cap and a
+      position bias. This metric has no standard error.
+    - first_token_share: the weight on the sequence's first token (the attention sink), averaged over queries. The
+      weight is 1 for a causal model's first query, and 0 if the first token is outside a sliding window.
 
-    - entropy: -sum_k a_k ln a_k of the attention weights, in nats, averaged over queries.
-    - entropy_share: the entropy divided by ln(number of visible keys), averaged over the queries with at least two
-      visible keys. 1 is uniform attention. The causal mask, a sliding window and padding hide keys.
-    - max_logit: the softmax's largest input over the whole sample, after the scale, a soft-cap and a position bias.
-      Hidden keys do not count. max_logit has no standard error.
-    - first_token_share: the weight on the sequence's first token, averaged over queries (the attention sink). A causal
-      model's first query gives the first token a weight of 1. A first token outside a sliding window has weight 0.
+    Rows with role "head" describe one head, with the head's number in ``index``. Rows with role "all" hold the mean
+    over the heads, or the maximum for max_logit. Lamina averages over a sequence's queries, then over sequences. The
+    standard error is over sequences. A learned sink (GPT-OSS) counts as a key.
 
-    Lamina averages over a sequence's queries, then over sequences. The standard error is over sequences. Heads that
-    share keys (GQA) count separately. Attention runs in plain operations, so that Lamina can read the softmax. Memory
-    holds the weights [batch, heads, queries, keys] of one layer at a time. Padding does not count. A learned sink
-    (GPT-OSS) counts as a key.
+    Lamina finds each softmax by its operation, not by a module's name, and runs eager attention for this purpose.
+    Memory holds the weights [batch, heads, queries, keys] of one layer at a time.
     """
 
     name = "attention"
@@ -56,8 +55,7 @@ class Attention(Probe):
     over_steps = ("entropy_share", "max_logit", "first_token_share")
 
     def __init__(self, sequences: int | None = None):
-        """Set the number of ``sequences`` to measure (0: all). The default is all of your own text, or 16 sequences of
-        a corpus.
+        """Set the number of ``sequences`` (0: all; default: all of your own text, or 16 sequences of a corpus).
 
         Raises UserError unless ``sequences`` is a whole number from 0.
         """
@@ -168,10 +166,12 @@ class Attention(Probe):
 def of_heads(
     logits: torch.Tensor, weights: torch.Tensor, mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the ``METRICS`` of each head, [sequences, heads, metrics], and each head's largest logit.
+    """Return the ``METRICS`` [sequences, heads, metrics] and the largest logit of each head.
 
-    ``logits`` and ``weights`` are [sequences, heads, queries, keys]; ``mask`` is None or [sequences, tokens] of 0 and
-    1.
+    Args:
+        logits: the softmax's input, [sequences, heads, queries, keys]
+        weights: the softmax's output, in the same shape
+        mask: 1 for text and 0 for padding, [sequences, tokens], or None if there is no padding
     """
     sequences, heads, queries, keys = logits.shape
     asks = torch.ones(sequences, queries, dtype=torch.bool, device=logits.device)
@@ -198,7 +198,7 @@ def of_heads(
 
 
 def _by_sequence(logits: torch.Tensor, weights: torch.Tensor, batch: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Reshape to [batch, heads, queries, keys]. Return None for a softmax over something else, such as experts."""
+    """Reshape to [batch, heads, queries, keys], or return None if the softmax is not over keys (a router's softmax)."""
     if logits.ndim == 4 and len(logits) == batch:
         return logits, weights
     if len(logits) % batch:
@@ -213,7 +213,7 @@ def _by_sequence(logits: torch.Tensor, weights: torch.Tensor, batch: int) -> tup
 
 @contextmanager
 def softmaxes(layers: Sequence[LayerSite], see: Callable[[int, torch.Tensor, torch.Tensor], None]) -> Iterator[None]:
-    """Inside the context, call ``see(layer, input, output)`` whenever a layer runs a softmax over the last axis."""
+    """Call ``see(layer, input, output)`` whenever a layer runs a softmax over the last axis."""
 
     class SoftmaxMode(TorchDispatchMode):
         def __torch_dispatch__(

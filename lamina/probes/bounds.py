@@ -1,4 +1,4 @@
-"""Measure both sides of the papers' inequalities: Peri-LN's Proposition 3.1 and FuseNorm's Theorem 1."""
+"""Compare both sides of inequalities from papers: Peri-LN's Proposition 3.1 and FuseNorm's Theorem 1."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _STATEMENTS = {
 
 @dataclass(frozen=True)
 class Sides:
-    """The two sides of an inequality at one layer, each [sequences] in float64."""
+    """The two sides of an inequality at one layer, [sequences] in float64."""
 
     layer: int
     sublayer: str
@@ -56,10 +56,9 @@ class Sides:
 
 
 def variance_sides(block: LayerCall, num_layers: int, constant: float) -> list[Sides]:
-    """Return both sides of FuseNorm's Eq 13, 20 and 21.
+    """Measure both sides of FuseNorm's Eq 13, 20 and 21 in one block. ``Bounds`` defines the sides.
 
-    The sides are Var(F) and constant / L for Eq 13 and 21, and Var(Z) and Var(skip) + Var(F) for Eq 20. L is the number
-    of blocks. A variance is over a token's channels, averaged over the tokens of a sequence.
+    Lamina computes the variance over each token's channels, and averages it over the tokens of a sequence.
     """
     points: dict[Hashable, Point] = {}
     for index, sublayer in enumerate(block.site.sublayers):
@@ -83,20 +82,20 @@ def variance_sides(block: LayerCall, num_layers: int, constant: float) -> list[S
 
 
 def identity_sides(block: LayerCall, tolerance: float) -> Sides:
-    """Return ||J - I||_2 and the standard deviation of the block's input, the two quantities in FuseNorm's Eq 9."""
+    """Return the two quantities of FuseNorm's Eq 9: ||J - I||_2, and the standard deviation of the block's input."""
     distance = Jacobian(block, block.stream).norm(batch_dims=1, identity=1.0, tolerance=tolerance).value
     return Sides(block.site.index, "block", "fusenorm_eq_9", distance, _variance(block.stream).sqrt())
 
 
 def jacobian_sides(block: LayerCall, tolerance: float) -> list[Sides]:
-    """Return both sides of FuseNorm's Eq 19, with the paper's approximate bound and with the chain rule's bound.
+    """Measure both sides of FuseNorm's Eq 19 in a block with FuseNorm's structure.
 
-    The blocks must have FuseNorm's structure: a norm on both sums, and a feed-forward skip that carries the block's
-    input. Lamina uses the norms' measured gains, but the paper sets all gains to 1. For both roles, ||W_O J_A|| is the
-    measured spectral norm of the attention's Jacobian. Role fusenorm_eq_19 is the paper's approximation: sigma is the
-    mean over tokens, and ||W_2 W_1|| replaces the feed-forward's Jacobian. W_1 is the up-projection, without the gate.
-    Role fusenorm_eq_19_chain has a valid bound: sigma is the smallest value over tokens, and Lamina measures the
-    feed-forward's Jacobian.
+    Both bounds use the attention's measured Jacobian and the norms' measured gains. The paper sets the gains to 1.
+
+    - fusenorm_eq_19: the paper's approximation. sigma is the mean over tokens, and the spectral norm of W_2 W_1
+      replaces the feed-forward's Jacobian. W_1 is the up-projection, without the gate.
+    - fusenorm_eq_19_chain: a valid bound. sigma is the smallest value over tokens, and Lamina measures the
+      feed-forward's Jacobian.
     """
     attention, feed_forward = block.site.sublayers
     norms = [norm for norm in (post_norm(block, 0), post_norm(block, 1)) if norm is not None]
@@ -137,29 +136,24 @@ def jacobian_sides(block: LayerCall, tolerance: float) -> list[Sides]:
 
 
 def fused(block: LayerCall) -> bool:
-    """Return whether a block has FuseNorm's structure: norms on both sums, and a feed-forward skip from the block's
-    input.
-    """
+    """Return whether a norm follows both sums of a block, and the feed-forward's skip carries the block's input."""
     wirings = wirings_of(block.site)
     return len(wirings) == 2 and all(w.post_gain is not None for w in wirings) and wirings[1].skip == "block_input"
 
 
 def unnormed(block: LayerCall) -> bool:
-    """Return whether a block has no norm on its sums: its residual path is then the identity. If Lamina did not find
-    the sums, the result is False.
-    """
+    """Return whether a block has sub-layers, and no norm acts on its residual stream."""
     return bool(block.site.sublayers) and all(
         post_norm(block, index) is None for index in range(len(block.site.sublayers))
     )
 
 
 def post_norm(block: LayerCall, index: int) -> NormSite | None:
-    """Return the norm on a sub-layer's sum; None if there is no such norm."""
     return next((norm for norm in block.site.sublayers[index].norms if norm.role == "post_norm"), None)
 
 
 def product_norm(block: LayerCall, feed_forward: FeedForward) -> float:
-    """Return ||W_2 W_1||_2 of a feed-forward's weights, where W_1 is the up-projection and not the gate."""
+    """Return the spectral norm of W_2 W_1: the down-projection times the up-projection (without the gate)."""
     down = _matrix(feed_forward.down[1])
     module = _up_projection(block, feed_forward)
     up = _matrix(module)
@@ -171,7 +165,7 @@ def product_norm(block: LayerCall, feed_forward: FeedForward) -> float:
 
 
 def _up_projection(block: LayerCall, feed_forward: FeedForward) -> nn.Module:
-    """Return the up-projection and not the gate, whose output is the nonlinearity's input."""
+    """Return the up-projection. In a gated feed-forward, the other projection is the gate, before the nonlinearity."""
     modules = [module for _, module in feed_forward.up]
     if len(modules) == 1 or feed_forward.pre is None:
         return modules[-1]
@@ -185,7 +179,7 @@ def _up_projection(block: LayerCall, feed_forward: FeedForward) -> nn.Module:
 
 
 def _matrix(module: nn.Module) -> torch.Tensor:
-    """Return a projection's weight as [out, in] in float64; GPT-2's Conv1D stores the transpose."""
+    """Return a projection's weight as [out, in] in float64. GPT-2's Conv1D stores the transpose."""
     stored: Any = module.weight
     weight = stored.detach().double()
     return weight if hasattr(module, "in_features") else weight.T
@@ -202,41 +196,40 @@ def _factor(point: Point) -> float | torch.Tensor:
 
 @probe
 class Bounds(ShortProbe):
-    """Both sides of the papers' inequalities, measured on this model, and the ratio of left to right side.
+    """Compare both sides of inequalities from papers, measured on your model.
 
-    Each inequality has its own role, with the metrics ``left``, ``right`` and ``ratio``. Values are means over
-    ``sequences`` texts of ``tokens`` tokens (0: all), with their standard error. The default is all of your own text,
-    or 1 text of 32 tokens from a corpus.
+    ``role`` names the inequality. The metric ``left`` is its left side, ``right`` is its right side, and ``ratio`` is
+    left / right. Values are means over sequences, with their standard error.
 
-    Peri-LN's Proposition 3.1 bounds the gradient of the last feed-forward (sublayer feed_forward of the last layer):
+    Peri-LN's Proposition 3.1 bounds the gradient of the last down-projection, W_2. The left side is the Frobenius norm
+    of the gradient. ``last_layer_sides`` defines the right side. The paper's model is a toy model, and Lamina uses your
+    model's loss. The role tells which norms follow W_2:
 
-    - peri_ln_c1: no norm follows the down-projection, so the gradient grows with ||h||.
-    - peri_ln_c2: a norm on the output multiplies the bound by 2 max|gamma| sqrt(D) / ||a||.
-    - peri_ln_c3: a norm on the sum multiplies the bound by 2 max|gamma| sqrt(D) / ||x + a||.
-    - peri_ln_c2_c3: both norms follow the down-projection.
+    - peri_ln_c1: no norm
+    - peri_ln_c2: a norm on the output of W_2
+    - peri_ln_c3: a norm on the sum of the skip and the output
+    - peri_ln_c2_c3: both norms
+    - peri_ln_c1_token (and so on): the single token with the largest ratio, which is at most 1
 
-    ``left`` is ||dL/dW_2||_F. ``right`` is the sum over tokens of ||dL/do|| ||h||, times the factors of the norms.
-    Here, h and a are the input and output of the down-projection W_2, x is the skip, and o is the layer's output. The
-    paper bounds one entry of the gradient in a toy model whose logits are the layer's output. Lamina measures the whole
-    matrix's gradient with the model's own loss (see ``last_layer_sides``). The roles that end in _token describe the
-    token with the largest ratio. A single token's ratio is at most 1, and is exactly 1 for peri_ln_c1.
+    FuseNorm's Theorem 1 gives these roles at each layer:
 
-    FuseNorm's Theorem 1 has these roles at each layer:
+        fusenorm_eq_9         ||J - I||_2 against c / sigma, in blocks without a norm on the residual stream
+        fusenorm_eq_21        Var(F) against constant / L, in each sub-layer
+        fusenorm_eq_20        Var(Z) against Var(skip) + Var(F), in each sub-layer with a norm on its sum Z
+        fusenorm_eq_19        ||J||_2 against the paper's approximation, in blocks with FuseNorm's structure
+        fusenorm_eq_19_chain  ||J||_2 against the chain rule's bound, so the ratio is at most 1
 
-    - fusenorm_eq_9: for blocks without a norm on the sums. ``left`` is ||J - I||_2, and ``right`` is c / sigma_l.
-      sigma_l is the standard deviation of x^l, and Lamina chooses c so that the geometric mean of the ratios is 1. The
-      rows of layer -1 compare exponents: ``left`` is the slope of log ||J - I|| over log sigma_l, and ``right`` is the
-      paper's slope, -1.
-    - fusenorm_eq_9_depth: only in layer -1. ``left`` is the slope of log ||J - I|| over log(l + 1). ``right`` is the
-      paper's slope for a linearly growing variance, -1/2.
-    - fusenorm_eq_21: for each sub-layer. ``left`` is Var(F), and ``right`` is c / L, where L is the number of blocks
-      and c the option ``constant``. The paper states only the order, so the ratio L Var(F) / c must not grow with L.
-      Layer -1 holds the mean over the layers.
-    - fusenorm_eq_20: for each sub-layer with a norm on its sum Z. ``left`` is Var(Z), and ``right`` is Var(skip) +
-      Var(F). The sides are equal if skip and branch are uncorrelated.
-    - fusenorm_eq_19: for blocks with FuseNorm's structure (see ``jacobian_sides``). The right side is the paper's
-      approximation, so the ratio can exceed 1.
-    - fusenorm_eq_19_chain: for the same blocks. The right side is the chain rule's bound, so the ratio is at most 1.
+    J is the block's Jacobian, sigma the standard deviation of the block's input, F a sub-layer's output, and L the
+    number of blocks. Lamina chooses c so that the geometric mean of the ratios is 1. In Eq 21, the paper states only
+    the order of magnitude, so the ratio must not grow with L. In Eq 20, both sides are equal if skip and output are
+    uncorrelated.
+
+    Rows of layer -1 summarize the layers:
+
+    - fusenorm_eq_21: the mean over the layers.
+    - fusenorm_eq_9: the slope of log ||J - I|| over log sigma (left) and the paper's slope, -1 (right).
+    - fusenorm_eq_9_depth: the slope of log ||J - I|| over log(l + 1) for layer l (left). The paper's slope is -1/2 if
+      the variance grows linearly (right).
     """
 
     name = "bounds"
@@ -260,12 +253,12 @@ class Bounds(ShortProbe):
         return 150.0 * self.tokens_of(context)
 
     def finish(self, context: Context) -> pd.DataFrame:
-        """Measure both sides of each inequality on the first tokens of the first texts."""
         self._rows = []
         self.take(context)
         if context.structure.carries_more:
             context.notes.append(
-                "bounds: Lamina measured only FuseNorm's Eq 21, because the other statements need a single stream."
+                "bounds: Lamina measured only FuseNorm's Eq 21, because the other inequalities need a single residual "
+                "stream."
             )
             with frozen(context.model):
                 self._add_all([self._branches(context, inputs) for inputs in self.inputs])
@@ -310,7 +303,7 @@ class Bounds(ShortProbe):
         self._add_all(measured)
 
     def _branches(self, context: Context, inputs: Mapping[str, torch.Tensor]) -> list[Sides]:
-        """Return both sides of FuseNorm's Eq 13 and 21. The layers may return several streams or earlier states."""
+        """Return both sides of FuseNorm's Eq 21 in a model whose layers return more than the residual stream."""
         sublayers = [(site.index, part) for site in context.structure.layers for part in site.sublayers]
         found: dict[int, torch.Tensor] = {}
         points = {at: part.contribution for at, (_, part) in enumerate(sublayers)}
@@ -324,7 +317,6 @@ class Bounds(ShortProbe):
         return sides
 
     def _add_all(self, measured: list[list[Sides]]) -> None:
-        """Add the rows of all inequalities, from both sides of each inequality in each batch."""
         by_role: dict[tuple[str, str], list[Sides]] = {}
         for parts in zip(*measured, strict=True):
             left, right = (torch.cat([getattr(part, side) for part in parts]) for side in ("left", "right"))
@@ -362,7 +354,7 @@ class Bounds(ShortProbe):
                     self._rows.append((-1, "model", role, 0, metric, value, spread))
 
     def _add(self, sides: Sides) -> None:
-        """Add three rows: the means over sequences of both sides and of their ratio."""
+        """Add three rows: the mean left side, the mean right side and the mean ratio."""
         for metric, values in (("left", sides.left), ("right", sides.right), ("ratio", sides.left / sides.right)):
             self._rows.append((sides.layer, sides.sublayer, sides.role, 0, metric, *mean_and_error(values)))
 
@@ -371,11 +363,10 @@ class Bounds(ShortProbe):
         side = np.where(layers.sublayer == "block", layers.metric, layers.sublayer + ", " + layers.metric)
         for role, part in layers.assign(side=side).groupby("role", sort=False):
             title = _STATEMENTS[str(role)]
-            caption = f"{title}: left and right side by layer."
+            caption = f"{title}: both sides by layer."
             yield from chart(part, title, "side", caption, color="side", log_y=True)
 
     def sentences(self, frame: Frame) -> Iterator[str]:
-        """Yield one sentence per inequality, with both sides or with the ratio's range over the layers."""
         indexed = frame.set_index(["role", "metric", "layer", "sublayer"])
         values, errors = indexed.value, indexed.standard_error
         layers = frame[frame.role == "fusenorm_eq_9"].layer.max() + 1
@@ -386,13 +377,13 @@ class Bounds(ShortProbe):
                 left, right = values[role, "left", *sublayer_key], values[role, "right", *sublayer_key]
                 yield (
                     f"{_STATEMENTS[str(role)]}: the gradient norm of the last down-projection is {left:.3g}, and the "
-                    f"bound is {right:.3g} (ratio {left / right:.3g}, and for a single token at most "
-                    f"{values[f'{role}_token', 'ratio', *sublayer_key]:.3g})."
+                    f"bound is {right:.3g}. The ratio is {left / right:.3g}, and for a single token at most "
+                    f"{values[f'{role}_token', 'ratio', *sublayer_key]:.3g}."
                 )
             elif role in _STATEMENTS and len(ratios):
                 yield (
-                    f"{_STATEMENTS[str(role)]}: the ratio of left to right side goes from {ratios.min():.3g} to "
-                    f"{ratios.max():.3g} over the layers, with the median {ratios.median():.3g}."
+                    f"{_STATEMENTS[str(role)]}: the left side divided by the right side is {ratios.min():.3g} to "
+                    f"{ratios.max():.3g} over the layers (median {ratios.median():.3g})."
                 )
         for role, bound in (("fusenorm_eq_9", "sigma_l"), ("fusenorm_eq_9_depth", "(l + 1)")):
             if (role, "left", -1, "model") in values.index:
@@ -410,11 +401,7 @@ class Bounds(ShortProbe):
 
 @dataclass(frozen=True)
 class LastLayer:
-    """The last layer's feed-forward and the norms between its down-projection and the layer's output.
-
-    ``statement`` is c1 if no norm follows the down-projection (Pre-LN), c2 for a norm on the module's output (Peri-LN),
-    c3 for a norm on the sum (Post-LN), and c2_c3 for both norms.
-    """
+    """The last layer's feed-forward, and the norms between its down-projection and the layer's output."""
 
     site: LayerSite
     sublayer: SublayerSite
@@ -440,7 +427,7 @@ class LastLayer:
 
 @dataclass(frozen=True)
 class LastLayerSides:
-    """Both sides of the inequality for one batch, in float64. The fields that end in ``_by_token`` are [tokens]."""
+    """Both sides of Peri-LN's Proposition 3.1 for one batch, in float64."""
 
     left: float
     right: float
@@ -449,16 +436,17 @@ class LastLayerSides:
 
 
 def last_layer_sides(context: Context, last: LastLayer, inputs: Mapping[str, torch.Tensor]) -> LastLayerSides:
-    """Measure both sides on one batch, with one forward pass and a backward pass down to the last feed-forward.
+    """Measure both sides of Peri-LN's Proposition 3.1 on one batch.
 
-    For a token t, h_t is the input of the down-projection W, a_t the output of W, and o_t the layer's output:
+        left    ||dL/dW||_F
+        right   sum_t ||h_t|| ||dL/do_t|| prod_n 2 max|gamma_n| / scale_nt
 
-        left    ||dL/dW||_F = ||sum_t h_t (x) dL/da_t||_F
-        right   sum_t ||h_t|| ||dL/do_t|| * product over the norms after W of 2 max|gamma| sqrt(D) / ||their input_t||
+    W is the last down-projection, h_t its input at token t, and o_t the layer's output. The product covers each norm n
+    after W. gamma_n is the norm's gain, and scale_nt is the number by which the norm divides token t.
 
-    Peri-LN's equations 21 and 37 replace ||dL/do_t|| by 2, a bound of ||softmax(o) - y|| if o are the logits. A real
-    model has a final norm and a head after o, so Lamina measures ||dL/do_t||. Without a norm after W, a single token's
-    sides are equal (Peri-LN's equation 11).
+    Peri-LN's Eq 21 and 37 replace ||dL/do_t|| by 2, because the toy model's logits are o. A real model has a final norm
+    and a head after o, so Lamina measures ||dL/do_t||. Without a norm after W, a single token's sides are equal (Eq
+    11).
     """
     down_path, down = last.feed_forward.down
     points: dict[str, Point] = {

@@ -1,4 +1,4 @@
-"""Measure how much of each branch's output reaches each later layer through skips and norms alone."""
+"""Measure how much of each sub-layer's output reaches each later layer through skips and norms alone."""
 
 from __future__ import annotations
 
@@ -26,38 +26,34 @@ _NOTHING = 1e-6
 
 @probe
 class DepthMixing(ShortProbe):
-    """The depth-mixing matrix: how much skips and norms stretch each branch's output on its way to a later layer.
+    """Measure how much skips and norms scale each sub-layer's output on its way to a later layer.
 
-    In Attention Residuals (arXiv 2603.15031) Sec 6.2, the matrix M holds the weights of the branches' outputs in a
-    layer's input. If a norm lies between a branch's output and a later layer, the weight is a Jacobian J, and M holds
-    the stretch of J. Lamina detaches every branch's output from the branch's input, so gradients flow only through
-    skips, scales and norms. The stretch of J = dx^l / d(branch) is ||J||_F / sqrt(tokens * channels), the root mean
-    square over random directions. Automatic differentiation gives the stretch for any skip.
+    Lamina detaches the input of every attention and feed-forward, so gradients flow only through skips, scales and
+    norms. The factor from a sub-layer's output to a later hidden state x^l is then
 
-    In each row, ``layer`` is the state l (N: after the last layer). ``index`` is the number of the branch's sub-layer
-    in the model, counted from 0. The embedding x^0 has index -1. Metrics:
+        ||J||_F / sqrt(tokens * channels),   J = dx^l / d(output)
 
-    - mixing: the stretch from a sub-layer's output to state l. The stretch includes a factor on the branch, but not an
-      output norm. Mixing is 1 everywhere in Pre-LN. Mixing is 0 if the output reaches state l only through other
-      branches, as in FuseNorm's attention.
-    - composite_gain (index -1): the stretch from x^l to x^N, which is 1 in Pre-LN. mHC reports the worst row, but
+    x^l is the residual stream before layer l (N: after the last layer). In Attention Residuals (arXiv 2603.15031, Sec
+    6.2), these factors are the weights in the depth-mixing matrix M.
+
+    - mixing: the factor from the output of sub-layer number ``index`` to x^l, with l in the column ``layer``.
+      Sub-layers count from 0 over the whole model, and the embedding has index -1. The factor is 1 everywhere in
+      Pre-LN. The factor is 0 if the output reaches x^l only through other sub-layers, as in FuseNorm's attention.
+    - composite_gain (index -1): the factor from x^l to x^N, which is 1 in Pre-LN. mHC reports the worst row, but
       Lamina averages over the rows.
 
-    If blocks return several streams or earlier states, mixing describes the combined state that layer l reads. The row
-    with ``layer`` = N then describes the final norm's input. If a model has several streams, composite_gain treats all
-    streams as one long vector. If layers read earlier states, composite_gain is the stretch from the residual stream to
-    the final norm's input.
+    If a model has several streams or stores earlier hidden states, mixing describes the combined state that layer l
+    reads. composite_gain then ends at the final norm's input, or treats several streams as one long vector.
 
     Args:
-        sequences: number of sequences to measure (0: all). The default is all of your own text, or 1 sequence of a
-            corpus.
-        tokens: number of tokens to measure of each sequence (0: all). The default is all of your own text, or 32 tokens
-            of a corpus.
+        sequences: number of sequences to measure (0: all; default: all of your own text, or 1 sequence of a corpus)
+        tokens: number of tokens to measure of each sequence (0: all; default: all of your own text, or 32 tokens of a
+            corpus)
     """
 
     name = "depth_mixing"
     title = "Depth mixing"
-    summary = "how much of each branch's output reaches each later layer through skips and norms alone"
+    summary = "how much of each sub-layer's output reaches each later layer through skips and norms alone"
     source = "Attention Residuals (arXiv 2603.15031) Sec 6.2; mHC (arXiv 2512.24880)"
     of_streams = True
 
@@ -90,17 +86,17 @@ class DepthMixing(ShortProbe):
 
     def figures(self, frame: Frame) -> Iterator[tuple[Figure, str]]:
         mixing = frame[frame["metric"] == "mixing"]
-        axes = {"x_title": "sub-layer that a branch comes from (-1: the embedding)", "y_title": "state"}
+        axes = {"x_title": "number of the sub-layer (-1: the embedding)", "y_title": "state"}
         yield (
             heat_map(mixing, "index", "layer", "value", title="Depth-mixing matrix", **axes),
-            "The factor by which skips and norms alone scale each branch's output on its way to each later state.",
+            "The factor by which skips and norms scale each sub-layer's output on its way to each later hidden state.",
         )
         gains = frame[frame["metric"] == "composite_gain"]
         yield from chart(
             gains,
             "Composite gain",
-            "factor to the last state",
-            "The factor by which skips and norms scale each state on its way to the last state.",
+            "factor",
+            "The factor by which skips and norms scale each hidden state on its way to the last layer's output.",
             x_title="state",
         )
 
@@ -111,14 +107,15 @@ class DepthMixing(ShortProbe):
         nowhere = sorted(int(i) for i in branches.loc[branches["value"] <= _NOTHING, "index"])
         least, most = branches["value"].min(), branches["value"].max()
         yield (
-            f"On the way to the last state, skips and norms scale the branches by {least:.3g} to {most:.3g}, and the "
-            f"embedding by {float(last.loc[last['index'] < 0, 'value'].iloc[0]):.3g}."
+            "On the way to the last layer's output, skips and norms scale the sub-layers' outputs by "
+            f"{least:.3g} to {most:.3g}, and the embedding by "
+            f"{float(last.loc[last['index'] < 0, 'value'].iloc[0]):.3g}."
         )
         if nowhere:
-            yield f"The branches of sub-layers {ranges(nowhere)} reach the last state only through later branches."
+            yield f"The outputs of sub-layers {ranges(nowhere)} reach the last layer only through later sub-layers."
 
     def _measure(self, context: Context, inputs: dict[str, torch.Tensor]) -> dict[tuple[int, int], float]:
-        """Return the stretches by (state, sub-layer). Keys (state, -1) are for a state's stretch to the last state."""
+        """Return the factors by (state, sub-layer), and by (state, -1) the factor from the state to the last state."""
         leaves: dict[int, torch.Tensor] = {}
         states: dict[int, torch.Tensor] = {}
         points: dict[tuple[str, int], Point] = {("state", i): point for i, point in context.structure.states().items()}
@@ -160,10 +157,9 @@ class DepthMixing(ShortProbe):
 
 
 def _stretches(states: list[torch.Tensor], sources: list[torch.Tensor]) -> list[list[float]]:
-    """Return, for each state, ||d state / d source||_F / sqrt(state's size) for each source.
+    """Estimate the factor ||d state / d source||_F / sqrt(size of state) for each state and each source.
 
-    Lamina estimates the norm from products with random directions. One batched backward pass computes all products,
-    which saves time on small models.
+    Lamina uses random directions. One batched backward pass computes all products, which saves time on small models.
     """
     directions = []
     for number, state in enumerate(states):

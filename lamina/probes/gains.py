@@ -23,17 +23,19 @@ METRICS = ("gain_mean", "gain_std", "gain_rms", "gain_min", "gain_max")
 
 @probe
 class Gains(Probe):
-    """Read the gain vectors of every norm, and the learned scales of the layers, from the weights.
+    """Read the gain vector of every norm, and the learned scales of the layers, from the weights.
 
-    The column ``role`` is the norm's position (pre_norm, out_norm, post_norm, inner_norm, embedding_norm, final_norm),
-    or the name of a scale's parameter, such as Lamina's skip_scale and pre_scale or LayerScale's lambda. A scale is a
-    parameter with one value, or one value per channel, that is neither a norm's parameter nor a bias. If a sub-layer
-    has several parameters of the same role, such as query and key norms, ``index`` numbers them from 0. ``path`` is the
-    module's path. The embedding's norm and the final norm have layer -1 and sublayer "model".
+    A learned scale is a parameter with one value, or one value per channel. Biases and parameters of norms do not
+    count.
 
-    The metrics are over the vector's elements in float64: gain_mean, gain_std (population), gain_rms, gain_min,
-    gain_max. The metrics describe the gain that the norm applies. A stored value may differ: Gemma stores the gain
-    minus 1. Norms without a gain have no rows. The probe reads no text, so the values have no standard error.
+    The column ``role`` is the norm's position (pre_norm, out_norm, post_norm, inner_norm, embedding_norm, final_norm)
+    or the scale's name (such as skip_scale, or lambda in LayerScale). ``path`` is the module's path. ``index`` numbers
+    parameters with the same role in a sub-layer, such as query and key norms. The embedding's norm and the final norm
+    have layer -1 and sublayer "model".
+
+    Lamina computes gain_mean, gain_std (population), gain_rms, gain_min and gain_max over the vector in float64. The
+    gain is the value that the norm applies: Gemma stores the gain minus 1. Norms without a gain have no rows. The probe
+    reads no text, so the values have no standard error.
     """
 
     name = "gains"
@@ -108,7 +110,7 @@ def _gains(context: Context) -> Iterator[tuple[int, str, str, str, torch.Tensor]
 
 
 def _sublayer_of(site: LayerSite, path: str) -> str:
-    """Return the sub-layer whose modules share the longest path prefix with ``path``; "block" for other paths."""
+    """Return the kind of the sub-layer whose module paths have the most in common with a path, or "block"."""
     parts = path.split(".")
     best, kind = len(site.path.split(".")), "block"
     for sublayer in site.sublayers:

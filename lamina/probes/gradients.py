@@ -1,4 +1,4 @@
-"""Measure the size of the gradient in every layer, sub-layer and role."""
+"""Measure the size of the gradient in every layer and sub-layer."""
 
 from __future__ import annotations
 
@@ -29,29 +29,26 @@ _SEQUENCES = 16  # of a corpus, by default
 
 @probe
 class Gradients(Probe):
-    """Norm and variance of the gradient of the mean loss over the first ``sequences`` texts.
+    """Measure the norm and variance of the mean loss's gradient at the model's present weights, without clipping.
 
-    Lamina computes one gradient at the model's present weights. Lamina sums the batches' gradients, weighted by the
-    number of predicted tokens, and does not clip the sum.
+    - ``gradient_norm``: the L2 norm of the gradient.
+    - ``gradient_variance``: the variance of the gradient's elements (Peri-LN Fig 7).
+    - ``spike_score`` (layer -1, role loss or grad_norm): for a run's model, the share of logged values that are spikes.
+      A spike is at least 7 standard deviations above the mean of the 1,000 values before it (OLMo 2; see ``spikes``).
 
-    - ``gradient_norm``: the L2 norm of the gradient. A row covers the parameters of one role in a sub-layer. Examples
-      of roles are query and pre_norm. If Lamina does not know a module's name, the role is the module's path in the
-      sub-layer. Role ``all`` covers a whole sub-layer, or a whole layer (sublayer ``block``). Outside the layers (layer
-      -1, sublayer ``model``), the roles are embedding, readout and final_norm. At layer -1, role ``all`` covers the
-      whole model and equals torch.nn.utils.get_total_norm.
-    - ``gradient_variance``: the variance of the gradient's elements, mean of squares minus square of the mean (Peri-LN
-      Fig 7).
-    - sublayer ``block``, role ``state``: both metrics of the gradient with respect to x^l, over all tokens of all
-      batches. x^l is the residual stream before layer l, and x^N is the residual stream before the final norm. A
-      state's gradient falls with the number of tokens, because the loss is a mean over tokens. Compare only layers of
-      one model, or models on the same text. Several streams count as one long vector.
-    - ``spike_score`` (layer -1, role loss or grad_norm): for the model of a run, OLMo 2's share of outliers among the
-      logged values (see ``spikes``). An outlier is at least 7 standard deviations above the mean of the previous 1,000
-      values.
+    The column ``role`` names the parameters or tensors that a row covers:
 
-    Notes: a parameter may have several uses, such as shared layers (ALBERT) or tied embeddings. Lamina sums the
-    gradients of all uses, shows the sum at the first use, and adds a note to the page. Noise makes the gradient norm
-    larger on a short text. More text lowers the norm, until the noise averages out.
+    - In a sub-layer, a role is a kind of parameter, such as query or pre_norm. If Lamina does not know a module's name,
+      the role is the module's path.
+    - Role ``all`` covers a whole sub-layer. With sublayer ``block``, it covers a whole layer. With layer -1, it covers
+      the whole model, as torch.nn.utils.get_total_norm does.
+    - Roles embedding, readout (the output head) and final_norm have layer -1 and sublayer ``model``.
+    - Role ``state`` (sublayer ``block``) is the gradient with respect to the residual stream before layer l, or after
+      the last layer for l = N. It covers all tokens and streams. The loss is a mean over tokens, so this gradient
+      shrinks with the number of tokens. Compare only values on the same text.
+
+    If several layers share parameters (ALBERT), or if the output head is the embedding, Lamina sums the gradients and
+    shows the sum at the first layer or at the embedding. On a short text, noise makes the gradient norm larger.
     """
 
     name = "gradients"
@@ -63,8 +60,7 @@ class Gradients(Probe):
     over_steps = ("gradient_norm", "gradient_variance")
 
     def __init__(self, sequences: int | None = None):
-        """Set the number of ``sequences`` for the loss (0: all). The default is all of your own text, or 16 sequences
-        of a corpus.
+        """Set the number of ``sequences`` (0: all; default: all of your own text, or 16 sequences of a corpus).
 
         Raises UserError unless ``sequences`` is a whole number from 0.
         """
@@ -165,7 +161,7 @@ class Gradients(Probe):
 
 @dataclass
 class _Moments:
-    """Count, sum and sum of squares of a gradient's elements, in float64, piece by piece."""
+    """Count, sum and sum of squares of a gradient's elements, in float64."""
 
     count: int = 0
     total: float = 0.0
@@ -200,8 +196,7 @@ class _Moments:
 
 
 def _accumulate(context: Context, states: list[_Moments], batches: Sequence[Mapping[str, torch.Tensor]]) -> float:
-    """Fill the parameters' gradients up to a common factor. Multiply the gradients by the returned factor to get the
-    mean loss's gradients.
+    """Fill the parameters' gradients. Multiply them by the returned factor to get the mean loss's gradients.
 
     The factor is 1 if all sequences have equally many predicted tokens.
     """
@@ -241,14 +236,15 @@ def _along_depth(label: str, norms: Frame, what: str) -> list[str]:
 
 
 def places(model: nn.Module, structure: Structure) -> dict[str, Place]:
-    """Map each parameter name of ``model`` to its (layer, sublayer, role). The mapping holds a shared parameter only
-    once.
+    """Map the name of each parameter to its (layer, sublayer, role). A shared parameter appears only once.
 
-    Parameters outside the layers have layer -1 and sublayer "model". Parameters in a layer but in none of its
-    sub-layers have sublayer "block". The role of a known weight is a name such as query or feed_forward_out. The role
-    of a bias is a name such as query_bias. The role of a norm's parameter is pre_norm, out_norm, post_norm or
-    inner_norm. Any other role is the parameter's path in the sub-layer. A parameter that several layers share belongs
-    to the first layer. An output head tied to the embedding belongs to the embedding.
+    - Outside the layers, the layer is -1 and the sublayer is "model".
+    - Inside a layer but outside its sub-layers, the sublayer is "block".
+    - The role of a known weight or bias is a name such as query, query_bias or feed_forward_out.
+    - The role of a norm's parameter is pre_norm, out_norm, post_norm or inner_norm.
+    - Any other role is the parameter's path in the sub-layer.
+    - If several layers share a parameter, the parameter belongs to the first layer. A tied output head belongs to the
+      embedding.
     """
     owners = _owners(structure)
     by_name: dict[str, Place] = {}
@@ -279,7 +275,7 @@ def shared_layers(structure: Structure) -> list[int]:
 
 
 def _owners(structure: Structure) -> dict[int, tuple[Place, str]]:
-    """Return each module's (layer, sublayer, role) and path inside the sub-layer. Projections have the role ""."""
+    """Return each module's (layer, sublayer, role) and its path inside the sub-layer. Projections have the role ""."""
     owners: dict[int, tuple[Place, str]] = {}
 
     def own(root: nn.Module, place: Place, prefix: str = "") -> None:

@@ -1,4 +1,4 @@
-"""Measure the residual stream by layer: variance, magnitudes, massive activations, and the distance to FP16's limit."""
+"""Measure the residual stream by layer: variance, magnitudes and massive activations."""
 
 from __future__ import annotations
 
@@ -36,46 +36,43 @@ _STATE = {"sublayer": "block", "role": "state", "index": 0}
 
 @probe
 class HiddenStates(Probe):
-    """Statistics of the residual stream x^l before each layer l, and of the state x^N after the last layer.
+    """Measure the residual stream x^l before each layer l, and the state x^N after the last layer.
 
-    Rows with role "state" (layer = l, sublayer "block") describe the state x^l over the whole sample:
+    Rows with role "state" (layer = l, sublayer "block") describe x^l over the whole sample:
 
-    - variance: the population variance over all elements; its standard error comes from the sequences' variances.
+    - variance: the population variance over all elements.
     - token_variance: the variance over a token's channels, averaged over tokens.
-    - mean, abs_mean, rms: the mean of x, the mean of |x|, and the root of the mean of x^2.
-    - variance_step: Var(x^(l+1)) - Var(x^l) for layer l (Peri-LN Eq 4: constant for Peri-LN).
-    - abs_max: the largest |x|. The columns channel, position and token locate the largest |x|.
-    - top_magnitude: the largest, second largest, ... |x| of a sequence (``index`` counts from 1), averaged over
-      sequences.
-    - median: the exact median |x| of a sequence (the lower of two middle values), averaged over sequences.
-    - max_to_median: the largest |x| of a sequence divided by its median, averaged over sequences. If a norm on the
-      residual stream bounds |x|, use max_to_median to find outliers.
-    - massive_count: the number of massive activations in a sequence, averaged over sequences. An activation is massive
-      if |x| > 100 and |x| is at least 1000 times the sequence's median (Sun et al. 2024).
-    - massive_activation: the largest value, with its sign, at a channel and position with massive activations. A state
-      has at most 20 such rows. massive_sequences is the number of sequences with a massive activation at this channel
-      and position.
-    - headroom_factor: 65504 / abs_max. headroom_bits is the base-2 logarithm of headroom_factor. FP16 overflows if
-      headroom_bits is below 0.
-    - top100_max, top100_min: the largest and the smallest of the 100 largest |x| of the sample (Peri-LN Fig 11).
+    - mean, abs_mean, rms: the mean of x, the mean of |x|, and the root mean square of x.
+    - variance_step: the variance after layer l minus the variance before layer l (Peri-LN Eq 4).
+    - abs_max: the largest |x|. The columns channel, position and token locate this value.
+    - top100_max, top100_min: the largest and the smallest of the 100 largest |x| (Peri-LN Fig 11).
+    - headroom_factor: FP16's limit, 65504, divided by abs_max. headroom_bits is the base-2 logarithm of this factor.
+
+    These metrics are means over sequences:
+
+    - top_magnitude: the largest |x| of a sequence. ``index`` 2 is the second largest, and so on.
+    - median: the median |x| of a sequence (the lower of two middle values).
+    - max_to_median: the largest |x| divided by the median. If a norm bounds |x|, use this metric to find outliers.
+    - massive_count: the number of massive activations in a sequence. An activation is massive if |x| is above 100 and
+      at least 1000 times the sequence's median (Sun et al. 2024).
+
+    A state has at most 20 rows with the metric massive_activation. Each row holds the largest massive activation at one
+    channel and position, with its sign. massive_sequences counts the sequences with a massive activation at this
+    location.
 
     Rows with role "contribution" describe the tensor that a sub-layer adds to the residual stream. Rows with role
-    "after" describe the residual stream after the addition and any post_norm. Rows of both roles have variance, mean,
-    abs_mean and abs_max, and ``index`` counts sub-layers of the same kind in a layer.
+    "after" describe the residual stream after the addition and any post_norm.
 
-    Rows with a norm's role describe the norm's input. sigma is the standard deviation over the channels (Mix-LN Eq
-    5-7), and rms is an RMSNorm's divisor, both averaged over tokens. ``index`` counts norms of the same role in the
-    sub-layer.
+    Rows with a norm's role (such as pre_norm) describe the norm's input. sigma is the standard deviation over the
+    channels (Mix-LN Eq 5-7), and rms is the root mean square. Both are means over tokens.
 
-    If a model has several streams, a state is the streams' mean. Rows with role "streams" then compare the streams:
-    stream_cosine is the mean cosine of two streams at a token, and is 1 if all streams have the same direction.
-    stream_rms is the rms of stream number ``index``.
+    In a model with several streams, x^l is the mean of the streams. In rows with role "streams", stream_cosine is the
+    mean cosine of two streams at a token, and stream_rms is the rms of stream number ``index``.
 
-    The row growth_linear_r2 (layer -1, sublayer "model") holds the R^2 of a line through the states' variances. The row
-    growth_exponential_r2 holds the R^2 of a line through the variances' logarithms.
+    Two rows of layer -1 (sublayer "model") tell how the variance grows with depth. growth_linear_r2 is the R^2 of a
+    line through the variances, and growth_exponential_r2 is the R^2 of a line through their logarithms.
 
-    Padding does not count. Note: transformers' hidden_states[-1] is after the final norm, but state N is before the
-    final norm.
+    Padding does not count. The last of transformers' hidden_states is after the final norm, but x^N is before the norm.
     """
 
     name = "hidden_states"
@@ -89,9 +86,9 @@ class HiddenStates(Probe):
     over_steps = ("variance", "abs_mean", "abs_max")
 
     def __init__(self, top: int = 3):
-        """Set ``top``, the number of each sequence's largest magnitudes to average.
+        """Set ``top``, the number of each sequence's largest magnitudes to average (1 to 100).
 
-        Raises UserError unless ``top`` is a whole number from 1 to 100.
+        Raises UserError for any other value.
         """
         if not isinstance(top, int) or isinstance(top, bool) or not 1 <= top <= BAND:
             raise UserError(f"hidden_states: option 'top' is {top!r}. Give a whole number from 1 to {BAND}.")
@@ -253,7 +250,7 @@ class HiddenStates(Probe):
 
 
 def add_streams(total: Ratio, streams: torch.Tensor, mask: torch.Tensor | None) -> None:
-    """Add the ``stream_figures`` of streams [sequences, tokens, n, width] to a ratio. Ignore a single stream."""
+    """Add streams [sequences, tokens, n, width] to a mean of ``stream_figures``. Ignore a single stream."""
     if streams.ndim < 4:
         return
     values = stream_figures(streams.detach().double())
@@ -262,8 +259,9 @@ def add_streams(total: Ratio, streams: torch.Tensor, mask: torch.Tensor | None) 
 
 
 def r_squared(values: Sequence[float]) -> float:
-    """Return R^2 of the least-squares line through values at 0, 1, 2, ...; NaN for fewer than three values, or if all
-    are equal.
+    """Return R^2 of the least-squares line through values at 0, 1, 2, ...
+
+    The result is NaN for fewer than three values, or if all values are equal.
     """
     y = np.asarray(values, dtype=np.float64)
     if len(y) < 3 or not np.isfinite(y).all() or np.ptp(y) == 0:
@@ -307,11 +305,7 @@ def _state_rows(totals: StateTotals, tokenizer: PreTrainedTokenizerBase | None) 
 
 @dataclass(frozen=True)
 class Moments:
-    """The moments of each token over its channels, float64 [sequences, tokens]; the variance is the population
-    variance.
-
-    ``valid`` is as in TokenStates.
-    """
+    """The moments of each token over its channels, in float64 [sequences, tokens]."""
 
     valid: torch.Tensor | None
     mean: torch.Tensor
@@ -322,9 +316,10 @@ class Moments:
 
 
 def moments(tokens: TokenStates, magnitude: torch.Tensor | None = None) -> Moments:
-    """Return the moments of all tokens, including padding. ``abs_mean`` and ``abs_max`` need ``magnitude`` (|x|).
-    Lamina sums in float32. Lamina computes a token's moments again in float64 if E[x^2] - E[x]^2 would lose digits, or
-    if a square overflows.
+    """Return the moments of all tokens, including padding.
+
+    ``abs_mean`` and ``abs_max`` need the magnitudes |x|. Lamina sums in float32, and repeats a token in float64 if the
+    variance would lose digits or a square overflows.
     """
     x = tokens.x
     channels = x.shape[-1]
@@ -343,10 +338,9 @@ def moments(tokens: TokenStates, magnitude: torch.Tensor | None = None) -> Momen
 
 
 def medians(tokens: TokenStates, magnitude: torch.Tensor) -> torch.Tensor:
-    """Return the exact median of ``magnitude`` in each sequence in float64. If there are two middle values, the median
-    is the lower value, as in torch.median.
+    """Return the median magnitude of each sequence in float64: the lower of two middle values, as in torch.median.
 
-    On the CPU, the function reorders each sequence's values in ``magnitude`` in place.
+    On the CPU, this function reorders ``magnitude`` in place.
     """
     each = list(magnitude)
     if tokens.valid is not None:
@@ -370,10 +364,7 @@ def _lower_median(values: np.ndarray) -> float:
 
 
 def largest(x: torch.Tensor, abs_max: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the ``count`` largest |x| of each sequence in descending order, [sequences, count].
-
-    Lamina searches only the ``count`` tokens with the largest peaks, because other tokens cannot hold these values.
-    """
+    """Return the ``count`` largest |x| of each sequence in descending order, [sequences, count]."""
     tokens = abs_max.topk(min(count, abs_max.shape[1]), dim=1).indices
     rows = x.gather(1, tokens.unsqueeze(-1).expand(-1, -1, x.shape[-1])).abs().flatten(1)
     return rows.topk(min(count, rows.shape[1]), dim=1).values
@@ -390,7 +381,6 @@ class Totals:
         self.abs_max = torch.tensor(0.0, dtype=torch.float64)
 
     def add(self, moments: Moments) -> None:
-        """Add one batch's tokens."""
         valid = moments.valid
         abs_mean = torch.zeros_like(moments.mean) if moments.abs_mean is None else moments.abs_mean
         mean, square = moments.mean, moments.mean_square
@@ -412,7 +402,7 @@ class Totals:
             self.abs_max = torch.maximum(self.abs_max, moments.abs_max.max().cpu())
 
     def average(self, name: str) -> tuple[float, float]:
-        """Return the value of a metric over all tokens, and its standard error over sequences (NaN for abs_max)."""
+        """Return the mean of a metric over all tokens, and its standard error over sequences (NaN for abs_max)."""
         if name == "abs_max":
             return float(self.abs_max), math.nan
         if name == "variance":  # the tokens' mean variance and the variance of their means
@@ -426,16 +416,14 @@ class Totals:
         return float(self.sums[index]) / max(self.tokens, 1), float(self.samples.standard_error[index])
 
     def relative_error(self) -> float:
-        """Return the relative standard error of the variance over sequences; infinite for fewer than two sequences."""
+        """Return the relative standard error of the variance, or infinity for fewer than two sequences."""
         mean = float(self.samples.mean[_VARIANCE]) if self.samples.count else 0.0
         error = float(self.samples.standard_error[_VARIANCE]) if self.samples.count else math.inf
         return error / mean if mean > 0 else 0.0 if error == 0 else math.inf
 
 
 class StateTotals(Totals):
-    """The totals of a state x^l, with its median, its massive activations, and its largest magnitudes and their
-    positions.
-    """
+    """The totals of a hidden state, with its median, its massive activations and its largest magnitudes."""
 
     def __init__(self, top: int):
         super().__init__()
@@ -470,7 +458,7 @@ class StateTotals(Totals):
         self.massive.add(counts[real])
 
     def _extend_band(self, x: torch.Tensor, peaks: torch.Tensor) -> None:
-        """Keep the 100 largest |x| so far, found in the tokens with the largest peaks."""
+        """Update the 100 largest |x|. Only the tokens with the largest peaks can hold these values."""
         least = float(self.band[-1]) if len(self.band) == BAND else -1.0
         flat = peaks.flatten()
         rows = (flat > least).nonzero().flatten()
@@ -511,7 +499,7 @@ class StateTotals(Totals):
 
 
 def _identifier(input_ids: torch.Tensor | None, peaks: torch.Tensor, sequence: int, token: int) -> int | None:
-    """Return a token's id; None if the state's tokens are not the input's tokens."""
+    """Return a token's id, or None if the hidden state's tokens are not the input's tokens."""
     if input_ids is None or input_ids.shape != peaks.shape:
         return None
     return int(input_ids[sequence, token])
@@ -520,7 +508,10 @@ def _identifier(input_ids: torch.Tensor | None, peaks: torch.Tensor, sequence: i
 def growth(variance: Frame, linear: float, exponential: float) -> str:
     """Return a sentence on how the variance changes with depth.
 
-    The inputs are the values by state, the R^2 of a line, and the R^2 of an exponential.
+    Args:
+        variance: the variance by state
+        linear: R^2 of a line
+        exponential: R^2 of an exponential curve
     """
     last = variance.index[-1]
     if not np.isfinite(variance).all():
@@ -540,7 +531,7 @@ def growth(variance: Frame, linear: float, exponential: float) -> str:
 
 
 def headroom(peak: Frame) -> str:
-    """Return a sentence that compares the largest |x| (a row of the frame) with FP16's limit."""
+    """Return a sentence that compares the largest |x| with FP16's limit."""
     token = f" ({peak['token']!r})" if isinstance(peak["token"], str) else ""
     text = f"The largest |x| is {peak['value']:.4g}, in state {peak['layer']} at channel {peak['channel']}, token "
     text += f"{peak['position']}{token}: "
@@ -553,7 +544,7 @@ def headroom(peak: Frame) -> str:
 
 
 def massive(states: Frame) -> str:
-    """Return a sentence on the states that have massive activations."""
+    """Return a sentence on the hidden states that have massive activations."""
     activations = states[states["metric"] == "massive_activation"]
     ratio = states[states["metric"] == "max_to_median"].sort_values("value").iloc[-1]
     if activations.empty:

@@ -43,50 +43,50 @@ _PATHS = {
 
 @probe
 class JacobianProbe(ShortProbe):
-    """Spectral norms of the blocks' Jacobians dx^(l+1)/dx^l, at real states.
+    """Measure the Jacobian of each block at real hidden states.
 
-    The Jacobian covers all tokens of a short sequence jointly, including attention: [tokens * channels, tokens *
-    channels]. The spectral norm is the stretch in the worst direction, and grows a little with the number of tokens.
-    Lamina finds the spectral norm by Lanczos bidiagonalization with products from automatic differentiation. Spectral
-    norms are means over the sequences, with their standard error. The backward pass stretches a gradient by the same
-    norms, because J and J^T have the same singular values.
+    J is the Jacobian dx^(l+1) / dx^l over all tokens of a short sequence, [tokens * channels, tokens * channels]. Its
+    spectral norm ||J||_2 is the largest factor by which the block stretches a change of its input, or a gradient in the
+    backward pass. Lamina finds the norm by Lanczos bidiagonalization. Values are means over sequences, with their
+    standard error.
 
-    Rows of a layer (sublayer "block") have these roles:
+    Metrics:
 
-    - jacobian: ``norm`` is ||J_l||_2. ``log10_product`` is log10 of the product of these norms over layers 0 to l. The
-      product is an upper bound of the gain from x^0 to x^(l+1). ``typical`` is the root mean square stretch of four
-      random directions, ||J_l||_F / sqrt(tokens * channels). ``iterations`` and ``residual`` show whether the iteration
-      for the norm converged.
-    - identity: the same metrics for J_l - I, so that ``norm`` is the distance to the identity (FuseNorm Eq 9). A single
-      token of small norm, often the first token, can make ``norm`` large although ``typical`` is near 0.
-    - residual_path: J_l with gradients only through the skips and the norms on them, not through attention and
-      feed-forward. The residual path does not mix tokens, so ``norm`` is the geometric mean of the tokens' spectral
-      norms.
-    - keel: ``formula`` is the residual path's norm by Keel Eq 14-19, from gains and scales alone. With gains of 1, the
-      value is alpha / sqrt(alpha^2 + 1) per sub-layer, and 2^(-1/2) in Post-LN. Keel's equations assume norms on the
-      sums. For placements without norms on the sums, the value is the scale of the skips.
-    - fusenorm: ``formula`` is the product of gain / sigma over the norms on the residual path (FuseNorm Eq 10, 11, 16,
-      where the gain is 1). sigma is a token's standard deviation at the norm's input. ``formula`` is the geometric mean
-      over tokens.
+    - norm: the spectral norm.
+    - log10_product: log10 of the product of the spectral norms of layers 0 to l.
+    - typical: the root mean square stretch of four random directions. It estimates ||J||_F / sqrt(tokens * channels).
+    - formula: a paper's formula for the spectral norm.
+    - iterations, residual: the number of iterations, and the remaining relative error of the norm.
 
-    If a model has several streams, a layer's rows treat all streams jointly, and have no ``formula``. The weights that
-    read, mix and write the residual streams are part of the residual path. Two further roles describe the streams:
+    Roles of a layer (sublayer "block"):
 
-    - stream: ``norm`` is ||dS_i^(l+1)/dS_i^l||_2 of the stream number ``index``.
-    - collapsed: ``norm`` is the spectral norm from an equal change of all streams to the change of the streams' mean.
+    - jacobian: the whole block.
+    - identity: J - I, so that the norm is the distance to the identity (FuseNorm Eq 9). One token of small norm, often
+      the first, can make this norm large.
+    - residual_path: the block with gradients only through skips and the norms on them. This path does not mix tokens,
+      so Lamina takes the geometric mean of the tokens' spectral norms.
+    - keel: the residual path by Keel Eq 14-19, from gains and scales alone. Keel assumes post-norms. For placements
+      without post-norms, the formula is the scale of the skips.
+    - fusenorm: the residual path by FuseNorm Eq 10, 11 and 16. The formula is the product of gain / sigma over the
+      norms on the path, with each token's measured sigma. The row holds the geometric mean over tokens.
 
-    Rows of a sub-layer with role post_norm have ``sigma``, the divisor of the norm on the sum, averaged over tokens.
-    Rows of the model (layer -1) have each role's ``log10_product`` over all layers. The role jacobian also has
-    ``log10_total``, which is log10 ||dx^N/dx^0||_2 of the whole model. ``log10_total`` is at most ``log10_product``.
+    In a model with several streams, these roles treat all streams as one vector, without formulas. Two more roles
+    follow:
+
+    - stream: from stream number ``index`` before the block to the same stream after the block.
+    - collapsed: from an equal change of all streams to the change of the streams' mean.
+
+    Rows of a sub-layer with role post_norm hold sigma, the number by which the post-norm divides, averaged over tokens.
+    Rows of layer -1 hold the product over all layers. log10_total (role jacobian) is log10 ||dx^N / dx^0||_2 of the
+    whole model, which is at most the product.
 
     Args:
-        sequences: number of sequences to measure (0: all). The default is all of your own text, or 1 sequence of a
-            corpus.
-        tokens: number of tokens to measure of each sequence (0: all). The default is all of your own text, or 32 tokens
-            of a corpus.
-        tolerance: relative error of a spectral norm at which the iteration stops.
-        iterations: largest number of matrix-vector products for a spectral norm.
-        total: whether to also find the spectral norm of the product of all blocks' Jacobians.
+        sequences: number of sequences to measure (0: all; default: all of your own text, or 1 sequence of a corpus)
+        tokens: number of tokens to measure of each sequence (0: all; default: all of your own text, or 32 tokens of a
+            corpus)
+        tolerance: relative error of a spectral norm at which the iteration stops
+        iterations: largest number of matrix-vector products per spectral norm
+        total: whether to also measure the Jacobian of the whole model (log10_total)
     """
 
     name = "jacobian"
@@ -127,7 +127,6 @@ class JacobianProbe(ShortProbe):
             )
 
     def finish(self, context: Context) -> pd.DataFrame:
-        """Run the layers one by one on the first ``tokens`` tokens of the first ``sequences`` texts."""
         self._values, self._unfinished = {}, 0
         self.take(context)
         for batch, inputs in enumerate(self.inputs):
@@ -148,7 +147,6 @@ class JacobianProbe(ShortProbe):
         return pd.DataFrame(rows, columns=COLUMNS)
 
     def _measure(self, context: Context, inputs: dict[str, torch.Tensor], label: str) -> None:
-        """Measure some sequences at once."""
         self._added.clear()
         with eager_attention(context.model), frozen(context.model):
             blocks = record_layer_calls(context, inputs)
@@ -191,7 +189,7 @@ class JacobianProbe(ShortProbe):
                 self._search(-1, "model", "jacobian", search)
 
     def _block(self, block: LayerCall, *, path: bool) -> dict[str, torch.Tensor]:
-        """Measure a block's norms by role, [sequences]. If ``path`` is true, also measure the residual path's norm."""
+        """Measure a block's spectral norms by role, [sequences]. If ``path`` is true, include the residual path."""
         layer, x = block.site.index, block.stream
         jacobian = Jacobian(block, x)
         norms = {}
@@ -215,7 +213,7 @@ class JacobianProbe(ShortProbe):
         return norms
 
     def _measured_sigmas(self, block: LayerCall, wirings: Sequence[Wiring]) -> torch.Tensor:
-        """Return the residual path's ``formula``, [sequences], from the measured sigmas at its norms' inputs."""
+        """Return FuseNorm's formula for the residual path, [sequences], from the measured sigmas of the post-norms."""
         sublayers = enumerate(block.site.sublayers)
         norms = {i: norm for i, sublayer in sublayers for norm in sublayer.norms if norm.role == "post_norm"}
         with torch.no_grad():
@@ -264,9 +262,6 @@ class JacobianProbe(ShortProbe):
         )
 
     def sentences(self, frame: Frame) -> Iterator[str]:
-        """Report the largest spectral norms, the product of all layers' norms, the distance to the identity, and the
-        product along the residual path.
-        """
         norms = frame[(frame.sublayer == "block") & (frame.metric == "norm")].set_index("layer")
         norm, distance = (norms[norms.role == role].value for role in ("jacobian", "identity"))
         model = {(str(row.role), str(row.metric)): float(row.value) for row in frame[frame.layer == -1].itertuples()}
@@ -325,11 +320,10 @@ def _power(exponent: float) -> str:
 def log10_total_norm(
     blocks: Sequence[LayerCall], *, tolerance: float, iterations: int
 ) -> tuple[torch.Tensor, SpectralNorm]:
-    """Return log10 ||dx^N/dx^0||_2 [sequences] for all blocks together, and the spectral norm's search result.
+    """Return log10 ||dx^N / dx^0||_2 of all blocks together [sequences], and how well the search converged.
 
-    Lamina keeps the graph of every block for one short input, as a training step does. A thousand blocks can shrink a
-    vector below the smallest float. Lamina therefore divides each block's output by the block's gain on a random
-    vector, and adds the gains' logarithms.
+    Lamina keeps every block's graph, as a training step does. Many blocks can shrink a vector below the smallest float.
+    Lamina therefore divides each block's output by a constant, and adds the constants' logarithms at the end.
     """
     jacobians = [Jacobian(block, block.stream) for block in blocks]
     start = start_vector(blocks[0].stream)

@@ -55,45 +55,45 @@ _PRECISION = 0.05  # likewise
 
 @probe
 class LayerDrop(Probe):
-    """How much worse a model is without each layer, or without ``block`` consecutive layers. Positive values are harm.
+    """Measure how much worse a model is without each layer, or without a block of consecutive layers.
 
-    Sources are Mix-LN Fig 2, 3 and 6b, Keel's dPPL of each layer, and, for consecutive layers, Gromov et al. 2024. All
-    other layers keep their weights and their scales, such as LayerNorm Scaling's 1 / sqrt(l) or Keel's alpha. If a
-    placement treats the first layer differently, dropping the first layer also drops this special treatment.
+    Positive values are harm. All other layers keep their weights and scales. In each row, ``layer`` is the first
+    dropped layer, and ``size`` is the number of dropped layers. (Sources: Mix-LN Fig 2, 3 and 6b, Keel's dPPL, Gromov
+    et al. 2024.)
 
-    Each row is one measurement. ``layer`` is the first dropped layer, and ``size`` is the number of dropped layers:
+    The column ``meaning`` tells how Lamina drops a layer:
 
-    - ``meaning``: with "remove", a dropped layer returns its input. With "branch", the sub-layers of a dropped layer
-      add zero, but skips, skip scales and post-norms stay. "remove" and "branch" give the same result in placements
-      without norms on the residual stream, such as Pre-LN. With several streams, "remove" returns all streams
-      unchanged, and "branch" still mixes the streams.
+    - "remove": the layer returns its input. With several streams, the layer returns all streams unchanged.
+    - "branch": attention and feed-forward add zero, but skips, skip scales and post-norms stay. With several streams,
+      the layer still mixes the streams. The result is the same as "remove" if no norm acts on the stream, as in Pre-LN.
+
+    Metrics:
+
     - ``loss_increase``: the increase of the loss in nats per predicted token.
-    - ``perplexity_increase``: exp(loss) without the layer minus exp(loss) of the whole model. The standard errors of
-      loss_increase and perplexity_increase come from the sequences' paired differences.
-    - ``accuracy_drop``: for a task of lm-eval, the whole model's value minus the value without the layer. The standard
-      error assumes independent values, and is therefore usually too large.
-    - ``score_drop``: the same difference for your own score. A positive value means a worse score.
-    - ``angular_distance`` (meaning ""): d(l, l + size) on the same text, as in the probe angular_distance.
-    - layer -1, size 0: the ``loss``, ``perplexity``, ``accuracy`` or ``score`` of the whole model.
+    - ``perplexity_increase``: the increase of exp(loss).
+    - ``accuracy_drop``: the decrease of a task's value (lm-eval). The standard error is usually too large, because it
+      assumes that the two values are independent.
+    - ``score_drop``: the decrease of your own score, or its increase if a lower score is better.
+    - ``angular_distance``: the angle between the hidden states before and after the layers (see the probe
+      angular_distance).
+    - ``loss``, ``perplexity``, ``accuracy``, ``score`` (layer -1, size 0): the whole model's value.
 
     Args:
-        block: number of consecutive layers to drop together, starting at each layer in turn.
-        meaning: how to drop a layer: "remove", "branch", or "all" for both (default).
-        metric: loss, perplexity or "all" (default).
-        task: a task of lm-evaluation-harness instead of the loss (pip install lm-eval).
+        block: number of consecutive layers to drop together (default: 1)
+        meaning: how to drop a layer: "remove", "branch", or "all" for both (default)
+        metric: loss, perplexity or "all" (default)
+        task: a task of lm-evaluation-harness to use instead of the loss (pip install lm-eval)
         include_path: a folder with the task's YAML file. The file can hold code, so set run_code.
-        run_code: whether Lamina may run code in task files and code that the model writes.
-        task_metric: the metric of the task (default: acc).
-        limit: maximum number of the task's documents, or of the file's questions.
-        squad: a file in SQuAD v1.1's format. If you give ``squad``, the F1 of the model's question-answering head
-            replaces the loss.
-        score: your own measure instead of the loss (Python only): a function from the model to a number.
-        higher_is_better: whether a higher score is better.
-        standard_error: target for the relative standard error of each loss increase. Lamina adds text until every layer
-            reaches the target. An increase below 0.1 nats counts as 0.1 nats. 0 means to use all text. The default is 0
-            for your own text, and 0.05 for a corpus.
-        sequences: largest number of sequences for the loss (0: all). The default is all of your own text, or 4
-            sequences of a corpus. For each layer, a sequence costs half a forward pass.
+        run_code: whether Lamina may run code in task files and code that the model writes
+        task_metric: the task's metric (default: acc)
+        limit: largest number of documents of the task, or of questions in the SQuAD file
+        squad: a file in SQuAD v1.1's format, to use the F1 of the model's question-answering head instead of the loss
+        score: a Python function from the model to a number, to use instead of the loss
+        higher_is_better: whether a higher score is better
+        standard_error: relative standard error of a loss increase at which Lamina stops adding text (0: use all text;
+            default: 0 for your own text, 0.05 for a corpus)
+        sequences: largest number of sequences for the loss (0: all; default: all of your own text, or 4 sequences of a
+            corpus)
     """
 
     name = "layer_drop"
@@ -157,8 +157,8 @@ class LayerDrop(Probe):
                 )
             self.meanings = (REMOVE,)
             context.notes.append(
-                "layer_drop: Lamina measured only 'remove', because it did not find the sub-layers of layer "
-                f"{ranges(bare)}."
+                "layer_drop: Lamina measured only the meaning 'remove', because it did not find the sub-layers of "
+                f"layer {ranges(bare)}."
             )
 
     def measured(self, context: Context) -> Sample | None:
@@ -242,7 +242,6 @@ class LayerDrop(Probe):
         return self.task.measure(context)
 
     def figures(self, frame: Frame) -> Iterator[tuple[Figure, str]]:
-        """Draw each metric over the layers, with one line per meaning if the meanings differ."""
         for metric, group in _harm(frame).groupby("metric", sort=False):
             several, size = _differ(group), int(group["size"].iloc[0])
             yield from chart(
@@ -256,7 +255,6 @@ class LayerDrop(Probe):
             )
 
     def sentences(self, frame: Frame) -> Iterator[str]:
-        """Name the layers that matter least and most, the layers to drop, and whether the angular distance agrees."""
         harm = _harm(frame)
         harm = harm[harm["metric"] == harm["metric"].iloc[0]]
         metric = str(harm["metric"].iloc[0])
@@ -342,13 +340,13 @@ def _agreement(frame: Frame, harm: Frame) -> list[str]:
 
 
 def mean_loss(losses: Sequence[float] | np.ndarray) -> tuple[float, float]:
-    """Return the mean loss over sequences of one length, and its standard error (inf for fewer than two sequences)."""
+    """Return the mean loss over sequences of one length, and its standard error (infinity for a single sequence)."""
     values = np.asarray(losses)
     return float(values.mean()), _error(values)
 
 
 def loss_increase(whole: Sequence[float], other: Sequence[float]) -> tuple[float, float]:
-    """Return the mean increase of the loss over the same sequences, and this paired difference's standard error."""
+    """Return the mean increase of the loss over paired sequences, and its standard error."""
     return mean_loss(np.asarray(other) - np.asarray(whole))
 
 
@@ -360,7 +358,7 @@ def perplexity(losses: Sequence[float]) -> tuple[float, float]:
 
 
 def perplexity_increase(whole: Sequence[float], other: Sequence[float]) -> tuple[float, float]:
-    """Return exp(mean of other) - exp(mean of whole), and the first-order standard error for paired sequences."""
+    """Return the increase of exp(mean loss) over paired sequences, and an estimate of its standard error."""
     a, b = np.asarray(whole), np.asarray(other)
     first, second = _exp(a.mean()), _exp(b.mean())
     return second - first, _error(second * (b - b.mean()) - first * (a - a.mean()))
@@ -376,16 +374,15 @@ def _error(values: np.ndarray) -> float:
 
 
 class _Unchanged(Exception):
-    """Stop the forward pass, because the layers without their branches return their input unchanged."""
+    """Stop the forward pass, because a layer without its sub-layers returns its input unchanged."""
 
 
 class PassesWithoutLayers(ExitStack):
-    """A context manager that runs forward passes of one batch without some layers.
+    """Run forward passes of one batch without some layers.
 
-    Omit the layers in ascending order, because the context stores only the input x^l of the first omitted layer.
-    Earlier layers return the stored x^l, and Lamina computes only the later layers. On average, a pass without some
-    layers costs half of a whole pass. For models that change the residual stream between two layers, Lamina runs whole
-    passes.
+    Drop the layers in ascending order. Lamina stores the input of the first dropped layer, so each pass computes only
+    the later layers. On average, a pass costs half of a whole pass. If the model changes the residual stream between
+    layers, Lamina runs whole passes.
     """
 
     def __init__(self, context: Context, run: Callable[[], torch.Tensor]):
@@ -417,7 +414,7 @@ class PassesWithoutLayers(ExitStack):
             self._last = torch.zeros(0)
 
     def without(self, start: int, size: int) -> torch.Tensor:
-        """Return the result without the layers ``start`` ... ``start + size - 1``. Call with start = 0, 1, 2, ..."""
+        """Return the result without ``size`` layers from ``start`` on. Call this method with start = 0, 1, 2, ..."""
         if not self.chained:
             return self._hooked(start, size, REMOVE)
         assert start in (0, self._start + 1)
@@ -427,7 +424,7 @@ class PassesWithoutLayers(ExitStack):
         return self.run()
 
     def without_branches(self, start: int, size: int) -> torch.Tensor | None:
-        """Return the result with the layers' contributions set to zero; None if ``without`` gives the same result."""
+        """Return the result if the sub-layers add zero, or None if the layers then return their input unchanged."""
         if not self.chained:
             return self._hooked(start, size, BRANCH)
         assert start == self._start
@@ -443,7 +440,6 @@ class PassesWithoutLayers(ExitStack):
             return self.run()
 
     def __enter__(self) -> PassesWithoutLayers:
-        """Intercept the layers' calls."""
         self.enter_context(uncompiled(self.context.model))
         modules = {site.module for site in self.context.structure.layers}
         self.enter_context(forwards({m: partial(self._call, m, m.forward) for m in modules}))
@@ -526,7 +522,7 @@ class HarnessTask:
             raise UserError(f"task: {reason}") from None
 
     def measure(self, context: Context) -> tuple[float, float]:
-        """Evaluate the model as it is now. Return the metric's value and standard error (NaN if unknown)."""
+        """Return the task's metric and its standard error (NaN if unknown) for the present model."""
         if context.tokenizer is None:
             raise UserError(f"task: {self.name!r} needs a tokenizer. Name a tokenizer with --tokenizer.")
         assert isinstance(context.model, PreTrainedModel)
@@ -547,7 +543,7 @@ class HarnessTask:
 
 
 class SquadFile:
-    """Measures F1 on a file in SQuAD's format. Raises UserError for any other file."""
+    """A file in SQuAD's format. Raises UserError for any other file."""
 
     metric, higher_is_better = "f1", True
 
@@ -566,12 +562,10 @@ class SquadFile:
 
 @contextmanager
 def removed(context: Context, layers: Sequence[int], meaning: str = REMOVE) -> Iterator[None]:
-    """Skip the layers with the indices ``layers`` in every forward pass inside the context.
+    """Skip the layers with the given indices in every forward pass.
 
-    With ``remove``, a layer returns its input. With ``branch``, the layer's sub-layers add zero, but skips, skip scales
-    and post-norms stay. For Pre-LN, ``remove`` and ``branch`` give the same result. The model still computes the layer,
-    so a cache of keys and values stays complete. If several layers share a module, only the calls of the removed layers
-    change.
+    With ``remove``, a layer returns its input. With ``branch``, attention and feed-forward add zero, but skips, skip
+    scales and post-norms stay. The model still computes the layer, so a key-value cache stays complete.
     """
     roots = context.roots
     with uncompiled(context.model), ExitStack() as stack:
@@ -593,7 +587,7 @@ def removed(context: Context, layers: Sequence[int], meaning: str = REMOVE) -> I
 
 
 def _contributions(site: LayerSite) -> dict[int, Point]:
-    """Return the points of a layer's contributions. Raises UserError for a layer without known sub-layers."""
+    """Return the points of the tensors that a layer adds. Raises UserError if Lamina did not find the sub-layers."""
     if not site.sublayers:
         raise UserError(
             f"meaning: 'branch' needs the sub-layers of layer {site.index}, but Lamina did not find them. Set "

@@ -31,29 +31,23 @@ Inputs = Mapping[str, torch.Tensor]
 
 @probe
 class LayerUse(Probe):
-    """How a model uses its layers: DepthBench's three scores.
+    """Measure how a model uses its layers, with the three scores of DepthBench. Rows have the role "block".
 
-    Rows have the role "block":
+    - causal_score: how much a later layer's update changes if the model skips layer ``layer``. The update of layer
+      ``index`` is u = x^(l+1) - x^l, and u' is the update after the skip. The score is ||u - u'|| / ||u|| over a
+      token's channels, averaged over tokens.
+    - permutation_score: the absolute change of the loss if layer ``layer`` and the next layer change places, divided by
+      the loss. Each layer takes its weights, norms, scales and kind along. A mask of a position in the stack stays.
+    - linear_loss_increase: the increase of the loss in nats per token if the best linear map replaces the layer. Lamina
+      fits the map by least squares, without an intercept, on the second half of the sequences (up to 4 tokens per
+      channel), and measures the loss on the first half. Several streams count as one vector.
 
-    - causal_score: ||u - u'|| / ||u||, averaged over tokens. u = x^(l+1) - x^l is the update of a later layer l
-      (``index``). u' is the same update if the model skips layer ``layer``, like layer_drop with meaning "remove". The
-      norms are over a token's channels.
-    - permutation_score: |L' - L| / L. L is the loss, and L' is the loss if Lamina exchanges layer ``layer`` and the
-      next layer. Weights, norms, scales and kind move with a layer. A mask for a certain position in the stack does not
-      move.
-    - linear_loss_increase: L' - L in nats per token. L' is the loss if a linear map of the layer's input replaces the
-      layer. Lamina fits the map by least squares, without an intercept, on the second half of the sequences, up to 4
-      tokens per channel. Lamina measures L' on the first half of the sequences. Several streams count as one long
-      vector.
-
-    Standard errors are over sequences. If the layers also return earlier states, u is the update of the residual stream
-    alone. If the model has several streams, u is the update of the streams' mean. Models whose layers share weights or
-    read earlier states have no permutation_score.
+    Standard errors are over sequences. In causal_score, a model with several streams has the update of the streams'
+    mean. Models whose layers share weights or read earlier hidden states have no permutation_score.
 
     Args:
-        metric: one of the three scores, or "all" (default).
-        sequences: number of sequences to measure (0: all). The default is all of your own text, or 4 sequences of a
-            corpus.
+        metric: one of the three scores, or "all" (default)
+        sequences: number of sequences to measure (0: all; default: all of your own text, or 4 sequences of a corpus)
     """
 
     name = "layer_use"
@@ -154,7 +148,7 @@ def _losses(context: Context, sequences: Sequence[Inputs]) -> torch.Tensor:
 
 
 def causal_scores(context: Context, sequences: Sequence[Inputs]) -> dict[tuple[int, int], list[torch.Tensor]]:
-    """Return each sequence's causal scores by (skipped layer, later layer), averaged over the sequence's tokens."""
+    """Return each sequence's causal scores by (skipped layer, later layer), averaged over tokens."""
     layers, scores = context.structure.num_layers, {}
     for number, inputs in enumerate(sequences):
         whole = _updates(context, inputs)
@@ -169,7 +163,7 @@ def causal_scores(context: Context, sequences: Sequence[Inputs]) -> dict[tuple[i
 
 
 def _updates(context: Context, inputs: Inputs) -> list[torch.Tensor]:
-    """Return x^(l+1) - x^l [tokens, channels] of one sequence without its padding, by layer."""
+    """Return each layer's update x^(l+1) - x^l [tokens, channels] of one sequence without its padding."""
     states: dict[int, torch.Tensor] = {}
 
     def see(state: int, value: torch.Tensor) -> None:
@@ -184,7 +178,7 @@ def _updates(context: Context, inputs: Inputs) -> list[torch.Tensor]:
 def exchanges(context: Context) -> Iterator[AbstractContextManager]:
     """Yield contexts that exchange a layer and the next layer.
 
-    Raises UserError if the layers share weights or read earlier states.
+    Raises UserError if the layers share weights or read earlier hidden states.
     """
     sites = context.structure.layers
     if context.structure.has_memory or shared_layers(context.structure):

@@ -1,4 +1,4 @@
-"""The logit lens: predictions from the hidden states of each layer, through the model's final norm and output head."""
+"""The logit lens: predictions from each layer's hidden states, through the final norm and output head."""
 
 from __future__ import annotations
 
@@ -32,23 +32,19 @@ _TRIED = 8  # tokens on which the tail is compared with the model itself
 
 @probe
 class LogitLens(Probe):
-    """The predictions from each hidden state x^l, as if x^l were the model's last state.
+    """Predict tokens from each hidden state x^l as if it were the last one (the logit lens).
 
-    The logits are W_U FinalNorm(x^l), or W_U x^l for models without a final norm. Lamina also applies all other
-    operations after the layers, such as the transformation in BERT's head, a scale, or a soft-cap. State l is the
-    residual stream before layer l. State N gives the model's own predictions. Rows have role "state", sublayer "block"
-    and layer = l. Lamina averages metrics over the predicted tokens of a sequence, then over sequences, with a standard
-    error:
+    Lamina applies all operations after the layers to x^l: the final norm, the output head, and any scale or soft-cap.
+    x^l is the residual stream before layer l, and x^N gives the model's own predictions. Rows have role "state" and
+    layer = l. Lamina averages over the predicted tokens of a sequence, then over sequences, with a standard error:
 
-    - cross_entropy: the cross-entropy of the true token, in nats. A causal model predicts the next token at all
-      positions except the last. A masked model predicts the masked tokens, at 15 % of the positions. The positions are
-      the same in each sequence.
-    - kl_to_final: KL(p_N || p_l) in nats, where p_N is the model's own distribution; 0 at state N.
-    - top1_agreement: the share of positions at which state l and the model predict the same token.
+    - cross_entropy: the cross-entropy of the true token in nats. A causal model predicts the next token. A masked model
+      predicts 15 % of the tokens, at the same positions in each sequence.
+    - kl_to_final: the KL divergence in nats from the model's own predictions to the predictions of x^l.
+    - top1_agreement: the share of positions at which x^l and the model predict the same token.
 
-    Note: an early state's predictions can be worse than uniform guessing, because its basis differs from the last
-        state's basis (in Post-LN, or with tied embeddings). The row "uniform_cross_entropy" (layer -1, sublayer
-        "model") holds the loss of uniform guessing, ln(vocabulary size).
+    Early states may predict worse than uniform guessing, because their basis differs from the last state's basis. The
+    row "uniform_cross_entropy" (layer -1, sublayer "model") holds the loss of uniform guessing, ln(vocabulary size).
     """
 
     name = "logit_lens"
@@ -64,9 +60,8 @@ class LogitLens(Probe):
     def __init__(self, tokens: int | None = None):
         """Set the number of predicted ``tokens`` to measure (0: all), rounded up to whole sequences.
 
-        The default is all of your own text, or 1,024 tokens of a corpus.
-
-        Raises UserError unless ``tokens`` is a whole number from 0.
+        The default is all of your own text, or 1,024 tokens of a corpus. Raises UserError unless ``tokens`` is a whole
+        number from 0.
         """
         self.tokens = check_most(self.name, "tokens", tokens)
         self._read: list[Mapping[str, torch.Tensor]] = []
@@ -197,10 +192,12 @@ class LogitLens(Probe):
 
 
 def compare(logits: torch.Tensor, final: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Sum METRICS over tokens. ``logits`` and the model's own logits ``final`` are [tokens, vocabulary]; ``targets`` is
-    [tokens].
+    """Sum METRICS over tokens.
 
-    Lamina computes KL as sum_v p (f - f_l) - logZ + logZ_l. KL is exactly 0 if the logits f and f_l are equal.
+    Args:
+        logits: a hidden state's logits, [tokens, vocabulary]
+        final: the model's own logits, in the same shape
+        targets: the true tokens, [tokens]
     """
     size, size_final = logits.logsumexp(-1), final.logsumexp(-1)
     cross_entropy = size.double() - logits.gather(1, targets.unsqueeze(1)).squeeze(1).double()
@@ -211,14 +208,14 @@ def compare(logits: torch.Tensor, final: torch.Tensor, targets: torch.Tensor) ->
 
 
 class Tail:
-    """Apply a model's operations after its last layer to any states.
+    """Compute logits from any hidden states with the model's operations after its last layer.
 
-    Lamina runs the model itself, but each layer returns the given states. ``Tail`` therefore works for any head,
+    Lamina runs the model itself, but each layer returns the given states. The result is therefore right for any head,
     soft-cap or scale. Request the logits of at most ``chunk`` tokens at a time.
     """
 
     def __init__(self, context: Context, ids: torch.Tensor):
-        """Check the tail on a few tokens, ``ids`` [1, tokens].
+        """Check the logits on a few tokens, ``ids`` [1, tokens].
 
         Raises UserError if the model's last state does not give the model's logits.
         """
@@ -249,16 +246,18 @@ class Tail:
             )
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        """Return the logits [tokens, vocabulary] in float32 for states [tokens, channels]. Call a ``Tail`` only inside
-        the context ``instead_of_the_layers``.
+        """Return the logits [tokens, vocabulary] of hidden states [tokens, channels] in float32.
+
+        Call this method only inside the context ``instead_of_the_layers``.
         """
         self._states = states.unsqueeze(0)
         return logits_of(forward(self.model, {"input_ids": self._ids[:, : len(states)]}))[0].float()
 
     @contextmanager
     def instead_of_the_layers(self, ids: torch.Tensor) -> Iterator[None]:
-        """Replace the layers by given states inside the context. ``ids`` [1, tokens] can be any tokens, but at least as
-        many as the states of a call.
+        """Make each layer return the given hidden states.
+
+        ``ids`` [1, tokens] can be any tokens, but at least as many as the hidden states of a call.
         """
         self._ids = ids
 

@@ -35,13 +35,11 @@ FORMATS = (*_FLOATS, "int8_tensor", "int8_token")
 
 
 def round_trip(x: torch.Tensor, kind: str, *, scaled: bool = True) -> torch.Tensor:
-    """Convert a tensor [..., tokens, channels] to a format and back to float32; an overflow becomes inf.
+    """Round a tensor [..., tokens, channels] to a format, and convert it back to float32. An overflow becomes inf.
 
-    fp16 and bf16 are casts that round to nearest even. fp8_e4m3 is OCP e4m3fn (largest 448, no inf), and the largest
-    value of fp8_e5m2 is 57344. If ``scaled`` is true, Lamina first scales the tensor's largest |x| to the FP8 format's
-    largest value. If ``scaled`` is false, values above the format's largest value overflow. int8_tensor and int8_token
-    are symmetric: q = round(x / s) with s = max|x| / 127. The maximum is over a sequence [tokens, channels] for
-    int8_tensor, and over a token's channels for int8_token.
+    fp16 and bf16 round to nearest even. fp8_e4m3 is OCP e4m3fn, and ``scaled`` scales the tensor's largest |x| to the
+    FP8 format's largest value first. int8_tensor and int8_token are symmetric, with the scale max|x| / 127. The maximum
+    is over a sequence for int8_tensor, and over a token's channels for int8_token.
     """
     x = x.float()
     if kind.startswith("int8"):
@@ -63,27 +61,25 @@ def round_trip(x: torch.Tensor, kind: str, *, scaled: bool = True) -> torch.Tens
 
 @probe
 class LowPrecision(Probe):
-    """The rounding error q(x) - x of hidden states and feed-forward activations x in formats of fewer bits.
+    """Measure the error of rounding the hidden states and the feed-forward's activations to formats of fewer bits.
 
     The column ``format`` is fp16, bf16, fp8_e4m3, fp8_e5m2, int8_tensor or int8_token (see ``round_trip``). The column
-    ``role`` is "state" for the hidden state x^l (layer = l). ``role`` is "contribution" for the tensor that a sub-layer
-    adds, and "activation" for the input of a dense feed-forward's down-projection. Each sequence [tokens, channels] is
-    a tensor with its own scale, so the batch has no effect. Metrics:
+    ``role`` names the tensor x: "state" for the hidden state before a layer, "contribution" for the tensor that a
+    sub-layer adds to the residual stream, and "activation" for the input of a dense feed-forward's down-projection.
+    Each sequence has its own scale.
 
-    - relative_error: ||q(x) - x|| / ||x|| over all elements of a sequence, averaged over sequences.
-    - token_error: ||q(x) - x|| / ||x|| of a token, averaged over tokens. One massive token does not hide the other
-      tokens.
-    - max_error: the largest |q(x) - x| of the sample. An element that overflows makes relative_error, token_error and
-      max_error infinite.
-    - share_lost: the share of elements that rounding changes to 0.
-    - overflow_share: the share of elements that become inf (in fp16, and in fp8 without a scale).
-    - loss (layer -1, role "state"): the loss in nats per token with all states x^0 ... x^N rounded. The format "none"
-      has the loss of the unchanged model. Only language models have a loss.
-    - loss_increase: the loss with rounded states minus the loss of the unchanged model.
+    - relative_error: the norm of the rounding error divided by the norm of x, over a sequence, averaged over sequences.
+    - token_error: the same ratio for each token, averaged over tokens.
+    - max_error: the largest absolute rounding error of the sample.
+    - share_lost: the share of elements that become 0 by rounding.
+    - overflow_share: the share of elements that become inf. The errors are then infinite.
+    - loss (layer -1, role "state"): the loss in nats per token if Lamina rounds the hidden states of all layers. The
+      format "none" has the loss without rounding.
+    - loss_increase: the loss with rounding minus the loss without rounding.
 
-    Note: per-tensor INT8 divides by the largest |x|. One massive activation (Sun et al. 2024) therefore leaves almost
-    no steps for all other elements. token_error and share_lost show this loss of precision. relative_error hides this
-    loss, because the massive activation is most of ||x||. BF16's relative precision does not depend on the largest |x|.
+    Per-tensor INT8 divides by the largest |x|, so one massive activation (Sun et al. 2024) leaves almost no steps for
+    the other elements. token_error and share_lost show this damage. relative_error hides it, because the massive
+    activation is most of the norm.
     """
 
     name = "low_precision"
@@ -96,11 +92,13 @@ class LowPrecision(Probe):
     def __init__(
         self, fp8_scaling: Literal["tensor", "none"] = "tensor", loss: bool = True, sequences: int | None = None
     ):
-        """Set the FP8 scaling, whether to measure the ``loss``, and the number of ``sequences``.
+        """Set the options of the probe.
 
-        With ``fp8_scaling`` "tensor", Lamina scales each tensor to FP8's largest value. With "none", Lamina casts
-        directly. Lamina measures whole batches of at least ``sequences`` sequences (0: all). The default is all of
-        your own text, or 4 sequences of a corpus.
+        Args:
+            fp8_scaling: "tensor" to scale each tensor to FP8's largest value, or "none" to cast directly
+            loss: whether to measure the loss
+            sequences: smallest number of sequences, in whole batches (0: all; default: all of your own text, or 4
+                sequences of a corpus)
 
         Raises UserError for any other value.
         """
@@ -165,7 +163,6 @@ class LowPrecision(Probe):
         return bool(self._most) and self._sequences >= self._most
 
     def _batches(self, context: Context) -> Sequence[Mapping[str, torch.Tensor]]:
-        """Return the batches that Lamina measures completely."""
         batches, sequences = context.batches[: context.forwards], 0
         for number, batch in enumerate(batches):
             if self._most and sequences >= self._most:
@@ -243,7 +240,7 @@ class LowPrecision(Probe):
 
 
 def _norms(x: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
-    """Return each sequence's L2 norm, followed by its tokens' norms, [sequences, 1 + tokens]; NaN for padding."""
+    """Return the L2 norms of each sequence and then of its tokens, [sequences, 1 + tokens], with NaN for padding."""
     each = torch.linalg.vector_norm(x, 2, -1).double()
     whole = each.square().sum(1, keepdim=True).sqrt()
     return torch.cat([whole, each if valid is None else each.where(valid, math.nan)], dim=1)

@@ -22,20 +22,20 @@ METRICS = ("stable_rank", "effective_rank")
 
 @probe
 class Ranks(Probe):
-    """Stable and effective rank of each state's matrix X [tokens, channels] for one sequence.
+    """Measure the stable and the effective rank of each layer's hidden states.
 
-    X is not centered, and s are the singular values of X. Rows with role state hold the mean over sequences (layer =
-    state):
+    Rows with role state describe the matrix [tokens, channels] of the hidden states before a layer, for one sequence.
+    Lamina does not center the matrix, and averages over sequences. s are the singular values:
 
     - stable_rank: sum s^2 / max s^2.
-    - effective_rank: exp(-sum p ln p) with p = s / sum s (Roy & Vetterli 2007).
+    - effective_rank: exp(entropy of s / sum s) (Roy & Vetterli 2007).
 
-    If the model has n streams, each layer mixes the streams with a matrix [n, n]. Rows with role streams hold the
-    effective_rank of the matrices' product over layers 0 to ``layer``, averaged over tokens. A rank of 1 means that the
-    mixing keeps only one mean of the residual streams. A rank of n means that all streams stay distinct. Lamina ignores
-    norms on the streams.
+    In a model with n streams, each layer mixes the streams with a matrix [n, n]. Rows with role streams hold the
+    effective rank of the product of these matrices over layers 0 to ``layer``, averaged over tokens. A rank of 1 means
+    that only one mean of the streams remains. A rank of n means that all streams stay distinct. Lamina ignores norms on
+    the streams.
 
-    Note: a rank is at most the number of tokens, so compare sequences of one length.
+    A rank is at most the number of tokens, so compare sequences of one length.
     """
 
     name = "ranks"
@@ -106,15 +106,13 @@ class Ranks(Probe):
 
 
 def effective_rank(singular: torch.Tensor) -> torch.Tensor:
-    """Return exp(-sum p ln p) with p = s / sum s, for singular values s [..., count]."""
+    """Return exp(entropy of s / sum s) for singular values s [..., count]."""
     shares = singular.double() / singular.double().sum(-1, keepdim=True)
     return torch.special.entr(shares).sum(-1).exp()
 
 
 def composed_maps(context: Context, inputs: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Return the products M_0 ... M_l [batch, tokens, n, n] by layer l. A layer mixes its streams as S' = M^T S. The
-    result is empty for a single stream.
-    """
+    """Return the product of the mixing matrices up to each layer, [batch, tokens, n, n], or {} for a single stream."""
     products: dict[int, torch.Tensor] = {}
     if not context.structure.carries_more:
         return products

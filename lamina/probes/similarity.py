@@ -19,26 +19,21 @@ from lamina.probes.engine.statistics import Ratio
 
 @probe
 class Similarity(DirectionsProbe):
-    """The cosine between every two hidden states, the mean cosine by distance, and each layer's block influence.
+    """Measure the cosine between the hidden states of any two layers. x^l is the residual stream before layer l.
 
-    - ``cosine``: E cos(x^i, x^j) over all tokens, with ``start`` = i and ``size`` = j - i > 0.
-    - ``cosine_by_distance``: the mean cosine over all pairs of layers' outputs with j - i = ``size`` (FuseNorm Fig 12).
-      x^0 is not a layer's output, so N layers have N - 1 distances. ``start`` is -1.
-    - ``block_influence``: BI_l = 1 - E cos(x^l, x^(l+1)) over all tokens (ShortGPT), with ``start`` = l and ``size`` =
-      1.
+    - ``cosine``: the cosine of x^i and x^j, with ``start`` = i and ``size`` = j - i.
+    - ``cosine_by_distance``: the mean cosine of all pairs of layers' outputs at the distance ``size`` (FuseNorm Fig
+      12). The embedding x^0 is no layer's output.
+    - ``block_influence``: 1 minus the cosine of x^l and x^(l+1), with ``start`` = l and ``size`` = 1 (ShortGPT).
 
-    x^l is the residual stream before layer l, and x^N is the residual stream before the final norm. Lamina averages the
-    tokens' cosines. A cosine does not depend on a state's length, so a few huge tokens do not dominate the mean.
-    Padding does not count. Standard errors are over sequences.
-
-    Notes: transformers returns the last hidden state after the final norm. Lamina does not center the states. A
-    direction common to all tokens therefore increases the similarity.
+    x^N is the stream after the last layer, before the final norm. Lamina averages the cosine over all tokens, without
+    padding. Lamina does not center the states, so a direction that all tokens share raises the similarity. Standard
+    errors are over sequences.
 
     Args:
-        tokens: the tokens of each sequence to compare: "all" (default), "last" or "first".
-        tokens_per_batch: the number of each batch's tokens that Lamina keeps until the last layer has run. By default,
-            Lamina keeps all tokens of your own text, or as many tokens of a corpus as fit in a quarter of the model's
-            memory. If Lamina keeps only a part of the tokens, the page has a note.
+        tokens: the tokens of a sequence to compare: "all" (default), "last" or "first"
+        tokens_per_batch: for tokens="all", the largest number of tokens per batch (default: all tokens of your own
+            text, or as many tokens of a corpus as fit in a quarter of the model's memory)
     """
 
     name = "similarity"

@@ -42,33 +42,34 @@ Key = tuple[int, str]  # layer, pre or post
 
 @probe
 class Spectra(Probe):
-    """Spectra of the embedding, of the feed-forward's projections and of the feed-forward's activations.
+    """Measure spectra of the embedding, of the feed-forward's weights and of its activations.
 
     Rows of the model (layer -1):
 
-    - role embedding: the eigenvalues of the embedding rows' covariance (FuseNorm Fig 8). The metric
-      ``eigenvalue_over_median`` divides an ``eigenvalue`` by the median eigenvalue. ``index`` numbers the eigenvalues
-      from 0, the largest first. Lamina subtracts the mean over the vocabulary, because the paper does not define the
-      covariance.
-    - roles pre and post: each rank's mean over the layers (FuseNorm Fig 11), and the number of tokens.
+    - role embedding: the eigenvalues of the covariance of the embedding's rows, largest first (FuseNorm Fig 8). The
+      metric ``eigenvalue_over_median`` divides an ``eigenvalue`` by the median. Lamina subtracts the mean over the
+      vocabulary.
+    - roles pre and post: the mean of each rank over the layers (FuseNorm Fig 11), and the number of tokens.
 
-    Rows of a layer (sublayer feed_forward):
+    Rows of a layer (sublayer feed_forward) with a projection's path as role, such as ``mlp.up_proj``:
 
-    - role = a projection's path within the layer (``mlp.up_proj``): ``condition_number`` is s_max / s_min (FuseNorm Fig
-      10). If one matrix stacks gate and up, the rows ``[0]`` and ``[1]`` describe the two halves.
-    - roles pre (the nonlinearity's input) and post (the down-projection's input): the ranks of the activations'
-      covariance. ``hard_rank`` is the participation ratio of the covariance's eigenvalues, divided by D_ff.
-      ``soft_rank`` is exp(entropy) of these eigenvalues, divided by D_ff. ``edr`` is 200 h s / (h + s) of the hard rank
-      h and the soft rank s. ``eee`` shows how much of the spectrum the top eigenvalues hold. The definitions of edr and
-      eee are Lamina's, not the paper's.
+    - ``condition_number``: the largest singular value divided by the smallest (FuseNorm Fig 10). If one matrix stacks
+      gate and up-projection, the roles ``[0]`` and ``[1]`` are its halves.
 
-    Notes: Lamina centers the covariance, because massive activations would otherwise dominate the largest eigenvalue.
-    The rank is at most tokens - 1, and the normalized ranks are biased low if tokens / D_ff is small. Lamina therefore
-    rejects a sample of at most D_ff tokens, unless you set ``few_tokens`` to "warn". Each layer and role needs one
-    matrix of D_ff x D_ff in float64. If all matrices need more than ``memory`` GiB, Lamina measures the layers in
-    groups, in repeated passes over the same text. Experts have no ranks, because each expert sees few tokens. Lamina
-    reads batches until each covariance has ``tokens_per_channel`` tokens for each channel of the feed-forward (0: all
-    text). The default is all of your own text, or 4 tokens per channel of a corpus.
+    Rows of a layer with role pre (the nonlinearity's input) or post (the down-projection's input) describe the
+    eigenvalues of the activations' covariance:
+
+    - ``hard_rank``: the participation ratio of the eigenvalues, divided by their number.
+    - ``soft_rank``: the exponential of the eigenvalues' entropy, divided by their number.
+    - ``edr``: the effective dimension ratio, 100 times the harmonic mean of hard and soft rank.
+    - ``eee``: the concentration of the spectrum in the top eigenvalues. Lamina defines edr and eee itself, because the
+      paper does not.
+
+    Lamina centers the covariance, so massive activations do not dominate the eigenvalues. The ranks of few tokens are
+    too low, so Lamina stops with an error if there are no more tokens than channels (``few_tokens`` "warn": adds a
+    note). If all covariances need more than ``memory`` GiB, Lamina reads the same text several times. Experts have no
+    ranks, because each expert sees few tokens. ``tokens_per_channel`` limits the text (0: all text; default: all of
+    your own text, or 4 tokens of a corpus per channel of the feed-forward).
     """
 
     name = "spectra"
@@ -91,7 +92,7 @@ class Spectra(Probe):
     def begin(self, context: Context) -> None:
         """Choose the covariances that Lamina computes in each pass over the text.
 
-        Raises UserError if there is too little text for the ranks.
+        Raises UserError if the text is too short for the ranks.
         """
         self._groups: list[dict[Key, Point]] = []
         self._covariances: dict[Key, Covariance] = {}
@@ -153,7 +154,7 @@ class Spectra(Probe):
         return self._groups[0] if self._groups else {}
 
     def see(self, key: Key, value: torch.Tensor) -> None:
-        """Add a layer's activations [batch, tokens, D_ff] to the layer's covariance."""
+        """Add a layer's activations [batch, tokens, channels] to the layer's covariance."""
         covariance = self._covariances.setdefault(key, Covariance())
         if self._full(key):
             return  # each token costs the width squared
@@ -188,7 +189,7 @@ class Spectra(Probe):
         return frame.assign(sequences=ranks * sequences, tokens=ranks * self._tokens)
 
     def measured(self, context: Context) -> None:
-        """Return None, because rows about weights belong to no text: ``finish`` makes the columns."""
+        """Return None, because rows about weights belong to no text. ``finish`` adds the columns."""
 
     def _rank_rows(self, context: Context) -> list[Row]:
         self._reduce()
@@ -215,7 +216,7 @@ class Spectra(Probe):
         return rows
 
     def _reduce(self) -> None:
-        """Reduce each covariance to its four ranks, which frees memory for the next pass."""
+        """Replace each covariance by its four ranks, which frees memory for the next pass."""
         for key in list(self._covariances):
             values = self._covariances.pop(key).eigenvalues()
             if not bool(values.isfinite().all()):
@@ -244,9 +245,6 @@ class Spectra(Probe):
             yield from chart(ranks, title, metric, caption, color="role")
 
     def sentences(self, frame: Frame) -> Iterator[str]:
-        """Report the spread of the embedding's eigenvalues, the layer with the worst condition number, and the mean
-        ranks.
-        """
         spectrum = frame[frame.metric == "eigenvalue_over_median"].value
         if len(spectrum):
             yield (
@@ -274,9 +272,7 @@ class Spectra(Probe):
 
 
 def embedding_rows(context: Context) -> list[Row]:
-    """Return the eigenvalues of the embedding rows' covariance, and the eigenvalues divided by their median. ``index``
-    numbers the eigenvalues, the largest first.
-    """
+    """Return the eigenvalues of the covariance of the embedding's rows, largest first, also divided by their median."""
     weight = getattr(context.structure.embedding, "weight", None)
     if not isinstance(weight, torch.Tensor) or weight.ndim != 2:
         context.notes.append("spectra: the model has no token embedding, so Lamina leaves out its eigenvalues")
@@ -302,9 +298,7 @@ def embedding_rows(context: Context) -> list[Row]:
 
 
 def condition_rows(site: LayerSite) -> list[Row]:
-    """Return s_max / s_min of each projection of a layer's dense feed-forwards; stacked gate and up count
-    separately.
-    """
+    """Return the condition number of each projection of a layer's dense feed-forwards."""
     rows: list[Row] = []
     for feed_forward in (sublayer.feed_forward for sublayer in site.sublayers if sublayer.feed_forward is not None):
         for path, module in (*feed_forward.up, feed_forward.down):
@@ -320,7 +314,7 @@ def condition_rows(site: LayerSite) -> list[Row]:
 
 
 class Covariance:
-    """The centered covariance [channels, channels] of samples [n, channels] that come batch by batch.
+    """The centered covariance [channels, channels] of samples that come batch by batch.
 
     Lamina subtracts the first batch's mean, multiplies in at least float32, and sums in float64. A channel with a
     massive mean therefore does not lower other channels' precision.
@@ -349,38 +343,41 @@ class Covariance:
         self.count += len(samples)
 
     def matrix(self) -> torch.Tensor:
-        """Return the sample covariance with the divisor n - 1, [channels, channels] in float64. Needs two samples."""
+        """Return the sample covariance (divisor n - 1), [channels, channels] in float64. It needs two samples."""
         if self.count < 2:
             raise ValueError(f"a covariance needs at least 2 samples, but there are {self.count}. Give more text.")
         mean = self._sum / self.count
         return (self._products - self.count * torch.outer(mean, mean)) / (self.count - 1)
 
     def eigenvalues(self) -> torch.Tensor:
-        """Return the eigenvalues in descending order, at least 1e-12 each, in float64 on the CPU."""
+        """Return the eigenvalues in descending order, in float64 on the CPU. Values below 1e-12 become 1e-12."""
         return torch.linalg.eigvalsh(self.matrix()).flip(0).clamp(min=FLOOR).cpu()
 
 
 def hard_rank(eigenvalues: torch.Tensor) -> float:
-    """Return the participation ratio (sum l)^2 / sum l^2, divided by the number of eigenvalues D: from 1 / D to 1."""
+    """Return the participation ratio (sum l)^2 / sum l^2 of D eigenvalues l, divided by D."""
     values = eigenvalues.double()
     return float(values.sum().square() / values.square().sum() / len(values))
 
 
 def soft_rank(eigenvalues: torch.Tensor) -> float:
-    """Return Shannon's rank exp(-sum p ln p), p = l / sum l, divided by the number D of eigenvalues (1 / D to 1)."""
+    """Return the exponential of the entropy of D eigenvalues, normalized to the sum 1, divided by D."""
     shares = eigenvalues.double() / eigenvalues.double().sum()
     return float(torch.exp(-torch.special.xlogy(shares, shares).sum()) / len(shares))
 
 
 def effective_dimension_ratio(hard: float, soft: float) -> float:
-    """Return 200 h s / (h + s), 100 times the harmonic mean of the ranks h and s. The paper does not define edr."""
+    """Return 100 times the harmonic mean of the two ranks. The paper does not define this metric."""
     return 200 * hard * soft / (hard + soft)
 
 
 def early_enrichment(eigenvalues: torch.Tensor) -> float:
-    """Return EEE = 2 / D sum_k (C_k - k / D), C_k = share of the k largest eigenvalues: 0 if equal, at most 1 - 1 / D.
+    """Return how much of the spectrum the top eigenvalues hold: 0 if all are equal, and at most 1 - 1 / D.
 
-    The paper gives no definition of the spectral concentration. Lamina's definition follows Marbut et al. 2023.
+        2 / D * sum_k (C_k - k / D)
+
+    D is the number of eigenvalues, and C_k is the share of the k largest eigenvalues. The paper gives no definition, so
+    Lamina follows Marbut et al. 2023.
     """
     values = eigenvalues.double().sort(descending=True).values
     count = len(values)
@@ -396,7 +393,7 @@ def spectral_utilisation(eigenvalues: torch.Tensor) -> dict[str, float]:
 
 
 def condition_number(weight: torch.Tensor) -> float:
-    """Return s_max / s_min of a matrix's min(rows, columns) singular values in float64; inf for a singular matrix."""
+    """Return the largest singular value divided by the smallest, in float64, or inf for a singular matrix."""
     weight = weight.detach().double()
     # The smaller Gram matrix's eigenvalues are the squares: many times faster, and exact enough far from 1 / eps.
     weight = weight if weight.shape[0] <= weight.shape[1] else weight.T

@@ -24,18 +24,17 @@ _first: weakref.WeakKeyDictionary[nn.Module, Weights] = weakref.WeakKeyDictionar
 
 @probe
 class WeightChange(Probe):
-    """The change dW = W - W_init of the weights since initialization, as in FuseNorm's Eq 12.
+    """Measure how far the weights W have moved from the initial weights W_init (FuseNorm Eq 12).
 
-    - change_norm: the L2 norm ||dW||.
-    - change_ratio: ||dW|| / ||W_init||, or NaN if all initial weights are 0.
+    - change_norm: the L2 norm of W - W_init.
+    - change_ratio: the norm of W - W_init divided by the norm of W_init, or NaN if all initial weights are 0.
 
-    A row covers the parameters of one role in a sub-layer (see ``gradients``). Role ``all`` covers a whole sub-layer,
-    or a whole layer (sublayer ``block``). Rows with layer -1 and sublayer ``model`` are for parameters outside the
-    layers. At layer -1, role ``all`` covers the whole model.
+    The column ``role`` names the parameters that a row covers (see ``gradients``). Role ``all`` covers a whole
+    sub-layer. With sublayer ``block``, it covers a whole layer. With layer -1, it covers the whole model.
 
     Args:
-        reference: a checkpoint of the same architecture with the initial weights. During training, the default is a
-            copy of the weights before the first step.
+        reference: a checkpoint of the same architecture with the initial weights (default during training: the weights
+            before the first step)
     """
 
     name = "weight_change"

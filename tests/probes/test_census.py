@@ -179,7 +179,8 @@ def test_of_several_streams_the_wiring_is_measured_before_training_too(placement
 
 def test_the_evidence_of_several_streams_names_what_is_read_mixed_and_written():
     text = lamina.placement_of(lamina.build(llama(layers=3).config, "keel(wiring=mhc)")).text()
-    assert "S' = rms(6 M S + w attention(rms(r S))); r by token, w by token, M sinkhorn" in text
+    assert "become rms(6 M S + w attention(rms(r S))). Read weights r: by token, write weights w: by token," in text
+    assert "mixing matrix M: sinkhorn" in text
 
 
 def test_streams_whose_branch_is_gated_by_channel_are_not_named():
@@ -249,7 +250,7 @@ def named(placement, wiring, trained):
         return "not known"
     told = [one for one in found.match.here if any(one in note for note in found.notes)]
     names = (found.placement, *found.match.others, *told)
-    if any("cannot tell whether the sub-layers run side by side" in note for note in found.notes):
+    if any("cannot tell whether the sub-layers run in parallel" in note for note in found.notes):
         spec = spec.replace("(wiring=parallel)", "")
     assert any(one and same_wiring(one, spec) for one in names), found.verdict
     return "yes"
@@ -281,10 +282,10 @@ def test_so_it_is_for_every_placement(wiring, trained):
 
 def test_earlier_states_are_told_by_their_indices():
     text = lamina.placement_of(lamina.build(llama(layers=3).config, "pre_ln(wiring=mudd)")).text()
-    assert "keys reads a sum of x^0, x^1; the weights are by token" in text
+    assert "keys reads a weighted sum of x^0, x^1. The weights are different for each token." in text
     depth = lamina.placement_of(lamina.build(llama(layers=6).config, "keel(wiring=attn_res, size=3)"))
     assert depth.placement == "keel(wiring=attn_res, size=3)"
-    assert "feed_forward reads a sum of x^0, x^3, x; the shares that sum to 1 are by token" in depth.text()
+    assert "sum of x^0, x^3, x. The weights are different for each token and sum to 1." in depth.text()
 
 
 def test_a_sum_of_earlier_states_that_no_wiring_has_is_none_of_laminas():
@@ -295,7 +296,9 @@ def test_a_sum_of_earlier_states_that_no_wiring_has_is_none_of_laminas():
     model = lamina.build(llama(layers=4).config, replace(resolve("pre_ln", 4), placement="mine", layers=tuple(layers)))
     found = lamina.placement_of(model)
     assert found.placement is None
-    assert found.verdict.endswith("with these differences: no known wiring (residual path) reads the measured states")
+    assert found.verdict.endswith(
+        "with these differences: no known residual path (option wiring) reads these hidden states"
+    )
 
 
 def test_a_type_that_is_too_wide_gets_fewer_heads():

@@ -98,7 +98,7 @@ def test_families_of_transformers_and_their_page():
     assert torch.allclose(matrix(frame), triangle(lambda layer, index: 0.25 if index else 1.0), atol=1e-5)
     probe = registry.make("depth_mixing")
     said = next(iter(probe.sentences(frame)))
-    assert "scale the branches by 0.25 to 0.25, and the embedding by 1." in said
+    assert "outputs by 0.25 to 0.25, and the embedding by 1." in said
     assert len(list(probe.figures(frame))) == 2
 
 

@@ -41,7 +41,7 @@ def none(size):
 @pytest.mark.parametrize("mask", [causal, backwards, none])
 def test_an_encoder_fed_batch_for_tokens_is_refused_under_any_mask(mask):
     ids = torch.randint(6, 61, (4, 14), generator=torch.Generator().manual_seed(0))
-    with pytest.raises(UserError, match="depends on the other sequences"):
+    with pytest.raises(UserError, match="depend on the other sequences"):
         lamina.probe(Encoder(mask), "similarity", ids)
 
 

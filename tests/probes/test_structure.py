@@ -158,7 +158,9 @@ def test_a_hierarchy_of_stages_needs_to_be_told_which_stage():
     second = find_structure(model, pixels, layers="swin.encoder.layers.1.blocks")
     assert second.hidden_size == 16
     assert second.num_layers == 2
-    assert "measures only whole layers" in second.notes[0]  # its windows are rearranged before they are added
+    assert (
+        "measures such a layer only as a whole" in second.notes[0]
+    )  # its windows are rearranged before they are added
     assert not any(site.sublayers for site in second.layers)
 
 
@@ -275,7 +277,7 @@ def test_a_head_that_is_not_in_the_checkpoint_measures_nothing(tmp_path):
     assert {"gradients", "layer_drop", "logit_lens"}.isdisjoint(frames)
     assert {"hidden_states", "angular_distance", "gains"} <= set(frames)
     assert not frames["low_precision"]["metric"].isin(["loss", "loss_increase"]).any()
-    with pytest.raises(UserError, match="not in the checkpoint but newly initialized"):
+    with pytest.raises(UserError, match="the checkpoint lacks the weights"):
         lamina.probe(tmp_path, "gradients", _ids())
     small_model("bert").save_pretrained(tmp_path)
     assert not make_context(tmp_path, ProbeSettings(), _ids()).warnings

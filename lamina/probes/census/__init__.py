@@ -1,1 +1,1 @@
-"""Find the placement of a checkpoint by measurements."""
+"""Find a checkpoint's norm placement from measurements."""

@@ -1,4 +1,4 @@
-"""Name a checkpoint's placement from measurements (the census)."""
+"""Find a checkpoint's norm placement from measurements."""
 
 from __future__ import annotations
 
@@ -61,31 +61,25 @@ _SINKHORN = 1e-3  # by which its matrix' sums are off 1
 
 @dataclass(frozen=True, kw_only=True)
 class LayerGroup:
-    """Layers with the same equations. The fields other than ``layers`` describe the first of these layers.
-
-    ``streams`` holds the sums of a layer with several residual streams. ``reads`` holds the weighted sums of earlier
-    states that a layer reads instead of the residual stream.
-    """
+    """Layers with the same equations. The measurements are of the first layer."""
 
     layers: tuple[int, ...]
     sums: tuple[Sum, ...]
     inner: tuple[InnerNorm, ...] = ()
-    streams: tuple[StreamSum, ...] = ()
-    reads: tuple[StateRead, ...] = ()
+    streams: tuple[StreamSum, ...] = ()  # if the layer has several residual streams
+    reads: tuple[StateRead, ...] = ()  # what it reads instead of the residual stream
 
 
 @dataclass(frozen=True, kw_only=True)
 class Census:
-    """The measurements of a model, and the registered placement that fits them.
+    """The measurements of a model, and the norm placement that Lamina finds.
 
     Attributes:
-        match: the nearest placement, and the model's ``differences`` from this placement; None if ``unknown`` gives a
-            reason.
-        unknown: the reason why Lamina cannot follow the model.
-        groups: the layers, grouped by equal equations.
-        ends: the embedding's norm and scale, the final norm, and the norms on queries, keys and values.
-        error: the largest difference between a layer's sum and the equation, as a share of the sum's largest value.
-        notes: further remarks for the reader.
+        match: the nearest placement with the model's differences from it, or None if Lamina cannot measure the model
+        unknown: the reason why Lamina cannot measure the model
+        groups: the layers, grouped by equal equations
+        ends: the embedding's norm and scale, the final norm, and the norms on queries, keys and values
+        error: the largest error of the fitted equations, as a share of the largest value
     """
 
     model_type: str
@@ -99,12 +93,12 @@ class Census:
 
     @property
     def placement(self) -> str | None:
-        """Return the placement with its options, for ``lamina.placements.resolve``; None for unknown placements."""
+        """Return the placement with its options, such as ``keel(alpha=4)``, or None if the model fits no placement."""
         return self.match.placement if self.match is not None and not self.match.differences else None
 
     @property
     def verdict(self) -> str:
-        """Return the model's placement, or the nearest placement, in one line."""
+        """Return one line with the model's placement, or with the nearest placement and the differences."""
         if self.match is None:
             return f"not known: {self.unknown}"
         if not self.match.differences:
@@ -119,7 +113,6 @@ class Census:
         return self.text()
 
     def text(self) -> str:
-        """Return the placement and its evidence as text for a terminal."""
         layers = [f"{self.num_layers} layer{'s' * (self.num_layers != 1)}"] if self.num_layers else []
         lines = [", ".join([self.model_type, *layers]), f"placement: {self.verdict}"]
         for group in self.groups:
@@ -134,16 +127,15 @@ class Census:
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def to_dict(self) -> Json:
-        """Return the census as plain data for JSON."""
         return finite({**asdict(self), "placement": self.placement, "verdict": self.verdict})
 
 
 def census(model_or_path: nn.Module | PreTrainedConfig | str | Path, *, layers: str | None = None) -> Census:
-    """Find a model's placement by measurements; ``lamina.placement_of`` documents the arguments.
+    """Find a model's norm placement from measurements. ``lamina.placement_of`` documents the arguments.
 
     Raises:
-        UserError: for a path that holds no model, and for ``layers`` that the model does not have. If Lamina cannot
-            measure the model's equations, the result's ``unknown`` gives the reason.
+        UserError: if the path holds no model, or the model lacks the requested layers. If Lamina cannot measure the
+            model, the result's ``unknown`` gives the reason instead.
     """
     model, notes = _model_of(model_or_path)
     config: PreTrainedConfig | None = getattr(model, "config", None)
@@ -182,7 +174,7 @@ def _measured(model: nn.Module, kind: str, layers: str | None, notes: list[str])
     ]
     if bare:
         raise UserError(
-            f"the output of layer {ranges(bare)} is not a weighted sum of the residual stream and branches"
+            f"the output of layer {ranges(bare)} is not a weighted sum of the residual stream and sub-layers' outputs"
             + (f" ({structure.notes[0]})" if structure.notes else "")
         )
     groups = _grouped(structure, sums, reads, root, inputs)
@@ -196,7 +188,9 @@ def _measured(model: nn.Module, kind: str, layers: str | None, notes: list[str])
     best = match(*_with_norms_before(facts, around))
     if reads:
         best = _wired(
-            best, lambda spec: memories_of(spec, reads), "no known wiring (residual path) reads the measured states"
+            best,
+            lambda spec: memories_of(spec, reads),
+            "no known residual path (option wiring) reads these hidden states",
         )
     return Census(
         model_type=kind,
@@ -210,13 +204,12 @@ def _measured(model: nn.Module, kind: str, layers: str | None, notes: list[str])
 
 
 def _with_kinds(site: LayerSite, proved: LayerSite) -> LayerSite:
-    """Copy the kinds of the sub-layers from the proved layer, unless the proof dropped the sub-layers."""
     pairs = zip(site.sublayers, proved.sublayers or site.sublayers, strict=True)
     return replace(site, sublayers=tuple(replace(sublayer, kind=part.kind) for sublayer, part in pairs))
 
 
 def _several_streams(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> StreamLayers | None:
-    """Return the layers of a model with several residual streams; None for other models."""
+    """Return the layers of a model with several residual streams, or None for other models."""
     width = getattr(_text_config(model), "hidden_size", None)
     if not isinstance(width, int) or "input_ids" not in inputs:
         return None
@@ -234,7 +227,7 @@ def _of_streams(
     if bare := [index for index, layer_sums in enumerate(sums) if not layer_sums]:
         raise UserError(
             f"{type(streams.layers[0]).__name__} returns {streams.n} streams, but in layer {ranges(bare)} the streams "
-            "are not weighted sums of earlier streams and a branch (one weight per token)"
+            "are not weighted sums of earlier streams and a sub-layer's output (with one weight per token)"
         )
     groups: dict[object, LayerGroup] = {}
     for index, layer_sums in enumerate(sums):
@@ -277,7 +270,7 @@ def _of_streams(
 
 
 def _wired(best: Match, wirings: Callable[[str], list[str]], otherwise: str) -> Match:
-    """Add the measured wiring to the placements that support the wiring. If none supports it, add ``otherwise``."""
+    """Add the residual connections to each placement that supports them. If there is none, report ``otherwise``."""
     exact = [] if best.differences else [best.placement, *best.others, *best.here]
     wired_as = {spec: wired for spec in exact or [best.placement] if (wired := wirings(spec))}
     if not wired_as:
@@ -313,9 +306,9 @@ def _stream_facts(sums: Sequence[StreamSum], usual: str, scalar: bool) -> dict[s
 
 
 def _with_norms_before(layers: list[dict[str, object]], ends: dict[str, object]) -> tuple[list[Facts], Facts]:
-    """If a norm's output is also the skip (MiniMax), treat the norm as the post-norm of the preceding sum.
+    """If the skip carries the normed stream (MiniMax), describe each pre-norm as the post-norm of the preceding sum.
 
-    If the norms' outputs are the skips, the final norm is the last layer's post-norm.
+    The final norm then is the last layer's post-norm.
     """
     layers, ends = [dict(facts) for facts in layers], dict(ends)
     if any(facts["attention.skip"] != NORMED or "feed_forward.post_norm" in facts for facts in layers):
@@ -377,7 +370,7 @@ def _alike(factor: Factor | None) -> object:
 
 
 def _facts(group: LayerGroup, usual: str) -> dict[str, object]:
-    """Convert the measured sums of a group of layers to the fields of a placement's plan."""
+    """Convert the measured equations of a group of layers to the fields that describe a placement."""
     found: dict[str, object] = {"order": SEQUENTIAL}
     terms = [(total, branch) for total in group.sums for branch in total.branches]
     if len(terms) > 1 and (terms[0][0] is terms[-1][0] or terms[-1][1].beside):
@@ -390,7 +383,7 @@ def _facts(group: LayerGroup, usual: str) -> dict[str, object]:
     if len(terms) > 2:
         middle = [_sublayer_facts(total, branch, usual) for total, branch in terms[1:-1]]
         if any(facts != _sublayer_facts(*terms[0], usual) for facts in middle):
-            found["order"] = f"{len(terms)} sub-layers, which differ"
+            found["order"] = f"{len(terms)} sub-layers with different equations"
     way_norms = [found.pop(f"attention.{name}", "none") for name in NORMS_OF_WAYS[1:]]
     if any(norm != found.get("attention.pre_norm", "none") for norm in way_norms) and any(
         map("none".__ne__, way_norms)
@@ -436,7 +429,7 @@ def _sublayer_facts(total: Sum, branch: BranchTerm, usual: str) -> dict[str, obj
 
 
 def _usual_kind(groups: Sequence[LayerGroup]) -> str:
-    """Return the most frequent kind of norm in the sub-layers, for which a plan writes "norm"."""
+    """Return the most frequent kind of norm in the sub-layers. Placements write "norm" for this kind."""
     counts: dict[str, int] = {}
     for group in groups:
         for total in group.sums:
@@ -447,7 +440,7 @@ def _usual_kind(groups: Sequence[LayerGroup]) -> str:
 
 
 def _as_fact(value: object, usual: str) -> object:
-    """Translate a measured norm's kind to the words of ``norm_fact``. Return other values unchanged."""
+    """Return the placement's name for a kind of norm. Return other values unchanged."""
     if value == usual:
         return "norm"
     words = {"layer": "layer norm", "rms": "rms norm"}
@@ -463,7 +456,7 @@ def _ends(
     inputs: Mapping[str, torch.Tensor],
     notes: list[str],
 ) -> dict[str, object]:
-    """Measure the norms before and after the layers, and the embedding's scale (None if x^0 has other terms)."""
+    """Measure the norms before and after the layers, and the factor between the embedding table and x^0."""
     facts: dict[str, object] = {"embedding_norm": "none", "embedding_scale": None, "final_norm": "none"}
     points = {("x0", ""): structure.layers[0].input}
     sites = {"embedding_norm": structure.embedding_norm, "final_norm": structure.final_norm}
@@ -493,8 +486,8 @@ def _ends(
                 facts["embedding_scale"] = "sqrt_hidden_size"
         else:
             notes.append(
-                "the first layer's input x^0 is not a multiple of a token's row in the embedding table (x^0 may "
-                "include position embeddings)"
+                "the first layer's input is not a token's embedding times one factor. The input may include position "
+                "embeddings"
             )
     return facts | _head_norms([norm for group in groups for norm in group.inner], notes)
 
@@ -506,7 +499,9 @@ def _head_norms(inner: Iterable[InnerNorm], notes: list[str]) -> dict[str, objec
             scopes[norm.on].add(norm.scope)
     for norm in inner:
         if norm.scope == "latent" and norm.on in scopes:
-            notes.append("Lamina counts a norm on a low-rank state inside the attention as a part of the attention")
+            notes.append(
+                "the attention has a norm on a low-rank state. Lamina counts this norm as a part of the attention"
+            )
     q, k, v = (next(iter(norms)) if len(norms) == 1 else "several" if norms else "off" for norms in scopes.values())
     if q != k:
         notes.append(f"the norm on queries is {q!r}, and the norm on keys is {k!r}")
@@ -522,14 +517,14 @@ def _shape_notes(groups: Sequence[LayerGroup]) -> list[str]:
             notes.append(f"layer {ranges(group.layers)} has {len(terms)} sub-layer{'s' * (len(terms) != 1)}: {kinds}")
         elif all(branch.scale is not None and abs(branch.scale.value) < ROUNDING for branch in terms):
             notes.append(
-                f"layer {ranges(group.layers)} multiplies its branches by 0, so Lamina cannot tell whether the "
-                "sub-layers run side by side"
+                f"layer {ranges(group.layers)} multiplies the sub-layers' outputs by 0, so Lamina cannot tell whether "
+                "the sub-layers run in parallel"
             )
     return notes
 
 
 def _inputs(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return random tokens, or noise for a vision model. The token count differs from every size in the config."""
+    """Return random tokens, or noise for a vision model. The number of tokens differs from every size in the config."""
     if reads_images(model):
         return batches_of(None, model, None, corpus="noise", sequences=_SEQUENCES)[0]
     text = _text_config(model)
@@ -580,15 +575,13 @@ def _model_of(given: nn.Module | PreTrainedConfig | str | Path) -> tuple[nn.Modu
 
 
 def _random_model(config: PreTrainedConfig) -> tuple[nn.Module, list[str]]:
-    """Build a model from its configuration with random weights. Lamina shrinks the configuration of a large model."""
+    """Build a model with random weights from its configuration. Lamina shrinks large configurations."""
     note, count = "Lamina built the model from its configuration alone, with random weights", _size(config)
     fewer_layers = (
-        f". The model has {_FEW_LAYERS} layers and a vocabulary of {_FEW_TOKENS}, so factors that depend on the depth "
-        f"have their values for {_FEW_LAYERS} layers"
+        f". The model has only {_FEW_LAYERS} layers and {_FEW_TOKENS} tokens in the vocabulary, so factors that depend "
+        "on the depth differ from the original model's"
     )
-    fewer_heads = (
-        ". The model has fewer heads, so factors that depend on the width have their values for a smaller width"
-    )
+    fewer_heads = ". The model has fewer heads, so factors that depend on the width differ from the original model's"
     for shrink, most, told in (
         (_smaller, _MANY_PARAMETERS, fewer_layers),
         (_narrower, _MANY_PARAMETERS, ""),
@@ -647,7 +640,7 @@ def _smaller(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _with_fewer_heads(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the configuration with an eighth of the heads, of the same width, if all sizes are divisible."""
+    """Return the configuration with an eighth of the heads, if all sizes are divisible. The heads keep their width."""
     small = copy.deepcopy(config)
     text = backbone_of(small)
     heads, shared = text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads

@@ -1,8 +1,7 @@
-"""Fit the equations of sub-layers to the tensors of one forward pass.
+"""Fit the equation of each addition to the residual stream, from the tensors of one forward pass.
 
-Lamina fits each sum on the residual stream as a combination of possible terms: the branches, and a skip (the stream,
-the layer's input, the norm's output or the embedding). The equation is the simplest combination whose error is only
-rounding.
+The possible terms are the sub-layers' outputs and a skip: the residual stream, the layer's input, a norm's output or
+the embedding. Lamina chooses the simplest sum of terms that equals the measured sum up to rounding.
 """
 
 from __future__ import annotations
@@ -36,14 +35,13 @@ _ROUGHLY = 1e-2  # of a norm's largest output: what is further off is another no
 
 @dataclass(frozen=True, kw_only=True)
 class Factor:
-    """A term's factor. With ``by_channel``, ``value`` is the mean over channels. ``learned`` is "no" or the shape."""
+    """The factor of a term in an equation."""
 
-    value: float = 1.0
+    value: float = 1.0  # the mean over channels, if by_channel
     by_channel: bool = False
-    learned: str = "no"
+    learned: str = "no"  # or the parameter's shape
 
     def __str__(self) -> str:
-        """Return the factor as text in front of a term. A factor of 1 gives ""."""
         if self.learned != "no":
             return f"({self.learned} {self.value:.4g}) "
         if self.by_channel:
@@ -53,36 +51,28 @@ class Factor:
 
 @dataclass(frozen=True, kw_only=True)
 class BranchTerm:
-    """One branch of a sum: ``scale`` * B(module(pre_scale * A(x))), with norms A and B. ``norms`` maps each norm's
-    position to its kind.
+    """A sub-layer's term in an equation: ``scale * out_norm(module(pre_scale * pre_norm(x)))``.
 
-    ``pre_scale`` is None if the module's input is not a multiple of the preceding norm's output. If ``beside`` is true,
-    x is the block's input instead of the residual stream after the earlier sub-layers.
+    x is the residual stream. For parallel sub-layers, x is the block's input.
     """
 
     kind: str
     path: str
     norms: Mapping[str, str]
     scale: Factor
-    pre_scale: Factor | None
+    pre_scale: Factor | None  # None if the module's input is not a multiple of the norm's output
     beside: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sum:
-    """One addition to the residual stream: the branches, the skip, and the norm after the sum.
-
-    A sum of two sub-layers that run side by side has two branches. ``coupling`` is "lerp" if the factors a of the skip
-    and b of the branch satisfy a + b = 1. ``coupling`` is "variance" if the factors satisfy a^2 + b^2 = 1. ``error`` is
-    the largest difference from the layer's own sum, as a share of the sum's largest value. If no combination fits,
-    ``skip`` is empty, and ``error`` is the best combination's error.
-    """
+    """The equation of one addition to the residual stream, which adds one sub-layer or parallel sub-layers."""
 
     branches: tuple[BranchTerm, ...]
     skip: Mapping[str, Factor]
     post_norm: str | None
-    coupling: str
-    error: float
+    coupling: str  # none, lerp (factors a of the skip and b of the branch: a + b = 1) or variance (a^2 + b^2 = 1)
+    error: float  # largest difference from the layer's sum, as a share of its largest value
 
     def text(self) -> str:
         """Return the equation, such as ``y = rms(64 stream + attention(rms(stream)))``."""
@@ -102,11 +92,14 @@ class Sum:
 
 
 def sums_of(structure: Structure, watch: Watch, others: Sequence[nn.Module] = ()) -> list[list[Sum]]:
-    """Fit each layer's additions to the residual stream. A second pass with changed scales shows which scales are
-    learned.
+    """Fit the equation of every addition to the residual stream.
 
-    ``watch`` runs the model and returns the tensors at points. The second pass does not change parameters of
-    ``others``.
+    A second pass with changed scales shows which scales are learned.
+
+    Args:
+        structure: the model's layers
+        watch: runs the model and returns the tensors at points
+        others: modules whose parameters the second pass does not change
     """
     groups = [_groups(site) for site in structure.layers]
     points = {key: point for site, found in zip(structure.layers, groups, strict=True) for key, point in _points(site)}
@@ -129,7 +122,7 @@ def sums_of(structure: Structure, watch: Watch, others: Sequence[nn.Module] = ()
 
 
 def _groups(site: LayerSite) -> list[list[tuple[int, SublayerSite]]]:
-    """Group sub-layers that run side by side. In a group, no module reads the residual stream between two additions."""
+    """Group parallel sub-layers: no module reads the residual stream between the additions of a group."""
     groups: list[list[tuple[int, SublayerSite]]] = [[]]
     for number, sublayer in enumerate(site.sublayers):
         if groups[-1] and groups[-1][-1][1].after is not None and groups[-1][-1][1].after is not sublayer.after:
@@ -155,12 +148,12 @@ def _points(site: LayerSite) -> Iterator[tuple[Hashable, Point]]:
 
 
 def watched_rows(root: nn.Module, inputs: Mapping[str, torch.Tensor], points: Mapping[Hashable, Point]) -> Tensors:
-    """Return the tensors at the points as float64 [tokens, channels]."""
+    """Run the model, and return the tensors at the points as [tokens, channels] in float64."""
     return {key: tensor.double().flatten(0, -2) for key, tensor in watched(root, points, inputs).items()}
 
 
 def _own_parameters(site: LayerSite, more: Sequence[nn.Module]) -> list[nn.Parameter]:
-    """Return a layer's scales, which are the parameters outside norms and outside modules with a weight matrix."""
+    """Return a layer's parameters outside its norms and outside modules with a weight matrix."""
     parts = [module for sublayer in site.sublayers for _, module in sublayer.modules]
     parts = [module for module in parts if any(parameter.ndim > 1 for parameter in module.parameters())]
     parts += [*more, *(norm.module for sublayer in site.sublayers for norm in sublayer.norms)]
@@ -185,7 +178,7 @@ def changed(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 
 
 class _Fit:
-    """The fit of one sum: its terms, total and factors. A factor has one value, or one value per channel."""
+    """The fit of one equation."""
 
     def __init__(
         self, site: LayerSite, group: list[tuple[int, SublayerSite]], tensors: Tensors, embedding: torch.Tensor
@@ -238,7 +231,7 @@ class _Fit:
                     return
 
     def sum(self) -> Sum:
-        """Return the equation. If no combination fits, the equation has an empty skip."""
+        """Return the equation. If no equation fits, its skip is empty."""
         factors = [as_factor(f) for f in self.factors] or [Factor()] * (len(self.names) + len(self.group))
         skip = dict(zip(self.names, factors, strict=False))
         branches = []
@@ -267,7 +260,7 @@ class _Fit:
         return next((k for k, total in kinds.items() if inside and float((total - 1).abs().max()) < _APART), "none")
 
     def pre_factor(self, number: int, sublayer: SublayerSite) -> torch.Tensor | None:
-        """Return the module's input divided by the norm's output (or the stream); None if not a multiple."""
+        """Return the factor from the pre-norm's output to the module's input, or None if there is no such factor."""
         entry = self.tensors.get((self.site.index, number, "entry"))
         normed = self.tensors.get((self.site.index, number, "pre_norm", "output"))
         norm = next((norm for norm in sublayer.norms if norm.role == "pre_norm"), None)
@@ -301,9 +294,9 @@ def as_factor(values: torch.Tensor) -> Factor:
 
 
 def norm_kind(norm: nn.Module, x: torch.Tensor, y: torch.Tensor) -> str:
-    """Return the kind of norm that maps x to y, both [vectors, channels]: rms, layer, "group of G", or "other".
+    """Return the kind of norm that maps x to y: rms, layer, "group of G" (for G groups), or other.
 
-    Lamina applies each kind of norm to x, with the module's own epsilon, and fits the result to y's channels.
+    Lamina applies each kind to x [vectors, channels] with the module's epsilon, and fits the result to y.
     """
     channels, eps = x.shape[-1], NormStyle.of(norm).eps
     if y.shape != x.shape:
@@ -324,7 +317,7 @@ def norm_kind(norm: nn.Module, x: torch.Tensor, y: torch.Tensor) -> str:
 
 
 def _learned(before: _Fit, after: _Fit, found: Sum) -> Sum:
-    """Mark a factor as learned if it changed when Lamina changed the layer's scales."""
+    """Mark each factor that changed when Lamina changed the layer's scales as learned."""
     if not (before.factors and after.factors and before.names == after.names):
         return found
     skip = {

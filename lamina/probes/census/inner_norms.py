@@ -1,4 +1,4 @@
-"""Find where a norm acts inside an attention module: change the norm's output, and see which tensors change."""
+"""Find what a norm inside an attention module acts on: change the norm's output, and see which tensors change."""
 
 from __future__ import annotations
 
@@ -19,21 +19,17 @@ _MOVED = 1e-6  # of the largest value: less is rounding
 
 @dataclass(frozen=True, kw_only=True)
 class InnerNorm:
-    """A norm inside a sub-layer. ``inside`` is the sub-layer's kind.
-
-    ``on`` is queries, keys, values, "the output" (before the last projection), or "" if unknown. ``scope`` is head,
-    full (all heads' channels), or latent (a low-rank state before another projection).
-    """
+    """A norm inside a sub-layer."""
 
     path: str
-    inside: str
-    on: str
+    inside: str  # the sub-layer's kind
+    on: str  # queries, keys, values, "the output" (before the last projection) or "" (unknown)
     kind: str
-    scope: str
+    scope: str  # head, full (all heads' channels) or latent (a low-rank state before another projection)
 
 
 def inner_norms(sublayer: SublayerSite, root: nn.Module, inputs: Mapping[str, torch.Tensor]) -> list[InnerNorm]:
-    """Measure the norms inside one sub-layer, with three passes for each norm."""
+    """Measure the norms inside one sub-layer, with three forward passes per norm."""
     norms = []
     for norm in sublayer.norms:
         if norm.role != "inner_norm" or sublayer.entry is None:
@@ -47,7 +43,7 @@ def inner_norms(sublayer: SublayerSite, root: nn.Module, inputs: Mapping[str, to
 
 
 def mixes(entry: Point, out: Point, root: nn.Module, inputs: Mapping[str, torch.Tensor]) -> bool:
-    """Return whether a sub-layer mixes tokens, which a feed-forward does not."""
+    """Return whether a sub-layer's output at a token depends on other tokens. A feed-forward's output does not."""
     seen: list[torch.Tensor] = []
     middle = next(iter(inputs.values())).shape[1] // 2
 

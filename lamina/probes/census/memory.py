@@ -35,37 +35,32 @@ _MOVED, _SAME = 1e-3, 1e-4
 
 @dataclass(frozen=True, kw_only=True)
 class StateRead:
-    """A weighted sum of the layers' inputs x^0 .. x^l that a layer reads instead of the residual stream.
+    """A weighted sum of earlier hidden states that a layer reads instead of the residual stream."""
 
-    ``into`` names the reader, which is the stream itself, queries, keys, values, or a sub-layer's branch. ``states``
-    lists the states with a weight other than 0. Index l means x^l, and -1 means the residual stream inside the layer.
-    ``weights`` is "constant", "learned" or "by token". ``shares`` says whether the weights are positive and sum to 1.
-    """
-
-    into: str
-    states: tuple[int, ...]
-    weights: str
-    shares: bool
+    into: str  # the reader: the stream itself, queries, keys, values, or a sub-layer
+    states: tuple[int, ...]  # l for x^l, -1 for the residual stream inside the layer
+    weights: str  # constant | learned | by token
+    shares: bool  # whether the weights are positive and sum to 1
     error: float
 
     def text(self) -> str:
-        """Return the sum in words."""
         names = ", ".join("x" if state == SO_FAR else f"x^{state}" for state in self.states) or "nothing"
-        how = "shares that sum to 1" if self.shares else "weights"
-        return f"{self.into} reads a sum of {names}; the {how} are {self.weights}"
+        how = " and sum to 1" if self.shares else ""
+        kind = "different for each token" if self.weights == BY_TOKEN else self.weights
+        return f"{self.into} reads a weighted sum of {names}. The weights are {kind}{how}."
 
 
 @dataclass(frozen=True)
 class _Reader:
-    """A module that sums states. ``into`` names each output's use, such as "queries". The last reader's layer is N."""
+    """A module that computes weighted sums of earlier hidden states."""
 
     module: nn.Module
-    layer: int
-    into: tuple[str, ...]
+    layer: int  # the number of layers for the final norm
+    into: tuple[str, ...]  # the use of each output, such as "queries"
 
 
 class MemoryLayers:
-    """The layers of a model that passes the residual stream and earlier states from layer to layer."""
+    """The layers of a model that passes earlier hidden states from layer to layer."""
 
     def __init__(self, structure: Structure, root: nn.Module, inputs: Mapping[str, torch.Tensor]):
         self.root, self.inputs = root, inputs
@@ -74,7 +69,6 @@ class MemoryLayers:
         self.made: _Made = {}
 
     def others(self) -> list[nn.Module]:
-        """Return the reader modules, whose parameters are no factors of a sub-layer."""
         return [reader.module for reader in self.readers]
 
     def watch(self, points: Mapping[Hashable, Point]) -> Tensors:
@@ -94,7 +88,7 @@ class MemoryLayers:
         return tensors
 
     def _part_ways(self, tensors: dict[Hashable, torch.Tensor], layer: int, parts: list[torch.Tensor], w: int) -> None:
-        """Keep only the queries' part of an entry that concatenates queries, keys and values with equal factors."""
+        """If a tensor joins the inputs of queries, keys and values with equal factors, keep the queries' part."""
         entry = tensors.pop((layer, 0, "entry"))
         if entry.shape[-1] != len(parts[:-1]) * w:
             return
@@ -111,10 +105,10 @@ class MemoryLayers:
             tensors[layer, 0, "entry"] = entry[:, :w]
 
     def reads(self) -> list[list[StateRead]]:
-        """Measure the states that each layer reads. The last entry lists the states that the final norm reads.
+        """Fit the hidden states that each layer reads. The last entry is for the final norm.
 
-        Lamina replaces every state by different random numbers, so that only one set of weights fits. A second pass
-        with changed parameters shows which weights are learned and which differ by token.
+        Lamina replaces each hidden state with different random numbers, so that only one set of weights fits. A second
+        pass with changed parameters shows which weights are learned.
         """
         parameters = [parameter for reader in self.readers for parameter in reader.module.parameters()]
         with self._noted(noise=True) as before:
@@ -130,7 +124,7 @@ class MemoryLayers:
 
     @contextmanager
     def _noted(self, noise: bool = False) -> Iterator[tuple[_Given, _Made]]:
-        """Record the readers' inputs and outputs. With ``noise``, replace the readers' inputs by random states."""
+        """Record the inputs and outputs of the modules that sum hidden states. ``noise`` makes the inputs random."""
         given, made = _Given(), _Made()
         self.made, last = made, self.structure.num_layers
         states: dict[int, torch.Tensor] = {}
@@ -148,8 +142,7 @@ class MemoryLayers:
                     inside.append(tensor)
                     if tensor is not inside[0]:
                         raise UserError(
-                            "a layer reads several hidden states from inside the layer, but Lamina can follow only "
-                            "one of these states"
+                            "inside a layer, the model sums several new hidden states, but Lamina can follow only one"
                         )
                 generator = torch.Generator().manual_seed(index + 2)
                 random = torch.randn(tensor.shape, generator=generator).to(tensor)
@@ -183,7 +176,7 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Fit:
-    """A reader's input states, and the ``weights`` [tokens or 1, states] of these states."""
+    """The fit of one weighted sum of hidden states, with weights [tokens, states] or [1, states]."""
 
     def __init__(self, place: int, number: int, given: _Given, made: _Made):
         self.states = tuple(sorted(given[place], key=lambda state: (state == SO_FAR, state)))
@@ -194,8 +187,8 @@ class _Fit:
         if self.error > ROUNDING:
             if 2 * len(self.states) > terms.shape[-1]:
                 raise UserError(
-                    f"Lamina cannot fit {len(self.states)} states per token, because the fit needs at least twice as "
-                    "many channels as states"
+                    f"Lamina cannot fit weights of {len(self.states)} hidden states, because the fit needs at least "
+                    "twice as many channels as hidden states"
                 )
             weights, self.error = by_token(total[:, None], terms)
             self.weights = weights[..., 0]
@@ -204,7 +197,7 @@ class _Fit:
 def _judged(into: str, before: _Fit, after: _Fit) -> StateRead:
     error = max(before.error, after.error)
     if error > ROUNDING:
-        raise UserError(f"the input of {into} is not a weighted sum of states with one weight per token")
+        raise UserError(f"the input of {into} is not a weighted sum of hidden states with one weight per token")
     large = torch.stack([fit.weights.abs().amax(0) for fit in (before, after)]).amax(0) > _WEIGHT
     shares = all(
         bool((w > -_SAME).all()) and float((w.sum(1) - 1).abs().max()) < _MOVED for w in (before.weights, after.weights)
@@ -216,7 +209,6 @@ def _judged(into: str, before: _Fit, after: _Fit) -> StateRead:
 
 
 def _with_entries(site: LayerSite) -> LayerSite:
-    """Set each sub-layer's entry to the module's input, and drop inner norms outside the module."""
     entries = []
     for sublayer in site.sublayers:
         (path, half), *_ = sublayer.modules
@@ -243,7 +235,7 @@ def _readers(structure: Structure) -> Iterator[_Reader]:
 
 
 def memories_of(spec: str, reads: Sequence[Sequence[StateRead]]) -> list[str]:
-    """Return the placement's spec with each wiring that reads the measured states, simplest first."""
+    """Return the placement with each ``wiring`` option that reads the measured hidden states, simplest option first."""
     specs: dict[str, str] = {}
     layers = len(reads) - 1
     for more in ({}, *({"size": size} for size in range(1, layers + 1))):
@@ -263,7 +255,7 @@ def _form(reads: Sequence[StateRead]) -> Form:
 
 
 def _reads_of(plan: Plan) -> list[Form]:
-    """Return the states that a plan's layers and final norm read, in the form of ``_form``."""
+    """Return the hidden states that the layers and the final norm of a placement read."""
     found: list[Form] = []
     kept: tuple[int, ...] = ()
     depth = any(getattr(layer, half).reads_memory for layer in plan.layers for half in SUBLAYERS)

@@ -1,4 +1,4 @@
-"""Fit, token by token, how each sub-layer reads, mixes and writes several residual streams."""
+"""Fit how each sub-layer reads, mixes and writes several residual streams."""
 
 from __future__ import annotations
 
@@ -43,49 +43,45 @@ Pair: TypeAlias = tuple[Call, torch.Tensor, torch.Tensor]  # a call, what it got
 
 @dataclass(frozen=True, kw_only=True)
 class StreamSum:
-    """One sub-layer on n streams S: S' = C(skip_scale * M S + w B(module(pre_scale * A(r S)))).
+    """The equation of one sub-layer on several residual streams.
 
-    ``read`` and ``write`` are the kinds of the weights r and w: "constant", "learned", or "by token" for different
-    weights at each token. If ``read`` is "by channel", the sub-layer does not read a weighted sum of streams. ``mix``
-    is "identity", "sinkhorn" (all rows and columns of M have the same sum) or "free". If the streams are still equal,
-    ``mix`` is "". ``own`` has an entry for each stream: "stream" if a norm changes the stream, "read" if a norm changes
-    only the values that the sub-layer reads, and "" without a norm. ``normed`` marks the streams to which C applies. An
-    empty ``normed`` means all streams. ``error`` is the largest difference from the model's sum, as a share of the
-    largest value.
+    The streams S become ``post_norm(skip_scale * M S + w b)``. M mixes the streams, and w holds the write weights. The
+    sub-layer's output is ``b = out_norm(module(pre_scale * pre_norm(r S)))``, with the read weights r.
     """
 
     path: str
     norms: Mapping[str, str]
     pre_scale: Factor
     skip: str
-    mix: str
-    own: tuple[str, ...]
-    normed: tuple[bool, ...]
-    error: float
+    mix: str  # identity, sinkhorn (equal sums of rows and columns), free, or "" (unknown: the streams are equal)
+    own: tuple[str, ...]  # each stream's norm: stream (it changes the stream), read (only the read values) or "" (none)
+    normed: tuple[bool, ...]  # the streams with a post_norm (empty: all)
+    error: float  # largest difference from the model's sum, as a share of its largest value
     skip_scale: Factor = field(default_factory=Factor)
     kind: str = ""
-    read: str = BY_CHANNEL
+    read: str = BY_CHANNEL  # constant, learned, by token, or by channel (it reads no weighted sum of streams)
     write: str = CONSTANT
     writes: tuple[float, ...] = ()
 
     def text(self) -> str:
-        """Return the equation, and whether its weights are constant, learned or different for each token."""
         a, b, c = (self.norms.get(name) for name in ("pre_norm", "out_norm", "post_norm"))
         made = f"{self.kind}({self.pre_scale}{f'{a}(r S)' if a else 'r S'})"
         total = f"{self.skip_scale}{'' if self.mix == 'identity' else 'M '}S + w {f'{b}({made})' if b else made}"
         of = f" on {' and '.join(str(i + 1) for i, on in enumerate(self.normed) if on)}" if self.normed else ""
-        more = f"; S is normed ({', '.join(map(str, self.own))})" if any(self.own) else ""
-        more += f"; S of the {self.skip}" if self.skip not in (STREAM, UNSEEN) else ""
-        mix = self.mix or "unknown, because the streams are equal"
-        return f"S' = {f'{c}{of}({total})' if c else total}; r {self.read}, w {self.write}, M {mix}{more}"
+        more = f", norms of the streams: {', '.join(own or 'none' for own in self.own)}" if any(self.own) else ""
+        more += f", skip: {self.skip}" if self.skip not in (STREAM, UNSEEN) else ""
+        mix = self.mix or "unknown (the streams are equal)"
+        return (
+            f"the streams S become {f'{c}{of}({total})' if c else total}. Read weights r: {self.read}, write weights "
+            f"w: {self.write}, mixing matrix M: {mix}{more}"
+        )
 
     def form(self) -> tuple[object, ...]:
-        """Return the measured fields to compare with a plan's ``Streams``."""
         return self.own if any(self.own) else (), self.normed, self.read, self.write, self.mix
 
 
 def wirings_of(spec: str, layers: Sequence[Sequence[StreamSum]], n: int) -> list[str]:
-    """Return the placement's spec with each wiring that computes the measured streams."""
+    """Return the placement with each ``wiring`` option whose streams fit the measured equations."""
     specs: dict[str, str] = {}
     for name, more in product(WIRINGS.names(), ({}, {"size": n})):
         plan = resolved(spec, len(layers), wiring=name, **more)
@@ -114,7 +110,7 @@ def _form(sublayer: Sublayer) -> tuple[object, ...]:
 
 
 def _writes(sublayer: Sublayer, one: StreamSum) -> bool:
-    """Return whether constant write weights equal the plan's ``out_scale * write``. Other weights always match."""
+    """Return whether constant write weights equal the plan's weights. Weights that are not constant always match."""
     if one.write != CONSTANT or sublayer.streams is None:
         return True
     expected = [sublayer.out_scale * write for write in sublayer.streams.write]
@@ -122,7 +118,7 @@ def _writes(sublayer: Sublayer, one: StreamSum) -> bool:
 
 
 class StreamLayers:
-    """A model's layers, which return ``n`` streams, [batch, tokens, n, width] or [batch, tokens, n * width]."""
+    """The layers of a model with n residual streams, [batch, tokens, n, width] or [batch, tokens, n * width]."""
 
     def __init__(self, model: nn.Module, inputs: Mapping[str, torch.Tensor], width: int):
         more = {"use_cache": False} if takes_cache(type(model)) else {}
@@ -140,10 +136,10 @@ class StreamLayers:
                 break
 
     def sums(self) -> list[list[StreamSum]]:
-        """Measure each layer's sub-layers. The list is empty for a layer whose output is not a weighted sum.
+        """Fit the equation of every sub-layer. A layer without a fit has no equations.
 
         Lamina adds noise to each layer's streams, so that all streams differ. A second pass with changed parameters
-        outside norms and branches shows which weights are learned and which differ by token.
+        shows which weights are learned.
         """
         with self._stirred() as stirred:
             self.record = self.run()
@@ -164,7 +160,7 @@ class StreamLayers:
         return [[_judged(*one) for one in zip(a, b, strict=True)] if len(a) == len(b) else [] for a, b in pairs]
 
     def structure(self) -> Structure:
-        """Return the layers, and the norms that run right before and right after the layers."""
+        """Return the layers, and the norms right before and right after the layers."""
         calls = self._calls()
         layers = []
         for index, call in enumerate(calls):
@@ -181,13 +177,12 @@ class StreamLayers:
         return Structure(tuple(layers), self.width, embedding, before, behind, head=None)
 
     def _widths(self, value: int) -> int:
-        """Return how many vectors of the hidden size a tensor has per token; 0 for other tensors."""
+        """Return a tensor's number of channels per token, divided by the hidden size, or 0 if it is no whole number."""
         shape = torch.Size(self.record.shapes[value]) if value >= 0 and self.record.floating[value] else torch.Size()
         fits = len(shape) > 2 and shape[:2] == self.size and shape[-1] % self.width == 0
         return shape.numel() // (self.size.numel() * self.width) if fits else 0
 
     def _of(self, values: Iterable[int], widths: int) -> list[torch.Tensor]:
-        """Return the tensors [tokens, widths, width] among values."""
         tensors = [self.record.tensors[value] for value in values if self._widths(value) == widths]
         return [t.detach().double().cpu().reshape(self.size.numel(), widths, self.width) for t in tensors]
 
@@ -201,7 +196,7 @@ class StreamLayers:
 
     @contextmanager
     def _stirred(self) -> Iterator[dict[int, torch.Tensor]]:
-        """Add noise to each layer's streams, so that all streams differ. Yields the residual streams by layer."""
+        """Add noise to each layer's streams, so that all streams differ. Yield the streams by layer."""
         stirred: dict[int, torch.Tensor] = {}
         generator = torch.Generator().manual_seed(0)
 
@@ -256,7 +251,7 @@ class StreamLayers:
     def _sum(
         self, x: torch.Tensor, sources: Mapping[str, torch.Tensor], own: tuple[str, ...], calls: Sequence[Call]
     ) -> tuple[StreamSum, Weights] | None:
-        """Fit the sum that gives x. Returns the sum with each token's weights, or None if no sum fits."""
+        """Fit the equation that gives x. Return the equation and each token's weights, or None if no equation fits."""
         norms, total, normed = dict[str, str](), x.clone(), [False] * self.n
         narrow, last = self._pairs(calls, 1), set[Call]()
         for call, given, made in [*narrow, *self._pairs(calls, self.n)]:
@@ -302,7 +297,7 @@ class StreamLayers:
 
 
 def by_token(total: torch.Tensor, terms: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """At each token, fit the sums by factors of the terms. Returns the factors [tokens, terms, sums] and the error."""
+    """Fit factors of the terms to each total, at each token. Return factors [tokens, terms, totals] and the error."""
     largest = float(max(total.abs().max(), terms.abs().max())) or 1.0
     if not math.isfinite(largest):
         return torch.zeros(len(total), terms.shape[1], total.shape[1], dtype=total.dtype), math.inf
@@ -316,7 +311,7 @@ def _unit(x: torch.Tensor) -> torch.Tensor:
 
 
 def _norms_apart(x: torch.Tensor, y: torch.Tensor) -> tuple[str, ...] | None:
-    """Mark y's streams [tokens, n, width] that are norms of x's streams; None if a stream has changed otherwise."""
+    """Mark the streams that a norm changed. Return None if another operation changed a stream."""
     norms = []
     for before, after in zip(x.unbind(1), y.unbind(1), strict=True):
         same = torch.equal(before, after)
@@ -329,7 +324,7 @@ def _norms_apart(x: torch.Tensor, y: torch.Tensor) -> tuple[str, ...] | None:
 def _read(
     hidden: torch.Tensor, streams: torch.Tensor, own: tuple[str, ...]
 ) -> tuple[torch.Tensor | None, tuple[str, ...]]:
-    """Fit ``hidden`` as a weighted sum of the streams. Returns the weights [tokens, n] and the norm on each stream."""
+    """Fit the hidden state as a weighted sum of streams. Return the weights [tokens, n] and the norm on each stream."""
     weights, error = by_token(hidden, streams)
     if error <= ROUNDING:
         return weights[..., 0], own
@@ -341,7 +336,7 @@ def _read(
 
 
 def _judged(before: tuple[StreamSum, Weights], after: tuple[StreamSum, Weights]) -> StreamSum:
-    """Return the second pass's sum, with its weights classified as constant, learned or by token."""
+    """Return the second pass's equation, with weights that are constant, learned or different for each token."""
     one, (read, write, mix) = after
     earlier = before[0].skip  # streams apart may span the block's input
     skip = earlier if one.skip == UNSEEN or earlier not in (STREAM, UNSEEN) else one.skip
@@ -366,7 +361,7 @@ def _judged(before: tuple[StreamSum, Weights], after: tuple[StreamSum, Weights])
 
 
 def _moves(before: torch.Tensor, after: torch.Tensor) -> str:
-    """Classify weights by the median over tokens. A weight is imprecise at a token with a small branch."""
+    """Return whether weights are constant, learned or different for each token."""
     limit, middle = _MOVED * float(after.abs().max()), after.median(0).values
     if float((after - middle).abs().amax(1).median()) > limit:
         return BY_TOKEN

@@ -1,1 +1,1 @@
-"""The engine of the probes: the registry, the forward passes over the text, and each probe's context."""
+"""Run probes: registry, forward passes over the text, and shared tools."""

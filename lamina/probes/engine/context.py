@@ -1,4 +1,4 @@
-"""The context of a probe: the model, its structure and the inputs."""
+"""The model, its layers and the inputs that a probe works with."""
 
 from __future__ import annotations
 
@@ -29,27 +29,23 @@ class RunState(TypedDict, total=False):
 
 @dataclass(kw_only=True)
 class Context:
-    """A probe's context: the model, its layers, and the inputs.
+    """The model, its layers and the inputs that a probe works with.
 
     Attributes:
-        model: the model in evaluation mode, with its head if it has one.
-        base: the same model without its head.
+        model: the model in evaluation mode
+        base: the same model without its head
         batches: the inputs, one mapping per forward pass: {"input_ids": [batch, tokens]} (and attention_mask if texts
-            differ in length), or {"pixel_values": [batch, channels, height, width]}. Probes can read the batches
-            repeatedly.
-        tokenizer: the checkpoint's tokenizer, if it has one.
-        notes: notes for the reader of the page; probes append to them.
-        forwards: the number of batches in the shared forward passes. Lamina sets ``forwards`` before ``finish``.
-        progress: a function (done, total, label) that slow probes call.
-        strict: whether the user requested the probe by name. If ``strict`` is true, a probe raises an error if it
-            cannot measure everything. If ``strict`` is false, the probe measures a part and adds a note.
-        state: the training step and the run's folder, if the model belongs to a run.
-        warnings: reasons to doubt the results; the page shows them first.
-        new_weights: the names of head weights that the checkpoint lacks. If ``new_weights`` is not empty, the model's
-            predictions are random.
-        whole: whether the user supplied the inputs. A probe measures all of the user's inputs, unless an option sets a
-            limit.
-        unread: the notes on parts of the user's own text that Lamina does not measure.
+            differ in length), or {"pixel_values": [batch, channels, height, width]}
+        notes: notes for the page, to which probes append
+        forwards: the number of batches in the shared forward passes. Lamina sets it before ``finish``.
+        progress: a function (done, total, label) that slow probes call
+        strict: whether a probe raises an error if it cannot measure everything (true if the user requested the probe by
+            name). Otherwise, the probe measures a part and adds a note.
+        state: the training step and the run's folder, if the model belongs to a run
+        warnings: reasons to doubt the results, which the page shows first
+        new_weights: the head's weights that the checkpoint lacks. If there are any, the model's predictions are random.
+        whole: whether the inputs are the user's own. Probes measure all of these inputs, unless an option sets a limit.
+        unread: notes on parts of the user's own text that Lamina does not measure
     """
 
     model: nn.Module
@@ -73,14 +69,11 @@ class Context:
 
     @property
     def reads_tokens(self) -> bool:
-        """Return whether the model reads text."""
         return "input_ids" in self.batches[0]
 
     @property
     def roots(self) -> list[nn.Module]:
-        """Return the model and its base. The count of a module's calls restarts when the model or the base runs. OPT's
-        head bypasses the base.
-        """
+        """Return the model and the model without its head. Either may run first in a forward pass."""
         return [self.model] if self.base is self.model else [self.model, self.base]
 
     def on_device(self, batch: Mapping[str, torch.Tensor], sequences: int | None = None) -> dict[str, torch.Tensor]:
@@ -92,13 +85,14 @@ class Context:
             logger.warning(note)
 
     def note(self, text: str) -> None:
-        """Add a note for the reader of the page, unless the page already has it."""
+        """Add a note for the page, unless the page already has it."""
         if text not in self.notes:
             self.notes.append(text)
 
     def most(self, option: int | None, sample: int) -> int:
-        """Return how many inputs a probe measures (0: all). If the user sets the probe's option, return the option. The
-        default is 0 for the user's own inputs, and ``sample`` for a corpus.
+        """Return how many inputs a probe measures (0: all).
+
+        The default is all of the user's own inputs, or ``sample`` inputs of a corpus.
         """
         return option if option is not None else 0 if self.whole else sample
 
@@ -115,7 +109,7 @@ class Context:
         return batches
 
     def tokens(self, sequences: int = 0) -> float:
-        """Return the number of tokens in the first ``sequences`` inputs (0: all); an image counts as 256 tokens."""
+        """Return the number of tokens in the first ``sequences`` inputs (0: all). An image counts as 256 tokens."""
         total = 0.0
         for batch in self.first(sequences):
             first = next(iter(batch.values()))
@@ -123,11 +117,11 @@ class Context:
         return total
 
     def forward(self, inputs: Mapping[str, torch.Tensor], *, head: bool = True) -> Output:
-        """Run the model on one batch without a cache. If ``head`` is false, run the model without its head."""
+        """Run the model on one batch, without a key-value cache."""
         return forward(self.model if head else self.base, inputs)
 
     def loss(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the mean cross-entropy of a batch in nats per token (float32), with the graph if gradients are on.
+        """Return the mean cross-entropy of a batch in nats per token, in float32.
 
         A causal model predicts the next token. A masked model predicts 15 % of the tokens, at the same positions each
         time. Raises UserError if the model has no language-model head, or if the checkpoint lacks the head's weights.
@@ -140,9 +134,9 @@ class Context:
         return token_losses(self.model, inputs, self.tokenizer)
 
     def check_head(self) -> None:
-        """Raise UserError if the checkpoint lacks the model's head, because the predictions would then be random."""
+        """Raise UserError if the checkpoint lacks the head's weights, because the predictions would be random."""
         if self.new_weights:
             raise UserError(
-                f"head: {self.new_weights[0]!r} is not in the checkpoint but newly initialized, so the model's "
-                "predictions are random. Choose a checkpoint with its head."
+                f"head: the checkpoint lacks the weights {self.new_weights[0]!r}, so the predictions are random. "
+                "Choose a checkpoint with its head."
             )

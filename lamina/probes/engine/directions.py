@@ -1,4 +1,4 @@
-"""Keep the directions of a batch's hidden states until the last layer has run, to compare any two layers."""
+"""Compare the directions of any two layers' hidden states in a batch."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _INNER = (
 
 
 class DirectionsProbe(Probe):
-    """A probe that compares the directions of any two hidden states x^0 ... x^N at the same tokens.
+    """A probe that compares the directions of any two hidden states at the same tokens.
 
-    The probe holds the states' unit vectors at the chosen tokens of one batch in float32. With ``tokens`` "all", the
-    probe keeps at most ``tokens_per_batch`` tokens of a batch. The default is all of the user's own text. For a corpus,
-    the default is the number that fits in a quarter of the model's memory, or in 64 MiB for a small model. If a batch
-    has more tokens, Lamina draws random positions for each batch, the same in all sequences.
+    The probe keeps all hidden states of one batch as unit vectors in float32. If a batch has more tokens than the probe
+    keeps, Lamina draws random positions for each batch, the same in all sequences. By default, the probe keeps all
+    tokens of the user's own text. For a corpus, it keeps as many tokens as fit in a quarter of the model's memory (at
+    least 64 MiB).
     """
 
     of_streams = True
@@ -93,10 +93,9 @@ class DirectionsProbe(Probe):
         self._compared += int(counts.sum())
 
     def cosines(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sum the cosine of every two states over tokens. Returns [batch, N + 1, N + 1] in float32, and the token
-        counts.
+        """Return the cosine of every two states, summed over tokens, and the number of tokens per sequence.
 
-        One matrix product gives the sums of all pairs of states.
+        The sums are [batch, N + 1, N + 1] in float32.
         """
         vectors = self._vectors.flatten(2)
         rows = vectors.shape[1]
@@ -109,8 +108,9 @@ class DirectionsProbe(Probe):
         return products[:, : len(self._states), : len(self._states)], self._counts()
 
     def angles(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sum the angle / pi of every two states over tokens. Returns [batch, N + 1, N + 1] in float64, and the token
-        counts.
+        """Return the angle / pi of every two states, summed over tokens, and the number of tokens per sequence.
+
+        The sums are [batch, N + 1, N + 1] in float64.
         """
         batch, _, tokens, _ = self._vectors.shape
         angle_sums = torch.zeros(
@@ -161,17 +161,17 @@ class DirectionsProbe(Probe):
             self._chosen = tokens - 1 - mask.flip(1).int().argmax(1)
 
     def add(self, sums: torch.Tensor, counts: torch.Tensor) -> None:
-        """Add each pair's sum over tokens, [sequences, pairs], and each sequence's token count, [sequences]."""
+        """Add a batch's sums over tokens [sequences, pairs], and its numbers of tokens [sequences]."""
         self.by_pair.add(sums, counts)
 
     def pair_rows(self, metric: str) -> pd.DataFrame:
-        """Return a row for each pair of states, sorted by the distance in layers."""
+        """Return a table with one row per pair of states, sorted by the distance in layers."""
         start, end = self._pairs
         frame = ratio_rows(start, end - start, metric, self.by_pair)
         return frame.sort_values(["size", "start"], ignore_index=True)
 
     def note_streams(self, context: Context) -> None:
-        """Add notes on layers with norms on the residual stream (Post-LN, HybridNorm)."""
+        """Add notes on norms on the residual stream (Post-LN, HybridNorm)."""
         layers: dict[str, list[int]] = {_NORMED: [], _INNER: []}
         for site in context.structure.layers:
             roles = [[norm.role for norm in sublayer.norms] for sublayer in site.sublayers]
@@ -184,6 +184,6 @@ class DirectionsProbe(Probe):
 
 
 def ratio_rows(start: np.ndarray | int, size: np.ndarray, metric: str, ratio: Ratio) -> pd.DataFrame:
-    """Return a table of ratios with one row per block of layers. ``start`` is the block's first layer."""
+    """Return a table with one row per block of layers."""
     value, error = ratio.mean.numpy(), ratio.standard_error.numpy()
     return pd.DataFrame({"start": start, "size": size, "metric": metric, "value": value, "standard_error": error})

@@ -1,4 +1,4 @@
-"""Draw the two kinds of figure that most probes need. Drawing the first figure loads plotly."""
+"""Draw line charts and heat maps with plotly."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_LINES = 24
 
 
 def evenly(length: int, most: int) -> list[int]:
-    """Return at most ``most`` evenly spaced positions from 0 to ``length`` - 1, with both ends."""
+    """Return at most ``most`` evenly spaced positions from 0 to ``length`` - 1, including both ends."""
     count = min(length, most)
     return sorted({round(i * (length - 1) / max(1, count - 1)) for i in range(count)})
 
@@ -33,7 +33,7 @@ def lines(
     log_y: bool = False,
     band: str | None = None,
 ) -> Figure:
-    """Draw a line for each value of the column ``color`` (None: one line). ``band`` names the column of errors."""
+    """Draw one line for each value in the column ``color``. The column ``band`` holds the errors."""
     import plotly.graph_objects as go
 
     figure = go.Figure()
@@ -64,7 +64,7 @@ def lines(
 
 
 def chart(frame: pd.DataFrame, title: str, y_title: str, caption: str, **axes: Any) -> list[tuple[Figure, str]]:
-    """Return a line chart with its caption, or an empty list if ``frame`` has no rows."""
+    """Return a line chart with its caption, or an empty list if the table has no rows."""
     return [(lines(frame, title=title, y_title=y_title, **axes), caption)] if len(frame) else []
 
 
@@ -80,7 +80,6 @@ def heat_map(
     scale: str = "Viridis",
     value_title: str = "",
 ) -> Figure:
-    """Draw a heat map of ``value`` over the columns ``x`` and ``y``."""
     import plotly.graph_objects as go
 
     table = frame.pivot_table(index=y, columns=x, values=value, aggfunc="mean")

@@ -1,6 +1,4 @@
-"""Make the inputs of a model: blocks of tokens from a corpus or from the user, or another kind of input, such as
-images.
-"""
+"""Make a model's inputs: blocks of tokens, images, or another kind of input."""
 
 from __future__ import annotations
 
@@ -40,7 +38,6 @@ READERS: dict[str, Callable[[], Reader]] = {"pixel_values": images}
 
 
 def reads_images(model: nn.Module) -> bool:
-    """Return whether a model's main input is pixels."""
     return getattr(model, "main_input_name", "input_ids") == "pixel_values"
 
 
@@ -57,19 +54,17 @@ def batches_of(
     seed: int = 0,
     notes: list[str] | None = None,
 ) -> list[dict[str, torch.Tensor]]:
-    """Return the inputs of the forward passes: ``given``, or otherwise inputs from ``corpus``.
+    """Return the inputs of the forward passes, from the user or from a corpus.
 
-    The result has at most ``sequences`` inputs (None: all).
-
-    ``given`` can be texts, token blocks or images. Lamina packs texts into blocks of ``sequence_length`` tokens. Token
-    blocks [sequences, tokens] are a tensor, an array, lists or a dataset of input_ids. Images are [images, channels,
-    height, width].
-
-    If the text's end does not fill a block, Lamina leaves the end out and adds a line to ``notes``.
+    Args:
+        given: texts, token blocks [sequences, tokens] (a tensor, an array, lists or a dataset of input_ids), or images
+            [images, channels, height, width]. By default, Lamina reads ``corpus``.
+        sequence_length: the number of tokens per block, if the input is text
+        sequences: the largest number of inputs (default: all)
+        notes: the list to which Lamina adds a note if it drops the text's last, incomplete block
 
     Raises:
-        UserError: if Lamina cannot read the input, if the input is shorter than a block, or if the model does not
-            accept it.
+        UserError: if Lamina cannot read the input, the input is shorter than a block, or the model does not accept it
     """
     reads = getattr(model, "main_input_name", "input_ids")
     if reads != "input_ids" and reads not in READERS:
@@ -115,7 +110,7 @@ def _length(length: int | None, model: nn.Module) -> int:
 
 
 def _corpus_texts(corpus: str, text_field: str, chars: int | None) -> list[str]:
-    """Return held-out pieces from all parts of a corpus. If ``chars`` is None, return the whole corpus."""
+    """Return held-out texts from all parts of a corpus, up to ``chars`` characters."""
     from lamina.data.split import count_chars, is_held_out, piece_chars, split_documents
 
     text = single_corpus(corpus, text_field)
@@ -141,7 +136,7 @@ def _pack(
     notes: list[str] | None,
     size: int | None,
 ) -> torch.Tensor:
-    """Pack the texts' tokens into blocks [blocks, length], with the tokenizer's special tokens around each text."""
+    """Pack the texts' tokens into blocks [blocks, length]. The tokenizer's special tokens surround each block."""
     if tokenizer is None:
         raise UserError(
             f"tokenizer: the checkpoint has no tokenizer, so Lamina cannot read {source}. Add --tokenizer FOLDER, or "

@@ -1,4 +1,4 @@
-"""Find the largest singular value of a function's Jacobian from products with the Jacobian and its transpose."""
+"""Find the largest singular value of a function's Jacobian with products of the Jacobian and vectors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lamina.probes.structure.sites import LayerSite, NormSite, SublayerSite
 
 @dataclass(frozen=True)
 class SpectralNorm:
-    """A spectral norm, its residual, and the number of iterations."""
+    """A spectral norm, and how well the search converged."""
 
     value: torch.Tensor  # the norm, float64 on the CPU, [...] one per problem; never above the true one
     # ||J^T u - s v|| / s for the singular triplet (s, u, v): a singular value lies within this of s
@@ -28,13 +28,11 @@ class SpectralNorm:
 
 
 class Jacobian:
-    """The Jacobian J of ``function`` at ``x`` as a linear map. One forward pass makes the graph, which Lamina keeps.
+    """The Jacobian J of a function at x, as a linear map.
 
-    A backward pass gives J^T u. J^T u is linear in u, so a backward pass through this backward pass gives J v. Every
-    operation therefore needs a second derivative. The fused attention kernels on CPUs have no second derivative, so run
-    attention eagerly.
-
-    The output of ``function`` and ``x`` may differ in shape. ``x`` is floating point, and all other inputs stay fixed.
+    A backward pass gives J^T u, and a backward pass through this backward pass gives J v. Every operation of the
+    function therefore needs a second derivative. Use eager attention, because fused attention on CPUs has no second
+    derivative.
     """
 
     def __init__(self, function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor):
@@ -47,7 +45,7 @@ class Jacobian:
                 (self._back,) = torch.autograd.grad(self.y, self.x, self._u, create_graph=True, allow_unused=True)
 
     def forward(self, v: torch.Tensor) -> torch.Tensor:
-        """Return J v, in the shape of y."""
+        """Return J v, in the shape of the function's output."""
         if self._back is None:
             return torch.zeros_like(self.y)
         with _second_derivatives():
@@ -64,16 +62,16 @@ class Jacobian:
     def norm(
         self, *, identity: float = 0.0, batch_dims: int = 0, tolerance: float = 1e-2, iterations: int = 100
     ) -> SpectralNorm:
-        """Compute ||J - identity * I||_2.
+        """Return the spectral norm of J minus a multiple of the identity.
 
         Args:
-            identity: the multiple of the identity that Lamina subtracts; 1 gives the distance to the identity.
-            batch_dims: the number of leading dimensions of x that index independent items, such as 1 for a batch of
-                sequences. An item's output must not depend on another item's input.
-            tolerance: the iteration stops when the residual, relative to the norm, is below this value.
-            iterations: the largest number of iterations.
+            identity: the multiple of the identity to subtract. 1 gives the distance to the identity.
+            batch_dims: number of leading dimensions of x that index independent items, such as 1 for a batch of
+                sequences
+            tolerance: the residual, divided by the norm, at which the iteration stops
+            iterations: largest number of iterations
 
-        Raises UserError if the Jacobian isn't finite.
+        Raises UserError if the Jacobian is not finite.
         """
         return largest_singular_value(
             lambda v: self.forward(v) - identity * v if identity else self.forward(v),
@@ -85,7 +83,7 @@ class Jacobian:
         )
 
     def typical_stretch(self, *, identity: float = 0.0, batch_dims: int = 0, samples: int = 4) -> torch.Tensor:
-        """Estimate ||J - identity * I||_F / sqrt(n) per item, in float64, from random directions (Hutchinson)."""
+        """Estimate the root mean square stretch of a random direction by J - identity * I (Hutchinson), in float64."""
         squares = []
         for sample in range(samples):
             v = start_vector(self.x, sample)
@@ -114,7 +112,7 @@ def _second_derivatives() -> Iterator[None]:
 
 
 def start_vector(x: torch.Tensor, seed: int = 0) -> torch.Tensor:
-    """Return a random vector of the shape of ``x``, in float32 at least."""
+    """Return a random vector in the shape of ``x``, in at least float32."""
     drawn = torch.randn(x.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return drawn.to(x.device, torch.promote_types(x.dtype, torch.float32))
 
@@ -128,13 +126,11 @@ def largest_singular_value(
     tolerance: float = 1e-2,
     iterations: int = 100,
 ) -> SpectralNorm:
-    """Find a linear map's largest singular value by Lanczos bidiagonalization (Golub and Kahan 1965), beginning at
-    ``start``.
+    """Find a linear map's largest singular value by Lanczos bidiagonalization (Golub and Kahan 1965).
 
-    Power iteration uses only the latest vector, but Lanczos uses all vectors so far. Lanczos therefore needs far fewer
-    products if the singular values are close together, as in a Jacobian near the identity. Lamina keeps all 2 *
-    iterations vectors, and makes each new vector orthogonal to the earlier vectors. Only the bidiagonal matrix is in
-    float64.
+    Power iteration uses only the latest vector, but Lanczos uses all vectors so far. It therefore needs far fewer
+    products if the singular values are close together, as in a Jacobian near the identity. Memory holds all 2 *
+    iterations vectors.
     """
     number("tolerance", tolerance, 0.0, open_low=True)
     whole_number("iterations", iterations)
@@ -163,7 +159,7 @@ def largest_singular_value(
 
 
 def _unit(vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale vectors [problems, n], except zeros, to length 1. Also return the original lengths, float64 on the CPU."""
+    """Scale vectors [problems, n] to length 1, and return their original lengths. Zeros stay zeros."""
     length = torch.linalg.vector_norm(vectors, dim=-1, dtype=torch.float64)
     # Vectors of length 1e-30 would lose bits to denormal numbers before they are divided.
     return torch.where(length[:, None] > 0, vectors / length[:, None], vectors).to(vectors.dtype), length.cpu()
@@ -196,10 +192,9 @@ def _top_triplet(alpha: list[torch.Tensor], beta: list[torch.Tensor]) -> tuple[t
 
 @dataclass(frozen=True, kw_only=True)
 class Wiring:
-    """The scales and gains of a sub-layer y = C(skip_scale * s + out_scale * B(F(pre_scale * A(x)))).
+    """The scales and gains of a sub-layer ``y = post_norm(skip_scale * s + b)``.
 
-    A, B and C are norms. The gains are root mean squares over the channels, or None for a missing norm. ``path_scale``,
-    the numerator of the residual path's Jacobian, is C's gain times skip_scale, [channels] or one number.
+    s is the skip. The branch is ``b = out_scale * out_norm(module(pre_scale * pre_norm(x)))``.
     """
 
     skip: str = "stream"  # stream | block_input | both
@@ -214,15 +209,16 @@ class Wiring:
 
 
 def block_factor(wirings: Sequence[Wiring], sigmas: Sequence[torch.Tensor | float]) -> torch.Tensor:
-    """Compute the Jacobian norm of a block's residual path from the standard deviations at the block's post-norms.
+    """Return the norm of the residual path's Jacobian in one block.
 
-    A norm on the path multiplies by gain / sigma (FuseNorm Eq 16: 1 / sigma), and the skip multiplies by its scale. A
-    Post-LN block has two norms on its path, so the result is of order sigma^-2. A FuseNorm block has one norm on its
-    path, so the result is of order sigma^-1 (FuseNorm Eq 10 and 11). Lamina returns the largest value over the
-    channels. As in the papers, this value ignores that a norm removes one direction.
+    A norm on the path multiplies by gain / sigma (FuseNorm Eq 16 with a gain of 1), and the skip multiplies by its
+    scale. A Post-LN block has two norms on its path, and a FuseNorm block has one (FuseNorm Eq 10 and 11). Lamina
+    returns the largest value over the channels, and ignores that a norm removes one direction, as the papers do.
 
-    ``sigmas`` has one number or tensor [...] per sub-layer. Lamina ignores the sigma of a sub-layer without a norm on
-    its sum. Returns a float64 tensor [...].
+    Args:
+        wirings: the block's sub-layers
+        sigmas: the standard deviation at each sub-layer's post-norm, a number or a tensor [...]. Without a post-norm,
+            Lamina ignores the value.
     """
     through = torch.ones(1, dtype=torch.float64)
     for wiring, sigma in zip(wirings, sigmas, strict=True):
@@ -234,11 +230,10 @@ def block_factor(wirings: Sequence[Wiring], sigmas: Sequence[torch.Tensor | floa
 
 
 def expected_sigmas(layers: Sequence[Sequence[Wiring]], start: float) -> list[list[float]]:
-    """Return the standard deviation of every sub-layer's sum, from gains and scales alone (Keel Eq 14-19).
+    """Predict the standard deviation of every sub-layer's sum from gains and scales alone (Keel Eq 14-19).
 
     Keel assumes that attention and feed-forward keep their input's scale, and that skip and branch are uncorrelated.
-    These assumptions give sigma^2 = (alpha * scale of the skip)^2 + (scale of the branch)^2. With the gains g of the
-    outer and inner norms, sigma^2 is g_{l-1,1}^2 alpha^2 + g_{l,2}^2. ``start`` is the root mean square of x^0.
+    The sum's variance is then the skip's variance plus the branch's variance. ``start`` is the root mean square of x^0.
     """
     sigmas, stream = [], start
     for layer in layers:
@@ -256,12 +251,12 @@ def expected_sigmas(layers: Sequence[Sequence[Wiring]], start: float) -> list[li
 
 
 def wirings_of(site: LayerSite) -> list[Wiring]:
-    """Return the ``Wiring`` of each sub-layer of a layer. Models of other libraries get plain skips."""
+    """Return the scales and gains of a layer's sub-layers. In models of other libraries, the skips have no scale."""
     return [_wiring(site, sublayer) for sublayer in site.sublayers]
 
 
 def _called(residual: nn.Module | None, name: str, default: object) -> object:
-    """Call a method of a Residual. If an older copy of Lamina's code lacks the method, return ``default``."""
+    """Call a method, or return ``default`` if an older copy of Lamina's code lacks the method."""
     method: Callable[[], object] | None = getattr(residual, name, None)
     return default if method is None else method()
 
@@ -290,7 +285,7 @@ def _wiring(site: LayerSite, sublayer: SublayerSite) -> Wiring:
 
 
 def _gain(norm: NormSite) -> torch.Tensor:
-    """Return a norm's gain, [channels] in float64 on the CPU; a single number for a norm without a learned gain."""
+    """Return a norm's gain as float64 on the CPU, [channels] or a single number if the norm has no learned gain."""
     gain = norm.gain
     if gain is None:
         return torch.as_tensor(float(getattr(norm.module, "initial_gain", 1.0)), dtype=torch.float64)
@@ -302,11 +297,10 @@ def largest_gain(norm: NormSite) -> float:
 
 
 def norm_scale(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """Return the number [...] by which a norm divides each token of ``x`` [..., channels], in at least float32. The
-    result does not include epsilon.
+    """Return the number by which a norm divides each token of ``x``, without epsilon. Shapes: [..., channels] to [...].
 
-    The divisor is the root mean square, or the standard deviation if the norm subtracts the mean. A norm over groups of
-    channels has a divisor per group: Lamina returns the smallest, because its Jacobian is the largest.
+    The number is the root mean square, or the standard deviation if the norm subtracts the mean. If the norm divides
+    groups of channels, Lamina returns the smallest number.
     """
     if not getattr(module, "divides", True):  # Lamina's l2, DyT, Derf
         raise UserError(
@@ -322,7 +316,7 @@ def norm_scale(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def subtracts_mean(module: nn.Module, channels: int) -> bool:
-    """Return whether a norm subtracts the mean over the channels, like LayerNorm and unlike RMSNorm."""
+    """Return whether a norm subtracts the mean over the channels, as LayerNorm does and RMSNorm does not."""
     parameter = next(module.parameters(), None)
     like = {} if parameter is None else {"device": parameter.device, "dtype": parameter.dtype}
     x = torch.linspace(-1, 1, channels, **like)[None, None]

@@ -1,4 +1,4 @@
-"""Call single layers on the hidden states of a real forward pass, for Jacobians and detached branches."""
+"""Call single layers on the hidden states of a real forward pass."""
 
 from __future__ import annotations
 
@@ -22,10 +22,7 @@ from lamina.probes.structure.sites import LayerSite, Point
 
 @dataclass(frozen=True, eq=False)
 class LayerCall:
-    """One call of a layer by the model: the residual stream x^l and all other arguments of the layer.
-
-    ``calls`` counts each module's earlier calls, so that Lamina can find a point in the same call of the layer.
-    """
+    """One recorded call of a layer: the residual stream x^l, and all other arguments."""
 
     site: LayerSite
     stream: torch.Tensor
@@ -34,9 +31,9 @@ class LayerCall:
     calls: Mapping[nn.Module, int]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Run the layer with ``x`` in place of x^l. Return the layer's output stream, [sequences, tokens, channels].
+        """Run the layer on ``x`` instead of x^l. Return the residual stream after the layer.
 
-        With several streams, ``x`` and the result are [sequences, tokens, n, channels].
+        The shape is [sequences, tokens, channels], or [sequences, tokens, streams, channels] with several streams.
         """
         args, kwargs = with_argument(self.args, self.kwargs, self.site.input.argument, x)
         layer = self.site.module  # Lamina's first block of several streams is to take them, not to make them
@@ -44,19 +41,19 @@ class LayerCall:
             return stream_of(self.site.module(*args, **kwargs))
 
     def residual_path(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the same output stream as ``__call__``, but with gradients only through the skips."""
+        """Run the layer on ``x`` with gradients only through the skips."""
         points = {index: sublayer.contribution for index, sublayer in enumerate(self.site.sublayers)}
         with intercept(points, lambda key, tensor: tensor.detach(), calls=self.calls):
             return self(x)
 
     def observe(self, points: Mapping[Key, Point], x: torch.Tensor) -> tuple[torch.Tensor, dict[Key, torch.Tensor]]:
-        """Return the residual stream after the layer and the tensors at ``points``, both with their graphs."""
+        """Return the residual stream after the layer, and the tensors at ``points``, with their autograd graphs."""
         tensors: dict[Key, torch.Tensor] = {}
         with intercept(points, lambda key, tensor: tensors.update({key: tensor}), calls=self.calls):
             return self(x), tensors
 
     def between(self, start: Point, end: Point, y: torch.Tensor) -> torch.Tensor:
-        """Return the tensor at ``end`` if ``y`` replaces the tensor at ``start``. The layer reads ``self.stream``."""
+        """Replace the tensor at ``start`` with ``y``, and return the tensor at ``end``."""
         ends: list[torch.Tensor] = []
         points = {"start": start, "end": end}
         with intercept(points, lambda key, tensor: y if key == "start" else ends.append(tensor), calls=self.calls):
@@ -68,7 +65,7 @@ class LayerCall:
 def frozen(model: nn.Module) -> Iterator[None]:
     """Turn off the gradients of all parameters, so that graphs depend only on the hidden states.
 
-    Inside the context, 16-bit parameters become float32, because Jacobian-vector products need the precision.
+    16-bit parameters become float32 meanwhile, because products with the Jacobian need the precision.
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     small = [(t, t.data) for t in (*model.parameters(), *model.buffers()) if t.dtype in (torch.float16, torch.bfloat16)]
@@ -86,9 +83,7 @@ def frozen(model: nn.Module) -> Iterator[None]:
 
 
 def record_layer_calls(context: Context, inputs: Mapping[str, torch.Tensor]) -> list[LayerCall]:
-    """Record every layer's call in one forward pass. Use a short input, because memory holds all states x^0 ...
-    x^(N-1).
-    """
+    """Record every layer's call in one forward pass. Use a short input, because memory holds all hidden states."""
     sites: dict[nn.Module, dict[int, LayerSite]] = {}
     for site in context.structure.layers:
         sites.setdefault(site.module, {})[site.call] = site
@@ -120,10 +115,10 @@ def record_layer_calls(context: Context, inputs: Mapping[str, torch.Tensor]) -> 
 
 
 class ShortProbe(Probe):
-    """A costly probe, which measures only ``tokens`` tokens of ``sequences`` inputs (0: all).
+    """A costly probe that measures only the first tokens of a few inputs.
 
-    The default is all of the user's own text, or 1 sequence of 32 tokens from a corpus. Raises UserError for an invalid
-    count.
+    ``tokens`` and ``sequences`` set the limits (0: all). The default is all of the user's own text, or 1 sequence of 32
+    tokens from a corpus. Raises UserError for an invalid number.
     """
 
     def __init__(self, sequences: int | None, tokens: int | None):
@@ -142,7 +137,7 @@ class ShortProbe(Probe):
         return min(context.tokens(sequences), sequences * (tokens or math.inf))
 
     def take(self, context: Context) -> None:
-        """Set ``inputs``. If both limits are set, ``inputs`` is one batch, otherwise one batch per sequence."""
+        """Set ``inputs`` to the measured part of the texts. If a limit is 0, each batch has one sequence."""
         sequences, tokens = self._most(context)
         if sequences and tokens:
             self.inputs = [short_inputs(context, sequences, tokens)]
@@ -162,7 +157,7 @@ def rows_of(batch: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
 
 
 def short_inputs(context: Context, sequences: int, tokens: int) -> dict[str, torch.Tensor]:
-    """Take the first ``tokens`` tokens of the first ``sequences`` texts, without padding. Images stay whole.
+    """Return the first ``tokens`` tokens of the first ``sequences`` texts, without padding. Images stay whole.
 
     Raises UserError if fewer than two tokens remain.
     """

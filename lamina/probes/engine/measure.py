@@ -1,4 +1,4 @@
-"""`lamina.probe`: measure a model or a checkpoint, and return one DataFrame per probe."""
+"""Measure a model with ``lamina.probe``: one DataFrame per probe."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ _READ = "_is_hf_initialized"  # transformers marks the weights that it read, so 
 logger = logging.getLogger(__name__)
 _SEQUENCES = 64  # of the embedded corpus
 _WITHOUT_HEAD = (
-    "The head is not in the checkpoint ({}: newly initialized), so the model's predictions are random. Lamina leaves "
-    "out gradients, layer_drop, layer_use, logit_lens, and the losses of low_precision and bounds."
+    "The checkpoint lacks the head's weights ({}), so the model's predictions are random. Lamina skips the probes "
+    "gradients, layer_drop, layer_use and logit_lens, and the losses of low_precision and bounds."
 )
 
 SKIPPED = " skipped: "  # in a note, between a probe's name and the reason
@@ -54,18 +54,20 @@ def run(
     starting: Callable[[str], None] = lambda name: None,
     sampled: bool = True,
 ) -> dict[str, pd.DataFrame]:
-    """Run the probes and return their frames by name.
+    """Run the probes, cheapest first, and return their tables by name.
 
-    The shared forward passes stop once each probe's relative standard error is at most ``tolerance`` (0: never). Cheap
-    probes finish first. If ``strict`` is false, Lamina skips each probe that does not apply to the model, and adds a
-    note. If ``sampled`` is true, the columns ``sequences`` and ``tokens`` give the size of each row's sample. If a
-    probe or ``done`` raises an exception, Lamina calls ``broken`` with the probe and the exception, and runs the other
-    probes. If ``broken`` is None, Lamina raises the exception. Lamina calls ``done`` with a finished probe, the probe's
-    frame and the probe's own seconds. ``estimated`` gets the expected seconds of each probe and of the "forward
-    passes". ``starting`` gets the name of each part when the part begins.
+    Args:
+        tolerance: the relative standard error at which the shared forward passes stop (0: use all inputs)
+        strict: whether to raise an error if a probe does not apply to the model. Otherwise, Lamina skips the probe.
+        done: called with each finished probe, its table and its seconds
+        broken: called with a failed probe and its exception, before the next probe runs. By default, Lamina raises the
+            exception.
+        estimated: called with the expected seconds of each probe and of the "forward passes"
+        starting: called with the name of each part when the part begins
+        sampled: whether to add the size of each row's sample as the columns ``sequences`` and ``tokens``
 
     Raises:
-        UserError: if ``strict`` is true and a probe does not apply to the model.
+        UserError: if ``strict`` is true and a probe does not apply to the model
     """
     context.strict = strict
     if context.reads_tokens:  # before there are hooks: it takes forward passes of its own
@@ -105,7 +107,7 @@ def run(
 
 @contextmanager
 def _attempted(context: Context, probe: Probe, broken: Callable[[Probe, Exception], None] | None) -> Iterator[None]:
-    """Run a part of a probe. If a probe does not apply to the model, add a note. If a probe fails, call ``broken``."""
+    """Run a part of a probe. Add a note if the probe does not apply to the model, or call ``broken`` if it fails."""
     try:
         yield
     except UserError as error:
@@ -119,7 +121,7 @@ def _attempted(context: Context, probe: Probe, broken: Callable[[Probe, Exceptio
 
 
 def estimates(context: Context, probes: Sequence[Probe]) -> dict[str, float]:
-    """Return the expected seconds of the forward passes and of each probe's own work, from a small timed pass."""
+    """Return the expected seconds of the forward passes and of each probe, from a small timed pass."""
     inputs = context.on_device(context.batches[0], 1)
     with torch.no_grad():
         forward(context.model, inputs)  # the first pass of a process is slow
@@ -196,8 +198,8 @@ def probe(
         settings: settings of `lamina probe`: sequence_length, sequences, batch_size, tolerance, layers, corpus, ...
 
     Raises:
-        UserError: (a ValueError) for a path that is not a checkpoint, layers that cannot be found, text shorter than a
-            block, or a probe that does not apply to the model. With "all", Lamina skips probes that do not apply.
+        UserError: (a ValueError) if the path is not a checkpoint, Lamina finds no layers, the text is shorter than a
+            block, or a probe does not apply to the model. With "all", Lamina skips probes that do not apply.
     """
     chosen = make_all(probes)
     record = ProbeSettings.from_dict(settings)
@@ -210,7 +212,7 @@ def probe(
 def measure(
     context: Context, probes: Sequence[Probe], settings: ProbeSettings, *, strict: bool = True, sampled: bool = True
 ) -> dict[str, pd.DataFrame]:
-    """Run the probes with the model in evaluation mode. ``run`` documents ``strict`` and ``sampled``."""
+    """Run the probes with the model in evaluation mode. ``run`` documents the arguments."""
     for warning in context.warnings:
         logger.warning(warning)
     with evaluating(context.model):
@@ -218,7 +220,7 @@ def measure(
 
 
 def tolerance_of(context: Context, settings: ProbeSettings) -> float:
-    """Return the relative standard error at which the forward passes stop."""
+    """Return the relative standard error at which the forward passes stop (0: use all inputs)."""
     return settings.tolerance if settings.tolerance is not None else 0.0 if context.whole else 0.02
 
 
@@ -232,8 +234,8 @@ def make_context(
 ) -> Context:
     """Load the model, find its layers, and read the inputs. Raises UserError if one of these steps fails.
 
-    If ``sample`` is true, the inputs are a sample of a corpus, and a probe may measure a part of the sample. If
-    ``sample`` is false, probes measure all of the user's own inputs.
+    If ``sample`` is true, probes may measure a part of the inputs. Otherwise, they measure all of the user's own
+    inputs.
     """
     loaded = _loaded(model_or_path, settings)
     model, notes = loaded.model, list(loaded.notes)
@@ -257,7 +259,9 @@ def make_context(
     )
     unread = notes[len(loaded.notes) :] if whole else []
     if reads_images(model) and texts_or_blocks is None and settings.corpus in (NOISE, EMBEDDED):
-        notes.append("the images are Gaussian noise. To measure real images, pass them with --corpus")
+        notes.append(
+            "the images are Gaussian noise. To measure real images, give a folder or a .npy file with --corpus"
+        )
     structure = structure_of(model, batches[0], layers=settings.layers)
     base = base_of(model, structure, batches[0])
     device = next(model.parameters()).device
@@ -289,14 +293,14 @@ def _loaded(model_or_path: nn.Module | str | Path, settings: ProbeSettings) -> L
 
 
 def refuse_meta(model: nn.Module) -> None:
-    """Raise UserError if a weight has no values. The message names the first weight without values."""
+    """Raise UserError with the name of the first weight that has no values."""
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise UserError(f"model: the weight {name!r} is on the meta device. Load the model's weights first.")
 
 
 def structure_of(model: nn.Module, inputs: dict[str, torch.Tensor], *, layers: str | None = None) -> Structure:
-    """Return a model's structure from a small forward pass on a part of a batch. Raises UserError if the pass fails."""
+    """Find a model's layers with a small part of a batch. Raises UserError if the forward pass fails."""
     parts = getattr(model, "base_model", model)
     two = all(isinstance(getattr(parts, name, None), nn.Module) for name in ("encoder", "decoder"))
     if two and getattr(getattr(model, "config", None), "is_encoder_decoder", False):
@@ -321,9 +325,9 @@ def structure_of(model: nn.Module, inputs: dict[str, torch.Tensor], *, layers: s
 
 
 def new_head(model: nn.Module, structure: Structure) -> list[str]:
-    """Return the names of the head's newly initialized weights, which the checkpoint lacks.
+    """Return the names of the head's weights that the checkpoint lacks.
 
-    Raises UserError if the embedding is new, because every hidden state would be random.
+    Raises UserError if the checkpoint lacks the embedding, because every hidden state would be random.
     """
     named = dict(model.named_parameters())
     read = {name for name, parameter in named.items() if getattr(parameter, _READ, False)}

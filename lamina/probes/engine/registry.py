@@ -1,4 +1,4 @@
-"""The base class and the registry of probes. Each probe has its own file. No other code contains a probe's name."""
+"""The base class and the registry of probes. Each probe has its own file."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PROBES = Path(__file__).parents[1]  # one file each
 
 
 class Sample(NamedTuple):
-    """The number of measured sequences (or images) and tokens; weights and images have no tokens."""
+    """The number of measured sequences (or images) and tokens."""
 
     sequences: int
     tokens: int
@@ -50,23 +50,19 @@ def sample_of(batches: Iterable[Mapping[str, torch.Tensor]]) -> Sample:
 
 
 class Probe(ABC):
-    """A measurement of a model's layers. ``@probe`` registers a subclass. The arguments of ``__init__`` are the probe's
-    options.
+    """The base class of a measurement. ``@probe`` registers a subclass, and ``__init__`` takes the probe's options.
 
-    A streaming probe names the tensors to watch in ``points``. The engine runs the forward passes once for all
-    streaming probes, gives each watched tensor to ``see`` as it appears, and keeps no tensor. A probe may also do work
-    in ``finish``. A probe should keep the states of all layers only if it must.
+    Most probes name tensors to watch in ``points`` and receive them in ``see`` during shared forward passes. The engine
+    keeps no tensor. A probe may also do work in ``finish``.
 
     Attributes:
-        name: the probe's name on the command line.
-        title: the heading of the probe's section on the page.
-        summary: one sentence for `lamina probe --help` on what the probe measures.
-        source: the paper, and the equation or figure that defines the measurement.
-        needs: requirements of the forward passes. With "logits", the model must run with its head. With "tokens", the
-            model must read token ids.
-        of_streams: whether the probe also measures models whose layers return several streams or earlier states. Such a
-            probe may skip measurements that need a single stream, and then adds a note.
-        over_steps: the metrics that a run's page plots over training steps if you schedule the probe (empty: all).
+        name: the probe's name on the command line
+        title: the heading of the probe's section on the page
+        summary: one phrase for `lamina probe --help` on what the probe measures
+        source: the paper, with the equation or figure that defines the measurement
+        needs: "logits" if the model must run with its head, and "tokens" if the model must read token ids
+        of_streams: whether the probe also measures models whose layers return several streams or earlier hidden states
+        over_steps: the metrics that a run's page plots over training steps if you schedule the probe (empty: all)
     """
 
     name: ClassVar[str]
@@ -78,41 +74,32 @@ class Probe(ABC):
     over_steps: ClassVar[tuple[str, ...]] = ()
 
     def cost(self, context: Context) -> float:
-        """Estimate the cost of the probe's own work. The unit is one token's forward pass through the whole model.
-
-        Probes run in ascending order of cost, and Lamina estimates the remaining time from the costs.
-        """
+        """Estimate the cost of the probe's own work. The unit is one token's forward pass through the whole model."""
         return 0.0
 
     def begin(self, context: Context) -> None:
-        """Prepare the probe once, before the forward passes. Raises UserError if the probe does not apply to
-        the model.
-        """
+        """Prepare the probe before the forward passes. Raises UserError if the probe does not apply to the model."""
 
     def points(self) -> Mapping[Any, Point]:
         """Return the tensors to watch in each forward pass, under keys that the probe chooses."""
         return {}
 
     def see(self, key: Any, value: torch.Tensor) -> None:
-        """Take each watched tensor [batch, tokens, channels] as it appears. Do not store or change the tensor."""
+        """Receive a watched tensor [batch, tokens, channels]. Do not store or change the tensor."""
 
     def end_batch(self, inputs: Mapping[str, torch.Tensor], output: Output) -> None:
-        """Take the inputs (input_ids [batch, tokens] or pixel_values) and the output of a finished forward pass."""
+        """Receive the inputs (input_ids [batch, tokens] or pixel_values) and the output of a finished forward pass."""
 
     def standard_error(self) -> float | None:
-        """Return the largest relative standard error of the results so far; None if the results are not averages over
-        text.
+        """Return the largest relative standard error of the results so far, or infinity for too few inputs.
 
-        If the probe has seen too few inputs, the result is infinite. The forward passes stop when every probe's error
-        is small enough.
+        The forward passes stop when every probe's error is small enough. Return None if the results are not averages
+        over text.
         """
         return None
 
     def measured(self, context: Context) -> Sample | None:
-        """Return the size of the measured sample, for the frame's columns ``sequences`` and ``tokens``.
-
-        Return None if the size is unknown, or if ``finish`` itself makes the columns because the rows' sizes differ.
-        """
+        """Return the number of measured sequences and tokens, or None if it is unknown or differs between rows."""
         return sample_of(context.batches[: context.forwards]) if self.streams else None
 
     @property
@@ -124,11 +111,12 @@ class Probe(ABC):
     def finish(self, context: Context) -> pd.DataFrame:
         """Return the result as a tidy DataFrame.
 
-        Layers count from 0. State l is the stream before layer l, and state N is the stream after the last layer.
+        Layers count from 0. State l is the residual stream before layer l, and state N is the stream after the last
+        layer.
         """
 
     def figures(self, frame: pd.DataFrame) -> Iterable[tuple[Figure, str]]:
-        """Return plotly figures of a result, each with its caption (plain text)."""
+        """Return plotly figures of a result, each with a caption in plain text."""
         return []
 
     def sentences(self, frame: pd.DataFrame) -> Iterable[str]:
@@ -137,9 +125,9 @@ class Probe(ABC):
 
 
 def check_most(name: str, option: str, value: object) -> int | None:
-    """Check an option that limits a probe's sample. 0 means all, and None means the default (``Context.most``).
+    """Check an option that limits the number of inputs. 0 means all, and None means the default.
 
-    Raises UserError for an invalid count.
+    Raises UserError for an invalid number.
     """
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
         raise UserError(f"{name}: option {option!r} is {value!r}. Give a whole number, or 0 for all.")
@@ -157,7 +145,7 @@ Kind = TypeVar("Kind", bound=Probe)
 
 
 def probe(cls: type[Kind]) -> type[Kind]:
-    """Register a probe (a class decorator)."""
+    """Register a probe."""
     for attribute in ("name", "title", "summary", "source"):
         if not isinstance(getattr(cls, attribute, None), str):
             raise TypeError(f"{cls.__name__}: a probe needs a {attribute}")
@@ -166,16 +154,14 @@ def probe(cls: type[Kind]) -> type[Kind]:
 
 
 def options_of(cls: type[Probe]) -> dict[str, object]:
-    """Return the options of a probe with their defaults."""
+    """Return a probe's options with their defaults."""
     parameters = {} if cls.__init__ is object.__init__ else inspect.signature(cls).parameters
     kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return {p.name: p.default for p in parameters.values() if p.kind in kinds}
 
 
 def make(spec: str | Probe) -> Probe:
-    """Return a probe from ``name`` or ``name(option=value)``. Raises UserError for an invalid option, and names the
-    option.
-    """
+    """Return a probe from ``name`` or ``name(option=value)``. Raises UserError with the name of an invalid option."""
     if isinstance(spec, Probe):
         return spec
     target, options = specs.parse(str(spec), "probe")
@@ -193,7 +179,7 @@ def make(spec: str | Probe) -> Probe:
 
 
 def make_all(chosen: str | Iterable[str | Probe]) -> list[Probe]:
-    """Parse ``all`` or a list of specs into probes. Raises UserError for an unknown or repeated name."""
+    """Return probes from ``all`` or a list of names with options. Raises UserError for an unknown or repeated name."""
     if isinstance(chosen, str):
         chosen = specs.split(chosen, "probe")
     probes = [p for spec in chosen for p in ([make(n) for n in names()] if spec == "all" else [make(spec)])]
@@ -207,9 +193,7 @@ def make_all(chosen: str | Iterable[str | Probe]) -> list[Probe]:
 
 @dataclass(frozen=True, kw_only=True)
 class Listed:
-    """A probe's description. ``options`` maps option names to defaults as source text. An empty ``over_steps`` means
-    all metrics.
-    """
+    """A probe's description, read from its source file."""
 
     name: str
     title: str
@@ -221,13 +205,13 @@ class Listed:
 
 @cache
 def listed() -> dict[str, Listed]:
-    """Return the package's probes by name, sorted."""
+    """Return Lamina's probes by name, sorted."""
     probes = [probe for path in sorted(PROBES.glob("*.py")) for probe in read(path)]
     return {probe.name: probe for probe in sorted(probes, key=lambda probe: probe.name)}
 
 
 def check_probes(chosen: str) -> None:
-    """Raise UserError for an unknown probe or option. This function does not check probes in a user's files."""
+    """Raise UserError for an unknown probe or option. Lamina does not check probes in the user's files here."""
     for spec in specs.split(chosen, "probe"):
         if spec != "all":
             check_probe(spec)
@@ -247,7 +231,7 @@ def check_probe(spec: str) -> None:
 
 
 def read(path: Path) -> Iterator[Listed]:
-    """Yield a file's probes, which are the classes with the decorator ``@probe``."""
+    """Yield the probes in a file: the classes with the decorator ``@probe``."""
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ClassDef) and any(
             ast.unparse(decorator).partition("(")[0].rpartition(".")[2] == "probe" for decorator in node.decorator_list
@@ -275,9 +259,7 @@ def _options(node: ast.ClassDef) -> dict[str, str]:
 
 
 def listing(*, full: bool = False) -> str:
-    """Return the probes with one sentence each; with ``full``, also their options and sources. The function does not
-    load torch.
-    """
+    """Return the probes with one phrase each, and with ``full`` also their options and sources. Does not load torch."""
     lines = []
     for probe in listed().values():
         if not full:

@@ -16,12 +16,11 @@ WINDOW, SIGMAS, FEWEST = 1000, 7.0, 32
 def spikes(
     series: Iterable[float], *, window: int = WINDOW, sigmas: float = SIGMAS, fewest: int = FEWEST
 ) -> np.ndarray:
-    """Mark the spikes in a run's series: a boolean array [values].
+    """Mark the spikes in a series of a run: a boolean array [values].
 
-    A value is a spike if it is at least ``sigmas`` standard deviations (divisor n) above the mean of the ``window``
-    values before it. The window excludes the value itself, because an outlier in its own window raises the window's
-    deviation. Lamina does not judge the first ``fewest`` values. NaN and infinity are spikes, and windows exclude NaN
-    and infinity. If all values in the window are equal, any larger value is a spike.
+    A spike is at least ``sigmas`` standard deviations (divisor n) above the mean of the ``window`` values before it.
+    NaN and infinity are spikes, and windows exclude them. If all values in the window are equal, any larger value is a
+    spike. The first ``fewest`` finite values are no spikes.
     """
     values = np.asarray(list(series), dtype=np.float64)
     spike = ~np.isfinite(values)
@@ -38,11 +37,10 @@ def spikes(
 
 
 def surges(series: Iterable[float]) -> np.ndarray:
-    """Mark the surges in a series: a boolean array [values]. Use surges for runs of a hundred steps, which are too
-    short for ``spikes``.
+    """Mark the surges in a series: a boolean array [values]. Use surges for short runs of about a hundred steps.
 
-    A value is a surge if it is not finite, or if it is above 3 times the median of the preceding 20 finite values.
-    Lamina needs at least 10 preceding values.
+    A surge is not finite, or is above 3 times the median of the 20 finite values before it. The first 10 finite values
+    are no surges.
     """
     surge, before = [], []
     for value in series:
@@ -54,14 +52,12 @@ def surges(series: Iterable[float]) -> np.ndarray:
 
 
 def spike_scores(run: Path) -> dict[str, tuple[float, int]]:
-    """Return the share of ``spikes`` and the number of values, for "loss" and "grad_norm" in a run's metrics.jsonl.
+    """Return the share of spikes and the number of values, for "loss" and "grad_norm" in a run's metrics.jsonl.
 
-    OLMo 2's spike score (arXiv 2501.00656, Sec 3.1) is the percentage of outliers. An outlier is at least seven
-    standard deviations away from a rolling average of the last 1,000 values. Lamina counts only values above the
-    average, because a fast fall of the loss is not a spike. The result is a share from 0 to 1, not a percentage.
+    The share is OLMo 2's spike score (arXiv 2501.00656, Sec 3.1), as a number from 0 to 1. OLMo 2 also counts values
+    far below the average. Lamina does not count these values, because a fast fall of the loss is not a spike.
 
-    Lamina leaves out an incomplete last line. If a step is logged twice (a resumed run), the later line counts. A
-    series that the run did not log is absent. If there is no file, the result is empty.
+    If a resumed run logs a step twice, the later value counts. Lamina omits a series that the run did not log.
     """
     scores: dict[str, dict[int, float]] = {"loss": {}, "grad_norm": {}}
     for record in RunFolder(run).metrics:

@@ -10,16 +10,15 @@ import torch
 
 
 def mean_and_error(values: torch.Tensor) -> tuple[float, float]:
-    """Return the mean over independent samples [samples] and its standard error (NaN for a single sample)."""
+    """Return the mean of independent samples and its standard error (NaN for a single sample)."""
     error = float(values.std() / len(values) ** 0.5) if len(values) > 1 else math.nan
     return float(values.mean()), error
 
 
 class Running:
-    """Mean and standard error of a tensor's values over independent samples (sequences), in float64, in one pass.
+    """The mean and standard error of a tensor over independent samples (sequences), in float64 and in one pass.
 
-    ``add`` takes [samples, ...], and the mean has the shape of one sample. Large means lose no digits, because ``add``
-    uses Welford's update in Chan's form for batches.
+    ``add`` uses Welford's update in Chan's form for batches, so large means lose no digits.
     """
 
     def __init__(self) -> None:
@@ -28,7 +27,7 @@ class Running:
         self._squares = torch.zeros(())
 
     def add(self, samples: torch.Tensor) -> None:
-        """Add one batch's values, [samples, ...]."""
+        """Add a batch [samples, ...]."""
         samples = samples.detach().to("cpu", torch.float64)
         count = len(samples)
         if not count:
@@ -46,13 +45,13 @@ class Running:
 
     @property
     def standard_error(self) -> torch.Tensor:
-        """The standard error of the mean; infinite for fewer than two samples."""
+        """The standard error of the mean, or infinity for fewer than two samples."""
         if self.count < 2:
             return torch.full_like(self.mean, math.inf)
         return (self._squares / (self.count - 1) / self.count).sqrt()
 
     def relative_error(self) -> float:
-        """Return the largest relative standard error over nonzero means; infinite for fewer than two samples."""
+        """Return the largest relative standard error over nonzero means, or infinity for fewer than two samples."""
         error, mean = self.standard_error, self.mean.abs()
         positive = mean > 0
         if not self.count or math.isinf(float(error.max())):
@@ -61,12 +60,10 @@ class Running:
 
 
 class Ratio:
-    """The sum of totals divided by the sum of counts, in float64 and in one pass. A sequence has one total and one
-    count.
+    """The mean per token over all sequences, with its standard error, in float64 and in one pass.
 
-    The standard error of a ratio of two sums over k independent sequences is sqrt(k / (k - 1) * sum (total - ratio
-    count)^2) / sum count (Cochran, Sampling Techniques, Eq 2.39). With equal counts, this formula gives the usual
-    standard error of the mean over sequences.
+    Each sequence has a total (its sum over tokens) and a count (its number of tokens). The mean is the sum of the
+    totals divided by the sum of the counts. The standard error follows Cochran, Sampling Techniques, Eq 2.39.
     """
 
     def __init__(self) -> None:
@@ -75,7 +72,7 @@ class Ratio:
         self._counts = self._counts_squared = 0.0
 
     def add(self, totals: torch.Tensor, counts: torch.Tensor) -> None:
-        """Add ``totals`` [sequences, ...] and ``counts`` [sequences]. Lamina leaves out sequences with a count of 0."""
+        """Add totals [sequences, ...] and counts [sequences]. Sequences with a count of 0 have no effect."""
         totals, counts = totals.detach().to("cpu", torch.float64), counts.detach().to("cpu", torch.float64)
         totals, counts = totals[counts > 0], counts[counts > 0]
         if not len(counts):
@@ -89,12 +86,12 @@ class Ratio:
 
     @property
     def mean(self) -> torch.Tensor:
-        """The ratio; NaN without counts."""
+        """The mean per token, or NaN without tokens."""
         return self._totals / (self._counts or math.nan)
 
     @property
     def standard_error(self) -> torch.Tensor:
-        """The standard error of the ratio; infinite for fewer than two sequences."""
+        """The standard error of the mean, or infinity for fewer than two sequences."""
         if self.samples < 2:
             return torch.full_like(self._totals, math.inf)
         ratio = self.mean
@@ -104,22 +101,18 @@ class Ratio:
 
 @dataclass(frozen=True)
 class TokenStates:
-    """A tensor of the forward pass as [sequences, tokens, channels], with a mask of the tokens that are text.
+    """A tensor of the forward pass as [sequences, tokens, channels], with a mask of the tokens that are text."""
 
-    ``x`` is float32, or float64 for a float64 model. Padding is 0. ``valid`` [sequences, tokens] is None if all tokens
-    are text.
-    """
-
-    x: torch.Tensor
-    valid: torch.Tensor | None
+    x: torch.Tensor  # float32 or float64; padding is 0
+    valid: torch.Tensor | None  # [sequences, tokens]; None if all tokens are text
 
 
 def as_tokens(value: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> TokenStates:
     """Reshape a tensor of a batch to [sequences, tokens, channels], and set padding to 0.
 
-    The tensor may be [batch, tokens, channels] or, in experts, [batch * tokens, channels]. If the tensor has an axis of
-    heads, as in a norm of queries, each head's part counts as a token. A vision tensor may have axes of rows and
-    columns. Any other tensor counts as one sequence.
+    The tensor may be [batch, tokens, channels] or, in experts, [batch * tokens, channels]. A vision tensor may have
+    axes of rows and columns. If the tensor has an axis of heads, each head's part counts as a token. Any other tensor
+    counts as one sequence.
     """
     x = value.detach()
     x = x if x.dtype in (torch.float32, torch.float64) else x.float()
@@ -141,7 +134,7 @@ def as_tokens(value: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> TokenS
 
 
 def stream_figures(streams: torch.Tensor) -> torch.Tensor:
-    """Return the mean cosine of two streams, then each stream's mean square: [..., 1 + n] for [..., n, width]."""
+    """Return the mean cosine of two streams, then each stream's mean square: [..., n, width] to [..., 1 + n]."""
     n = streams.shape[-2]
     together = torch.nn.functional.normalize(streams, dim=-1, eps=1e-30).sum(-2).square().sum(-1)  # n + all cosines
     return torch.cat([((together - n) / (n * (n - 1))).unsqueeze(-1), streams.square().mean(-1)], dim=-1)

@@ -1,4 +1,4 @@
-"""Prepare a probe's figure for a page: keep it small at any depth, and escape all markup except plotly's plain tags."""
+"""Prepare a probe's figure for a page: limit its size, and escape markup."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ _ARRAYS = ("x", "y", "text", "hovertext", "customdata", "ids")
 
 
 def compact(figure: go.Figure) -> tuple[go.Figure, str]:
-    """Return the figure for a page, and a sentence on the omitted data ("" for a complete figure).
+    """Return a smaller figure for a page, and a sentence on the omitted data ("" for a complete figure).
 
-    Lamina thins heat maps of more than MOST_CELLS rows or columns, figures of more than MOST_LINES lines, and lines of
-    more than MOST_POINTS points. Lamina keeps evenly spaced entries, including the first and the last, and escapes
-    texts such as tokens and module names.
+    Lamina thins large heat maps, many lines, and lines of many points to evenly spaced entries with the first and the
+    last. Lamina also escapes texts such as tokens and module names.
     """
     traces: list[Json] = [defuse(trace.to_plotly_json()) for trace in cast("Any", figure.data)]
     reduced: list[str] = []
@@ -46,7 +45,7 @@ def compact(figure: go.Figure) -> tuple[go.Figure, str]:
 def defuse(value: object) -> Any:
     """Return the value with ``<`` escaped in every string, except in plotly's plain tags.
 
-    Arrays packed by plotly's JSON as {"dtype", "bdata", "shape"} become numpy arrays.
+    Packed arrays in plotly's JSON become numpy arrays.
     """
     if isinstance(value, str):
         return re.sub(rf"<(?!{_HARMLESS})", "&lt;", value)

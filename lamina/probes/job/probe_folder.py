@@ -59,16 +59,16 @@ POLICY = ResumePolicy(what="folder", free=ProbeSettings.free())
 def probe_folder(
     settings: ProbeSettings | Json, *, resume: Resume = False, overwrite: bool = False, bar: bool = True
 ) -> Json:
-    """Measure a checkpoint and write the folder ``settings.output``; returns the content of result.json.
+    """Measure a checkpoint, write the folder ``settings.output``, and return the content of result.json.
 
-    ``settings`` is a ProbeSettings, or a mapping of settings' names to values. Lamina writes each probe's table,
-    figures and sentences as soon as the probe has ended. With ``resume``, Lamina skips finished probes. Lamina also
-    skips a probe that cannot measure the model, and records the reason.
+    Lamina writes each probe's table, figures and sentences as soon as the probe has ended. With ``resume``, Lamina
+    skips finished probes. Lamina also skips a probe that cannot measure the model, and records the reason.
 
     Raises:
-        UserError: for invalid settings, a checkpoint or a corpus that can't be read, or an output folder with files.
-        OSError: the disk is full; Lamina keeps finished probes.
-        KeyboardInterrupt: you stopped the job. result.json has the status `interrupted`, and Lamina keeps finished
+        UserError: if the settings are invalid, Lamina cannot read the checkpoint or the corpus, or the output folder
+            has files
+        OSError: if the disk is full. Lamina keeps finished probes.
+        KeyboardInterrupt: if you stop the job. result.json has the status `interrupted`, and Lamina keeps finished
             probes.
     """
     job = open_job(
@@ -98,7 +98,7 @@ def probe_folder(
 
 
 def spec_by_name(probes: str) -> dict[str, str]:
-    """Return the spec of each requested probe, by name: ``{"angular_distance": "angular_distance(tokens=all)"}``."""
+    """Return each requested probe's text, by name: ``{"angular_distance": "angular_distance(tokens=all)"}``."""
     specs: dict[str, str] = {}
     for spec in split(probes, "probe"):
         names = registry.names() if spec == "all" else [registry.make(spec).name]
@@ -125,11 +125,7 @@ def finished(folder: Path, specs: dict[str, str]) -> dict[str, Json]:
 
 
 class Measuring:
-    """A checkpoint with its inputs. The constructor loads the checkpoint and the inputs. ``run`` measures and writes.
-
-    ``specs`` maps each requested probe's name to the user's text, such as ``angular_distance(tokens=all)``. ``done``
-    holds the results of earlier finished probes.
-    """
+    """A checkpoint with its inputs, and the results of its probes."""
 
     def __init__(
         self,
@@ -150,7 +146,7 @@ class Measuring:
         self._noted = len(self.context.notes)
 
     def run(self, folder: Path) -> Json:
-        """Measure, write, and return the content of result.json. The errors are as in ``probe_folder``."""
+        """Measure, write, and return the content of result.json. ``probe_folder`` documents the errors."""
         self.folder = folder
         (folder / "figures").mkdir(exist_ok=True)
         self._write(*_RUNNING)
@@ -192,7 +188,7 @@ class Measuring:
         self._note(probe, "failed", reason=one_line(error))
 
     def _done(self, probe: Probe, frame: pd.DataFrame, seconds: float) -> None:
-        """Write a probe's frame and figures, then list them in result.json."""
+        """Write a probe's table and figures, then list them in result.json."""
         write_parquet(self.folder / f"{probe.name}.parquet", frame)
         error = probe.standard_error()
         told = self._told()
@@ -249,11 +245,11 @@ class Measuring:
         return result
 
     def _told(self) -> set[str]:
-        """Return the notes of the finished probes, including probes that finished before the job was resumed."""
+        """Return the notes of all finished probes, including probes from before the job was resumed."""
         return {note for entry in self.results.values() for note in entry.get("notes") or ()}
 
     def _inputs(self) -> Json:
-        """Describe the inputs that the model ran on: the number of sequences used, and their shape."""
+        """Describe the inputs that the model ran on: the number of sequences, and their shape."""
         batches = list(self.context.batches)
         count = registry.sample_of(batches[: self.context.forwards] or batches).sequences
         first = next(iter(batches[0].values()))
@@ -263,11 +259,10 @@ class Measuring:
 
 
 class Bars:
-    """Show ``Context.progress`` as one progress bar at a time, with the time left for all probes.
+    """Show one progress bar at a time, with the time left for all probes.
 
-    A part is a probe or the shared forward passes. ``plan`` takes each part's expected seconds, and ``start`` takes the
-    name of the next part. The time left is the expected time of the unfinished parts, times actual / expected time of
-    the finished parts.
+    A part is a probe or the shared forward passes. The time left is the expected time of the unfinished parts,
+    corrected by the real time of the finished parts.
     """
 
     def __init__(self, *, show: bool):
@@ -288,20 +283,19 @@ class Bars:
             show_line(f"about {duration(total)} ({parts}){fewer}")
 
     def start(self, name: str) -> None:
-        """Begin a probe or the forward passes, and end the previous part."""
+        """End the previous part, and start another part."""
         if self._running:
             self.end()
         self._running = name
 
     def end(self) -> None:
-        """End the running part. If the output is not a terminal, print a line instead of a progress bar."""
+        """End the current part. If the output is not a terminal, print a line instead of a progress bar."""
         self._finished.append(self._running)
         if self.show and not has_bars():
             show_line(f"{self._running} has ended{self.time_left()}")
         self._running = ""
 
     def time_left(self) -> str:
-        """Return the time left, in words."""
         planned = sum(self._plan.get(name, 0.0) for name in self._finished)
         passed = time.monotonic() - self._began
         pace = passed / planned if planned > 1.0 else 1.0
@@ -326,7 +320,7 @@ class Bars:
 
 
 def describe(model: nn.Module, structure: Structure) -> dict[str, object]:
-    """Return the facts about a model for result.json. Lamina finds the facts by running the model, not by its name."""
+    """Return the model's sizes, layers and norms for result.json."""
     parameters = list(model.parameters())
     shared = len({id(site.module) for site in structure.layers}) < structure.num_layers
     families: list[str] = []
@@ -359,7 +353,7 @@ def describe(model: nn.Module, structure: Structure) -> dict[str, object]:
 
 
 def _runs(texts: Sequence[str]) -> str:
-    """Return the text if all layers have the same text. If the texts differ, return each text with its layers."""
+    """Return one text if all layers have the same text. Otherwise, return each text with its layers."""
     runs = [(text, [i for i, _ in run]) for text, run in groupby(enumerate(texts), key=lambda each: each[1])]
     if len(runs) == 1:
         return texts[0]

@@ -1,8 +1,6 @@
-"""Find a model's structure in a trace: the calls that are layers, and the tensors that each layer adds to the residual
-stream.
+"""Find the layers of a model in the record of one forward pass.
 
-Lamina follows the residual stream through each layer's call. Each tensor is the stream, a norm of the stream, or a
-branch.
+Lamina follows the residual stream through each layer, and finds the tensors that the layer's modules add to the stream.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from lamina.probes.structure.tracing import Call, Factor, Op, Trace, trace
 
 @dataclass(eq=False)
 class Branch:
-    """A branch: the tensor that one module adds to the residual stream."""
+    """The tensor that one module adds to the residual stream."""
 
     source: Call  # its output, times factor, is what is added
     factor: Factor = None
@@ -38,7 +36,7 @@ class Branch:
 
 @dataclass(eq=False)
 class Addition:
-    """Branches added to the residual stream at one moment (two if they run side by side)."""
+    """One addition to the residual stream. Parallel attention and feed-forward are two branches of one addition."""
 
     op: Op
     branches: list[Branch]
@@ -63,7 +61,7 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Tag:
-    """The role of a tensor: the residual stream, a norm of the stream, or a branch, which may have several parts."""
+    """Whether a tensor is the residual stream, a normed copy of the stream, or the output of a branch."""
 
     kind: str  # stream | normed | branch
     parts: tuple[_Part, ...] = ()
@@ -73,20 +71,14 @@ class _Tag:
 
 @dataclass(frozen=True)
 class _Sum:
-    """An addition to the stream. ``branches`` is None if the added tensor is the stream or no module's output."""
-
     op: Op
     skips: tuple[_Tag, ...]
-    branches: tuple[_Tag, ...] | None
+    branches: tuple[_Tag, ...] | None  # None if the added tensor is the stream or no module's output
     whole: bool = False  # whether a tensor that no module returns has the stream's shape
 
 
 class TracedLayer:
-    """The residual stream's path through one call, with the tensors that the call adds. A norm's key is the id of its
-    call.
-
-    If ``describe`` is false, find only the added tensors.
-    """
+    """The residual stream inside one module call, and the tensors that the call adds to the stream."""
 
     def __init__(self, call: Call, record: Trace, *, describe: bool = True):
         self.call, self.record = call, record
@@ -128,9 +120,9 @@ class TracedLayer:
         return False
 
     def _keep_sums_of_the_stream(self) -> None:
-        """Keep the additions to the stream that reach the call's output, or that a norm reads (as in FuseNorm).
+        """Keep only the additions whose result becomes the call's output or the input of a norm (as in FuseNorm).
 
-        RWKV adds the previous token's stream only for its projections, so Lamina drops this addition.
+        For example, RWKV adds the previous token's hidden state only as an input of its projections.
         """
         last = self.tags.get(self.call.output)
         waiting = [last.sum] if last is not None and last.kind != "branch" else []
@@ -207,13 +199,12 @@ class TracedLayer:
         self.tags[op.outputs[0]] = replace(tag, parts=parts)
 
     def _fits(self, value: int) -> bool:
-        """Return whether a tensor has as many elements and channels as the stream. OPT flattens the other axes."""
+        """Return whether a tensor has the stream's width and number of elements. OPT flattens the other axes."""
         shape = self.record.shapes[value]
         same = math.prod(shape) == math.prod(self.shape) and shape[-1:] == self.shape[-1:]
         return same and self.record.floating[value]
 
     def _carry(self, tag: _Tag | None) -> None:
-        """Mark this tensor as the residual stream."""
         if tag is None or tag.kind == "branch":
             return
         if tag.kind == "normed" and tag.norm is not None:
@@ -265,7 +256,6 @@ class TracedLayer:
             self.additions[-1].branches[-1].norms.append(("post_norm", norm))
 
     def describe_branch(self, branch: Branch, modules: list[Call], ops: list[Op]) -> None:
-        """Set a branch's kind, its modules and, for a dense feed-forward, its projections."""
         branch.modules = [c for c in modules if _has_parameters(c)]
         leaves = [c for m in modules for c in [m, *inside(m)] if c.is_leaf]
         linears = [c for c in leaves if _is_projection(c.module) and c.output >= 0]
@@ -288,7 +278,7 @@ class TracedLayer:
                 branch.pre = self._pre(leaves, ops, down, shape[_first(down)][-1])
 
     def _pre(self, leaves: list[Call], ops: list[Op], down: Call, inner: int) -> Point | None:
-        """Return the nonlinearity's input, as an activation module's input or as a projection's output."""
+        """Return the point before the nonlinearity: the activation module's input, or the first projection's output."""
         for c in leaves:
             x = _first(c)
             is_activation = not _is_projection(c.module) and not _has_parameters(c)
@@ -302,13 +292,13 @@ class TracedLayer:
         return None
 
     def entry_of(self, branch: Branch) -> Point | None:
-        """Return a branch's start: the first input with the stream's shape of the branch's first module."""
+        """Return the point where the residual stream, or a normed copy, enters the branch."""
         first = next(iter(branch.modules), branch.source)
         key = next((key for key, value in first.inputs.items() if self._fits(value)), None)
         return None if key is None else Point(first.module, first.path, "input", first.number, None, key)
 
     def _after(self, value: int) -> Point | None:
-        """Return the point of the residual stream after an addition and any post_norm."""
+        """Return the point of the residual stream after an addition, behind any norm of the sum."""
         norm = next((c for c in self.calls if id(c) in self.post and value in self._same(c)), None)
         if norm is not None:
             return Point(norm.module, norm.path, "output", norm.number)
@@ -331,7 +321,7 @@ class TracedLayer:
         return values
 
     def _give_norms(self, number: int, addition: Addition, begin: int) -> None:
-        """Assign each norm since the last sum to a branch."""
+        """Assign each norm since the previous addition to a branch."""
         for norm in (c for c in self.calls if c.is_norm and begin < c.began < addition.op.time):
             if id(norm) in self.out:
                 role = "out_norm"
@@ -350,14 +340,14 @@ class TracedLayer:
 
 
 def _mine(op: Op, modules: list[Call], others: list[Call], begin: int, end: int) -> bool:
-    """Return whether an operation is in a branch's modules, or between two sums but in no other branch."""
+    """Return whether an operation is inside a branch's modules, or between two additions and in no other branch."""
     if any(m.began < op.time < m.ended for m in modules):
         return True
     return begin < op.time < end and not any(m.began < op.time < m.ended for m in others)
 
 
 def origin(value: int | None, same: Mapping[int, int]) -> int | None:
-    """Return the number of the original tensor if the tensor ``value`` is a copy."""
+    """Follow copies back to the original tensor, and return the original's number in the trace."""
     while value is not None and value in same:
         value = same[value]
     return value
@@ -381,11 +371,12 @@ def _has_parameters(call: Call) -> bool:
 
 
 def find_structure(model: nn.Module, inputs: Mapping[str, torch.Tensor], *, layers: str | None = None) -> Structure:
-    """Find a model's layers in one forward pass on ``inputs``. Keep the inputs tiny, because memory holds all tensors.
+    """Find a model's layers in one forward pass.
 
-    If a Lamina model's layers return several streams or earlier states, Lamina takes the layers from the model's own
-    list. ``layers`` is the path of a list of layers, such as ``encoder.block``. Give ``layers`` if Lamina finds no list
-    or a wrong list.
+    Args:
+        model: the model
+        inputs: a tiny batch, because Lamina keeps every tensor of the pass in memory
+        layers: the module path of the list of layers, such as ``encoder.block``. By default, Lamina finds the list.
 
     Raises:
         UserError: if Lamina finds no layers. The message explains how to name the layers.
@@ -404,8 +395,8 @@ def find_structure(model: nn.Module, inputs: Mapping[str, torch.Tensor], *, laye
     if strange:
         some = ", ".join(map(str, strange[:5])) + (f" and {len(strange) - 5} more" if len(strange) > 5 else "")
         notes.append(
-            f"layer {some} changes the residual stream by a tensor that is not a module's output. Lamina measures only "
-            "whole layers there, and no sub-layers"
+            f"layer {some} adds a tensor to the residual stream that is no module's output. Lamina measures such a "
+            "layer only as a whole, without its sub-layers"
         )
         for index in strange:
             resolved[index].additions.clear()
@@ -413,8 +404,8 @@ def find_structure(model: nn.Module, inputs: Mapping[str, torch.Tensor], *, laye
     others = _outside_chains(chains, calls)
     if others and not layers:
         notes.append(
-            f"the model has {sum(map(len, others))} more layers ({others[0][0].path}, ...) outside the list at "
-            f"{first.path}, which Lamina measures. To measure another list of layers, give its path with --layers PATH"
+            f"Lamina measures the list of layers at {first.path}. The model has {sum(map(len, others))} more layers "
+            f"({others[0][0].path}, ...). To measure another list of layers, give its path with --layers PATH"
         )
     outside = [("other", call.module) for chain in others for call in chain]
     for call in record.calls:  # those that hold layers are left out
@@ -434,9 +425,9 @@ def find_structure(model: nn.Module, inputs: Mapping[str, torch.Tensor], *, laye
 
 
 def declared_structure(model: nn.Module, record: Trace) -> Structure | None:
-    """Return the structure of a Lamina model whose blocks return several streams or earlier states; None otherwise.
+    """Return the structure of a Lamina model whose blocks return more than one hidden state, or None for other models.
 
-    A checkpoint may contain its own copy of Lamina's code, so Lamina compares classes by name.
+    A checkpoint may contain its own copy of Lamina's code, so Lamina compares the names of the classes.
     """
     named = list(model.named_modules())
     mixers = {type(getattr(part, "mixer", None)).__name__ for _, part in named}  # Mamba's blocks have one, too
@@ -457,13 +448,12 @@ def declared_structure(model: nn.Module, record: Trace) -> Structure | None:
         embedding_norm=None if first is None else NormSite("embedding_norm", first[1], first[0]),
         final_norm=NormSite("final_norm", norm, f"{path}.norm") if is_norm(norm) else None,
         head=_asked(model, "get_output_embeddings"),
-        notes=["The states are the mean of the model's streams." if "StreamMixer" in mixers else _ONE_OF_MEMORY],
+        notes=["The hidden states are the mean of the model's streams." if "StreamMixer" in mixers else _ONE_OF_MEMORY],
         end=end,
     )
 
 
 def _declared_layer(index: int, path: str, block: nn.Module, record: Trace) -> LayerSite:
-    """Describe a Lamina block. A contribution is the output of the out_norm, or of the module without an out_norm."""
     halves = {kind: block.get_submodule(kind) for kind in ("attention", "feed_forward")}
     sublayers: list[SublayerSite] = []
     for kind, half in halves.items():
@@ -489,11 +479,11 @@ def _declared_layer(index: int, path: str, block: nn.Module, record: Trace) -> L
     return LayerSite(index, block, path, 0, tuple(sublayers), carries_more=True, reads=point)
 
 
-_ONE_OF_MEMORY = "The states are only the residual stream, without the earlier states that the model stores."
+_ONE_OF_MEMORY = "The hidden states are the residual stream alone. The model also stores earlier hidden states."
 
 
 def _chains(record: Trace) -> list[list[Call]]:
-    """Return chains of calls. Each call adds to the residual stream and passes the sum to the next call."""
+    """Find sequences of module calls in which each call adds to the residual stream and passes on the sum."""
     chains: list[list[Call]] = []
     same = _sources(record.ops)
     for family in _families(record):
@@ -508,7 +498,7 @@ def _chains(record: Trace) -> list[list[Call]]:
 
 
 def _families(record: Trace) -> list[list[Call]]:
-    """Find the calls that add to a residual stream, and group the calls by parent call."""
+    """Find the calls that add to a residual stream, and group these calls by parent."""
     families: dict[int, list[Call]] = {}
     for call in record.calls:
         if call.parent is not None and _carries_stream(call, record):
@@ -532,13 +522,14 @@ def _choose(model: nn.Module, record: Trace, chains: list[list[Call]]) -> list[C
         expected = "modules" if expected_count is None else f"{expected_count} modules (the config's number of layers)"
         raise UserError(
             f"layers: Lamina found no layers in {type(model).__name__}. Lamina looked for a chain of {expected} that "
-            f"each add to one tensor, and found {found}. Name the list of layers with --layers PATH{_suggest(model)}."
+            f"add to the residual stream, and found {found}. Name the list of layers with --layers "
+            f"PATH{_suggest(model)}."
         )
     return best
 
 
 def _outside_chains(chains: list[list[Call]], calls: list[Call]) -> list[list[Call]]:
-    """Return the outermost chains before or after the model's layers, such as other stages or a second tower."""
+    """Return the outermost chains before or after the model's layers, such as the chains of a vision tower."""
     began, ended = calls[0].began, calls[-1].ended
     outside = [c for c in chains if len(c) > 1 and (c[-1].ended < began or c[0].began > ended)]
     calls_outside = [call for chain in outside for call in chain]
@@ -586,7 +577,7 @@ def _num_layers(model: nn.Module) -> int | None:
 
 
 def _carries_stream(call: Call, record: Trace) -> bool:
-    """Return whether a call takes a tensor, adds to the tensor, and returns the sum in the same shape."""
+    """Return whether a call adds to one of its input tensors and returns the sum in the same shape."""
     x = _stream_input(call, record)
     if x is None or call.output < 0 or call.is_norm or call.output == x:
         return False
@@ -596,7 +587,7 @@ def _carries_stream(call: Call, record: Trace) -> bool:
 
 
 def _stream_input(call: Call, record: Trace) -> int | None:
-    """Return a layer's input stream, which is the first argument with the output's shape."""
+    """Return the number of the first input tensor with the output's shape, or None if no input has this shape."""
     if call.output < 0:
         return None
     shape = record.shapes[call.output]
@@ -609,7 +600,7 @@ def _sources(ops: Iterable[Op]) -> dict[int, int]:
 
 
 def _outer_norm(role: str, record: Trace, *, before: Call | None = None, after: Call | None = None) -> NormSite | None:
-    """Return the norm right before the call ``before``, or right after the call ``after``."""
+    """Return the norm that runs right before or right after a call."""
     same = _sources(record.ops)  # DeBERTa multiplies the normed embedding by the padding's mask
     for call in record.calls:
         if not call.is_norm:
@@ -626,7 +617,6 @@ def _outer_norm(role: str, record: Trace, *, before: Call | None = None, after: 
 
 
 def _asked(model: nn.Module, method: str) -> nn.Module | None:
-    """Call a method of a transformers model. Return None if the method is missing or not implemented."""
     try:
         return getattr(model, method)()
     except (AttributeError, NotImplementedError):
@@ -654,7 +644,6 @@ def _site(index: int, layer: TracedLayer) -> LayerSite:
 
 
 def _feed_forward(branch: Branch) -> FeedForward | None:
-    """Describe a branch's projections; None unless the branch is a dense feed-forward."""
     if branch.kind != "feed_forward" or branch.down is None or not branch.up:
         return None
     down = branch.down
@@ -663,7 +652,6 @@ def _feed_forward(branch: Branch) -> FeedForward | None:
 
 
 def _feed_forward_within(call: Call, record: Trace) -> FeedForward | None:
-    """Describe the feed-forward that a known call runs."""
     layer, branch = TracedLayer(call, record, describe=False), Branch(call)
     layer.describe_branch(branch, [call], layer.ops)
     return _feed_forward(branch)

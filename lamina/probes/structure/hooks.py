@@ -1,4 +1,4 @@
-"""Two ways to reach a tensor of a forward pass: ``observe`` reads the tensor, and ``intercept`` replaces it."""
+"""Read or replace a tensor inside a forward pass, with ``observe`` or ``intercept``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def first_tensor(output: Output) -> torch.Tensor | None:
-    """Return a module's output tensor: the output itself, or the first tensor in the output."""
+    """Return the first tensor of a module's output, or None if the output contains no tensor."""
     if isinstance(output, torch.Tensor):
         return output
     values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else ()
@@ -32,15 +32,15 @@ def first_tensor(output: Output) -> torch.Tensor | None:
 
 
 def stream_of(output: Output) -> torch.Tensor:
-    """Return the first tensor of an output, which must hold a tensor."""
     tensor = first_tensor(output)
     assert tensor is not None
     return tensor
 
 
 def refill(output: Output) -> Callable[[torch.Tensor], Output]:
-    """Return a function that rebuilds a module's output with another first tensor. The returned function keeps no
-    reference to the original tensor.
+    """Return a function that rebuilds a module's output with a new first tensor.
+
+    The function keeps no reference to the original tensor.
     """
     if isinstance(output, torch.Tensor):
         return lambda tensor: tensor
@@ -61,12 +61,10 @@ def refill(output: Output) -> Callable[[torch.Tensor], Output]:
 
 
 def argument_of(args: Args, kwargs: Kwargs, place: int | str) -> torch.Tensor:
-    """Return an argument of a call, by position or keyword."""
     return args[place] if isinstance(place, int) else kwargs[place]
 
 
 def with_argument(args: Args, kwargs: Kwargs, place: int | str, value: torch.Tensor) -> tuple[Args, Kwargs]:
-    """Return a call's arguments with a new value for one argument."""
     if isinstance(place, int):
         return (*args[:place], value, *args[place + 1 :]), dict(kwargs)
     return args, {**kwargs, place: value}
@@ -76,9 +74,9 @@ def with_argument(args: Args, kwargs: Kwargs, place: int | str, value: torch.Ten
 def observe(
     points: Mapping[Key, Point], see: Callable[[Key, torch.Tensor], None], *, root: nn.Module
 ) -> Iterator[None]:
-    """Call ``see(key, tensor)`` for each point whenever a forward pass of ``root`` reaches the point.
+    """Call ``see(key, tensor)`` whenever a forward pass of ``root`` reaches one of the points.
 
-    If a point has a factor, ``see`` gets the product of tensor and factor.
+    If a point has a factor, Lamina passes the tensor times this factor.
     """
 
     def look(key: Key, tensor: torch.Tensor) -> None:
@@ -102,9 +100,11 @@ def intercept(
 ) -> Iterator[None]:
     """Replace the tensor at each point with ``change(key, tensor)`` while the model runs.
 
-    A point names one call of a module. Lamina counts the calls from the start of each forward pass of a module in
-    ``roots``. If you run a layer alone, give each module's number of earlier calls in ``calls``. Lamina does not
-    multiply the tensor by the point's factor. If ``change`` returns None, the tensor stays.
+    Args:
+        points: one call of a module per point. Lamina does not apply the point's factor.
+        change: returns the new tensor, or None to keep the tensor
+        roots: the modules whose forward pass restarts the count of calls
+        calls: each module's number of earlier calls, if you run a layer alone
     """
     done: Counter[nn.Module] = Counter(calls or {})
     by_module: dict[nn.Module, list[tuple[Key, Point]]] = {}
@@ -143,7 +143,7 @@ def intercept(
 
 @contextmanager
 def layers_running(layers: Sequence[LayerSite]) -> Iterator[list[int]]:
-    """Yield a list with the indices of the running layers. The innermost layer is the last entry."""
+    """Yield a list that always holds the indices of the running layers, with the innermost layer last."""
     sites: dict[nn.Module, list[int]] = {}
     for site in layers:
         sites.setdefault(site.module, []).append(site.index)
@@ -165,14 +165,13 @@ def layers_running(layers: Sequence[LayerSite]) -> Iterator[list[int]]:
 
 
 def forward(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> Output:
-    """Run a model on a batch without a cache."""
+    """Run the model on a batch, without a key-value cache."""
     more = {"use_cache": False} if takes_cache(type(model)) else {}
     return model(**inputs, **more)
 
 
 @contextmanager
 def forwards(functions: Mapping[nn.Module, Callable[..., Output]]) -> Iterator[None]:
-    """Replace the modules' forward functions in this context."""
     with ExitStack() as stack:
         for module, function in functions.items():
             stack.enter_context(patched(module, forward=function))
@@ -180,15 +179,16 @@ def forwards(functions: Mapping[nn.Module, Callable[..., Output]]) -> Iterator[N
 
 
 def takes_cache(cls: type[nn.Module]) -> bool:
-    """Return whether a model's forward has an option that turns its cache off."""
+    """Return whether you can pass ``use_cache`` to the model's forward."""
     parameters = inspect.signature(cls.forward).parameters
     # Some take it among their **kwargs and pass it to a model that would otherwise keep a cache.
     return "use_cache" in parameters or ("past_key_values" in parameters)
 
 
 def base_of(model: nn.Module, structure: Structure, inputs: Mapping[str, torch.Tensor]) -> nn.Module:
-    """Return the model without its head. If the headless model takes other inputs or lacks layers, return the whole
-    model.
+    """Return the model without its head.
+
+    If the model without its head takes other inputs or lacks layers, return the whole model.
     """
     base = getattr(model, "base_model", model)
     if not isinstance(base, nn.Module) or base is model:
@@ -201,7 +201,7 @@ def base_of(model: nn.Module, structure: Structure, inputs: Mapping[str, torch.T
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put the model into evaluation mode inside the context, and restore each module's mode at the end."""
+    """Put the model into evaluation mode, and restore each module's mode at the end."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -213,7 +213,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def eager_attention(model: nn.Module) -> Iterator[None]:
-    """Run attention in plain operations, so that a probe can read its weights and differentiate twice."""
+    """Run eager attention, so that a probe can read the attention weights and differentiate twice."""
     before = getattr(getattr(model, "config", None), "_attn_implementation", None)
     switch = getattr(model, "set_attn_implementation", None) if before not in (None, "eager") else None
     if switch is not None:
@@ -228,8 +228,9 @@ def eager_attention(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Run in evaluation mode, eagerly and without gradients. Afterwards, restore the mode, gradients and random
-    states.
+    """Run the model in evaluation mode, with eager attention and without gradients.
+
+    At the end, Lamina restores the mode, the gradients and the state of the random number generators.
     """
     states = random.getstate(), np.random.get_state()
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
@@ -244,10 +245,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def fresh_gradients(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Set the parameters' gradients to None inside the context.
-
-    Afterwards, restore the gradients and each parameter's requires_grad.
-    """
+    """Clear the parameters' gradients, and restore the gradients and ``requires_grad`` at the end."""
     held = [(parameter, parameter.grad, parameter.requires_grad) for parameter in parameters]
     for parameter, _, _ in held:
         parameter.grad = None

@@ -1,4 +1,4 @@
-"""Prove that the traced tensors are the residual stream, with small forward passes whose axes have distinct sizes."""
+"""Check, with small forward passes, that the tensors in the trace are the residual stream."""
 
 from __future__ import annotations
 
@@ -26,19 +26,22 @@ _SAME = 1e-3  # a token's state in another batch: what other kernels and groups 
 
 
 def prove(structure: Structure, inputs: Batch, root: nn.Module, *, reads_tokens: bool = True) -> Structure:
-    """Return the structure. If the contributions of a layer's sub-layers do not add up to the layer's output, the layer
-    has no sub-layers.
+    """Check the structure with small forward passes, and return the structure.
 
-    ``root`` is the module to run: the model or its base. ``reads_tokens`` says whether the states belong to the main
-    input's tokens. For a decoder after an encoder and for a second tower, ``reads_tokens`` is false.
+    If the outputs of a layer's sub-layers do not add up to the layer's output, Lamina removes the layer's sub-layers.
+    The passes also show that the hidden states have the shape [batch, tokens, width], repeat exactly, depend on their
+    own token, and do not depend on other sequences. If an input is not a tensor (such as a block mask), Lamina makes
+    only the two passes without changed inputs.
 
-    Two passes show that the states are [batch, tokens, width], that both passes give the same states, and that the
-    contributions add up. If all inputs are tensors, further passes over a few tokens show that a sequence's states do
-    not depend on other sequences, and that a token's first state depends on the token. If an input is not a tensor,
-    such as a block mask, Lamina cannot change the inputs and makes only the two passes.
+    Args:
+        structure: the layers to check
+        inputs: a batch for ``root``
+        root: the model, or the model without its head
+        reads_tokens: whether the hidden states belong to the main input's tokens. For a decoder after an encoder and
+            for a second tower, they do not.
 
     Raises:
-        UserError: if the passes show that the traced tensors are not the residual stream.
+        UserError: if the traced tensors are not the residual stream
     """
     fixed = not all(isinstance(value, torch.Tensor) for value in inputs.values())
     few = dict(inputs) if fixed else few_inputs(inputs, structure.hidden_size)
@@ -59,13 +62,15 @@ def prove(structure: Structure, inputs: Batch, root: nn.Module, *, reads_tokens:
     batch = next(value for value in few.values() if isinstance(value, torch.Tensor))
     _check_axes(structure, tensors, batch if reads_tokens else batch[:, :1, None])
     again = watched(root, states, few)
-    _check_same(structure, tensors, again, "two passes over the same input differ at {}: " + _RANDOM)
+    _check_same(
+        structure, tensors, again, "two passes over the same input give different hidden states at {}: " + _RANDOM
+    )
     # Under a causal mask on the wrong axis, the first depends on no other.
     for number in range(0 if fixed else SEQUENCES):
         among = {state: tensors[state][number : number + 1] for state in states}
         alone = watched(root, states, {name: tensor[number : number + 1] for name, tensor in few.items()})
         _check_same(
-            structure, among, alone, f"a sequence's stream at {{}} depends on the other sequences of its {_BATCH}"
+            structure, among, alone, f"a sequence's hidden states at {{}} depend on the other sequences in the {_BATCH}"
         )
     if reads_tokens and not fixed and "input_ids" in few and few["input_ids"].shape[1] > 1:
         _check_tokens(structure, tensors, root, few)
@@ -84,7 +89,7 @@ def prove(structure: Structure, inputs: Batch, root: nn.Module, *, reads_tokens:
 
 
 def few_inputs(inputs: Batch, width: int) -> dict[str, torch.Tensor]:
-    """Make three different inputs from the first input. Roll the tokens, or mirror and roll the image."""
+    """Make three different inputs from the first input: roll its tokens, or mirror and roll its image."""
     if "input_ids" not in inputs:
         (name,) = list(inputs)[:1]
         image = inputs[name][:1]
@@ -96,7 +101,7 @@ def few_inputs(inputs: Batch, width: int) -> dict[str, torch.Tensor]:
 
 
 def _parts(structure: Structure) -> dict[Hashable, Point]:
-    """Return the points that check each layer's sums: contributions, and inputs and outputs of post-norms."""
+    """Return the tensors that ``_adds_up`` reads: branches, and the inputs and outputs of post-norms."""
     points: dict[Hashable, Point] = {}
     for site in structure.layers:
         points["output", site.index] = site.output
@@ -141,7 +146,7 @@ def _check_axes(structure: Structure, tensors: Tensors, batch: torch.Tensor) -> 
 
 
 def _check_same(structure: Structure, states: Tensors, others: Tensors, text: str) -> None:
-    """Raise UserError(``text``, with the state's path) if the states of two passes differ by more than rounding."""
+    """Raise UserError if two passes give different hidden states. The message names the first different layer."""
     for state in structure.states():
         a, b = states[state], others[state]
         same = a.shape == b.shape
@@ -163,17 +168,17 @@ def _check_tokens(structure: Structure, tensors: Tensors, root: nn.Module, input
     changed = watched(root, {0: structure.states()[0]}, {**inputs, "input_ids": ids})
     if torch.equal(changed[0][0, 0], tensors[0][0, 0]):
         raise UserError(
-            f"model: the first token's stream at {_path(structure, 0)} does not depend on the first token. Choose a "
-            "model whose layers return [batch, tokens, width]."
+            f"model: the first token does not change its hidden state at {_path(structure, 0)}. Choose a model whose "
+            "layers return [batch, tokens, width]."
         )
 
 
 def _adds_up(site: LayerSite, tensors: Tensors) -> bool:
-    """Return whether a layer's output, and the input of each norm on the residual stream, is skip + contributions.
+    """Return whether each sum on the residual stream equals the skip plus the outputs of the sub-layers.
 
-    The skip is the stream after the preceding sub-layer, the layer's input, or the sum of these tensors. Some
-    placements scale the skip, so Lamina fits a factor per channel. One factor per channel cannot hide a missing
-    contribution.
+    The sums are the layer's output and the input of each norm on the stream. Some placements scale the skip, so Lamina
+    fits
+    a factor per channel. Such a factor cannot hide a missing output.
     """
     x = tensors[site.index].double().flatten(0, -2)
     output = tensors["output", site.index].double()
@@ -197,14 +202,13 @@ def _adds_up(site: LayerSite, tensors: Tensors) -> bool:
 def _is_made_of(
     total: torch.Tensor, parts: Sequence[torch.Tensor], skips: Sequence[torch.Tensor], precision: float
 ) -> bool:
-    """Return whether a sum consists of skips and contributions. All contributions but the last may have factors."""
     if _is_sum(total, sum(parts, torch.zeros_like(total)), skips, precision):
         return True
     return len(parts) > 1 and _is_sum(total, parts[-1], (*skips, *parts[:-1]), precision)
 
 
 def _mixing(structure: Structure, root: nn.Module, inputs: Batch) -> set[tuple[int, int]]:
-    """Return (layer, sub-layer) of each apparent feed-forward that mixes tokens, such as RWKV's WKV."""
+    """Return (layer, sub-layer) of sub-layers that look like a feed-forward but mix tokens, such as RWKV's WKV."""
     points: dict[tuple, Point] = {}
     for site in structure.layers:
         for number, sublayer in enumerate(site.sublayers):
@@ -242,10 +246,7 @@ def _mixing(structure: Structure, root: nn.Module, inputs: Batch) -> set[tuple[i
 
 
 def _without_others(site: LayerSite, mixing: set[tuple[int, int]], tensors: Tensors) -> LayerSite:
-    """Remove ``feed_forward`` from sub-layers that are no feed-forward.
-
-    A sub-layer that mixes tokens becomes a mixer. A sub-layer with a gate after its last matrix (RWKV) keeps its kind.
-    """
+    """Clear ``feed_forward`` in sub-layers that mix tokens or that apply a gate after the last matrix (RWKV)."""
     sublayers = []
     for number, sublayer in enumerate(site.sublayers):
         down = tensors.get(("down", site.index, number))
@@ -263,7 +264,7 @@ def _without_others(site: LayerSite, mixing: set[tuple[int, int]], tensors: Tens
 
 
 def _is_sum(total: torch.Tensor, added: torch.Tensor, skips: Sequence[torch.Tensor], precision: float) -> bool:
-    """Return whether total - added is a sum of the skips [tokens, channels] times factors per channel."""
+    """Return whether a sum of the skips, with one factor per channel, gives the difference of two tensors."""
     rest = total - added
     if not bool(rest.isfinite().all()):
         return True  # nothing can be said of what overflowed; the probes say that it did
@@ -278,11 +279,13 @@ def _is_sum(total: torch.Tensor, added: torch.Tensor, skips: Sequence[torch.Tens
 def combination(
     total: torch.Tensor, terms: Sequence[torch.Tensor], by_channel: bool, largest: float | None = None
 ) -> tuple[list[torch.Tensor], float]:
-    """Fit factors [1 or channels] of the terms [tokens, channels] to a total. Returns the factors and the remaining
-    error.
+    """Fit factors with which the terms add up to a total.
 
-    The error is the largest difference, as a share of ``largest`` (default: the largest value of the total and the
-    terms).
+    All tensors have the shape [tokens, channels]. A term has one factor, or one factor per channel.
+
+    Returns:
+        factors: one tensor per term
+        error: the largest absolute error, divided by ``largest`` (default: the largest absolute value of all tensors)
     """
     largest = largest or max(float(tensor.abs().max()) for tensor in (total, *terms)) or 1.0
     if not all(bool(tensor.isfinite().all()) for tensor in (total, *terms)):  # LAPACK would raise

@@ -1,6 +1,6 @@
-"""The locations of a model's layers, sub-layers and norms, for every probe.
+"""Describe where a model's layers, sub-layers and norms are. Every probe uses this description.
 
-Lamina runs the model once and follows its tensors (``tracing``), so the modules' names do not matter.
+Lamina follows tensors through one forward pass (see ``tracing``), so the names of the modules do not matter.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def effective_gain(norm: nn.Module) -> torch.Tensor | None:
-    """Measure the gain [channels] by which a norm multiplies the normalized channels; None if the norm has no gain.
+    """Return the gain [channels] of a norm, or None if the norm has no gain.
 
-    Lamina passes a known vector through the norm, because some norms store the gain, and other norms (Gemma) store the
-    gain minus 1.
+    Some norms store the gain minus 1 (Gemma). Lamina passes a known vector through the norm to see which value it
+    stores.
     """
     weight = getattr(norm, "weight", None)
     if not isinstance(weight, torch.Tensor) or weight.ndim != 1:
@@ -58,29 +58,23 @@ def effective_gain(norm: nn.Module) -> torch.Tensor | None:
 
 @dataclass(frozen=True, eq=False)
 class Point:
-    """A tensor of the forward pass for probes to watch: the input or output of a module's ``call``-th call.
-
-    ``call`` counts from 0 within one forward pass of the model, because ALBERT calls the same layer twelve times. The
-    value is ``factor`` times the tensor (Granite scales its branches); None means no factor. ``argument`` is the
-    position or the keyword of an input. With ``collapse``, the value is the mean of several streams [batch, tokens, n,
-    width].
-    """
+    """A tensor of the forward pass: the input or the output of one call of a module."""
 
     module: nn.Module
     path: str
     side: str  # input | output
-    call: int = 0
-    factor: float | torch.Tensor | None = None
-    argument: int | str = 0
-    collapse: bool = False
+    call: int = 0  # which call of the module in one forward pass: ALBERT calls the same layer twelve times
+    factor: float | torch.Tensor | None = None  # the value is the tensor times this factor (Granite scales branches)
+    argument: int | str = 0  # the input's position or keyword
+    collapse: bool = False  # take the mean of the streams [batch, tokens, streams, width]
 
 
 @dataclass(frozen=True, eq=False)
 class NormSite:
-    """A norm of a layer. ``role`` is pre_norm (on a module's input), out_norm (on a module's output, before the
-    addition), post_norm (on the sum), inner_norm (inside attention or feed-forward), embedding_norm or final_norm.
-    """
+    """A norm of a layer."""
 
+    # pre_norm (on a module's input), out_norm (on its output, before the sum), post_norm (on the sum), inner_norm
+    # (inside attention or feed-forward), embedding_norm or final_norm
     role: str
     module: nn.Module
     path: str
@@ -96,31 +90,27 @@ class NormSite:
 
     @property
     def gain(self) -> torch.Tensor | None:
-        """Return the gain's values, plus 1 if the norm stores the gain minus 1 (Gemma); None if there is no gain."""
+        """Return the gain that the norm applies, or None if it has no gain. Gemma's norms store the gain minus 1."""
         return effective_gain(self.module)
 
 
 @dataclass(frozen=True, eq=False)
 class FeedForward:
-    """The parts of a dense feed-forward. Lamina excludes experts, because an expert sees few tokens.
+    """The parts of a dense feed-forward. A single expert is no dense feed-forward, because it sees few tokens."""
 
-    ``up`` holds the up-projection and any gate projection with their paths, in order of execution. ``down`` is the
-    down-projection. ``pre`` is the nonlinearity's input, and ``post`` is the input of ``down``.
-    """
-
-    up: tuple[tuple[str, nn.Module], ...]
+    up: tuple[tuple[str, nn.Module], ...]  # path and module of the up-projection and any gate, as they run
     down: tuple[str, nn.Module]
-    pre: Point | None
-    post: Point
+    pre: Point | None  # the nonlinearity's input
+    post: Point  # the input of ``down``
 
     @property
     def width(self) -> int:
-        """D_ff: the number of channels that the down-projection reads."""
+        """The number of hidden units of the feed-forward."""
         down: Any = self.down[1]
         return int(down.in_features if hasattr(down, "in_features") else down.weight.shape[0])
 
     def stacked_side(self, module: nn.Module) -> int | None:
-        """Return the axis of size 2 D_ff of a weight that stacks gate and up; None for a single projection."""
+        """Return the axis on which a weight stacks the gate and the up-projection, or None if there is no such axis."""
         if module is self.down[1] or len(self.up) != 1:
             return None
         weight: Any = module.weight
@@ -131,16 +121,11 @@ class FeedForward:
 
 @dataclass(frozen=True, eq=False)
 class SublayerSite:
-    """One addition to the residual stream. Two additions of a layer may run side by side (GPT-NeoX).
+    """One addition to the residual stream. Parallel attention and feed-forward (GPT-J) are two sites."""
 
-    ``kind`` is attention, feed_forward, or mixer for any other module. ``contribution`` is the added tensor, after an
-    out_norm. ``after`` is the residual stream after the addition and any post_norm; None if no module reads or writes
-    this tensor.
-    """
-
-    kind: str
-    contribution: Point
-    after: Point | None
+    kind: str  # attention | feed_forward | mixer (any other module)
+    contribution: Point  # the added tensor, after any out_norm
+    after: Point | None  # the stream after the addition and any post_norm; None if no module reads or writes it
     norms: tuple[NormSite, ...] = ()
     feed_forward: FeedForward | None = None
     modules: tuple[tuple[str, nn.Module], ...] = ()  # what computes it, outermost first: owns its parameters
@@ -149,11 +134,7 @@ class SublayerSite:
 
 @dataclass(frozen=True, eq=False)
 class LayerSite:
-    """One layer's call. In ALBERT, several layers share ``module``; ``call`` tells them apart.
-
-    ``carries_more`` says whether the layer returns several streams, or earlier states in addition to the stream. If the
-    layer's first sub-layer does not read the residual stream, ``reads`` is the state that this sub-layer reads.
-    """
+    """One call of a layer. In ALBERT, several layers share one module."""
 
     index: int
     module: nn.Module
@@ -161,29 +142,23 @@ class LayerSite:
     call: int
     sublayers: tuple[SublayerSite, ...]
     argument: int | str = 0  # the position or keyword of the stream among the layer's arguments
-    carries_more: bool = False
-    reads: Point | None = None
+    carries_more: bool = False  # the layer returns several streams, or earlier hidden states as well
+    reads: Point | None = None  # what the first sub-layer reads instead of the residual stream
 
     @property
     def input(self) -> Point:
-        """x^l, the residual stream before the layer."""
+        """The residual stream before the layer."""
         return Point(self.module, self.path, "input", self.call, None, self.argument, collapse=self.carries_more)
 
     @property
     def output(self) -> Point:
-        """x^(l+1), the residual stream after the layer."""
+        """The residual stream after the layer."""
         return Point(self.module, self.path, "output", self.call, collapse=self.carries_more)
 
 
 @dataclass(frozen=True, eq=False)
 class Structure:
-    """A model's layers in order of execution, and the modules around the layers.
-
-    ``outside`` lists the modules outside ``layers``: "embedding" modules run before the layers, "readout" modules run
-    after the layers, and "other" modules are in other lists of layers. If the final norm does not read the residual
-    stream, ``end`` is the state that the final norm reads. ``others`` holds the paths of other lists of layers. If
-    ``layers`` joins several stacks, ``starts`` holds the first layer of each further stack.
-    """
+    """A model's layers in order of execution, and the modules around these layers."""
 
     layers: tuple[LayerSite, ...]
     hidden_size: int
@@ -192,28 +167,27 @@ class Structure:
     final_norm: NormSite | None
     head: nn.Module | None
     notes: list[str] = field(default_factory=list)
-    outside: tuple[tuple[str, nn.Module], ...] = ()
-    end: Point | None = None
-    others: tuple[str, ...] = ()
-    starts: tuple[int, ...] = ()
+    outside: tuple[tuple[str, nn.Module], ...] = ()  # embedding (before), readout (after) or other (lists of layers)
+    end: Point | None = None  # what the final norm reads instead of the residual stream
+    others: tuple[str, ...] = ()  # the paths of other lists of layers
+    starts: tuple[int, ...] = ()  # the first layers of joined stacks, without the first stack
 
     @property
     def num_layers(self) -> int:
-        """N, the number of layers; states run from 0 to N."""
         return len(self.layers)
 
     @property
     def carries_more(self) -> bool:
-        """Return whether a layer returns several streams, or earlier states."""
+        """Return whether a layer's output holds several streams or earlier hidden states."""
         return any(site.carries_more for site in self.layers)
 
     @property
     def has_memory(self) -> bool:
-        """Return whether layers read earlier states."""
+        """Return whether layers read the hidden states of earlier layers."""
         return any(getattr(site.module, "has_memory", False) for site in self.layers)
 
     def kinds(self) -> dict[int, str]:
-        """Return each layer's kind: the class names of the layer and of the layer's children with parameters."""
+        """Return each layer's class name, followed by the class names of its children that have parameters."""
         kinds = {}
         for site in self.layers:
             parts = (part for part in site.module.children() if next(part.parameters(), None) is not None)
@@ -221,18 +195,18 @@ class Structure:
         return kinds
 
     def states(self) -> dict[int, Point]:
-        """Return the points of x^0 ... x^N, where x^N has not passed the final norm."""
+        """Return the points of the residual stream at each layer and after the last layer, before the final norm."""
         points = {site.index: site.input for site in self.layers}
         points[self.num_layers] = self.layers[-1].output
         return points
 
     def reads(self) -> dict[int, Point]:
-        """Return the points of the states that layers and the final norm read instead of the residual stream."""
+        """Return the points of the hidden states that layers and the final norm read instead of the residual stream."""
         reads = [*(site.reads for site in self.layers), self.end]
         return {state: point for state, point in enumerate(reads) if point is not None}
 
     def norms(self) -> Iterator[tuple[int, str, NormSite]]:
-        """Yield (layer, sublayer kind, norm); embedding and final norm have layer -1 and sublayer "model"."""
+        """Yield (layer, sub-layer, norm). For the embedding's norm and the final norm, the layer is -1."""
         if self.embedding_norm is not None:
             yield -1, "model", self.embedding_norm
         for site in self.layers:

@@ -1,4 +1,4 @@
-"""Count the token ids that a model accepts, which are the rows of its embedding table."""
+"""Count the token ids that a model accepts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LOOKUPS = (functional.embedding, torch.Tensor.__getitem__, torch.index_select, 
 
 
 class _Lookups(TorchFunctionMode):
-    """Record the number of rows of the first matrix that the model indexes with the token ids."""
+    """Record the number of rows of the first matrix that the model indexes with token ids."""
 
     def __init__(self, ids: torch.Tensor):
         super().__init__()
@@ -40,8 +40,9 @@ class _Lookups(TorchFunctionMode):
 
 
 def token_rows(model: nn.Module) -> int | None:
-    """Return the number of token ids that a model accepts, from its configuration or its table; None if both are
-    unknown.
+    """Return the number of token ids that a model accepts, or None if Lamina cannot tell.
+
+    Lamina reads the number from the model's configuration or from the size of the embedding table.
     """
     text = getattr(getattr(model, "config", None), "get_text_config", lambda: None)()
     size = getattr(text, "vocab_size", None)

@@ -1,7 +1,6 @@
-"""Record one small forward pass: each call's module and tensors, and each addition of tensors.
+"""Record a small forward pass: each module call, and each addition of tensors.
 
-Lamina follows each tensor by its Python identity. A dispatch mode sees every addition, scaling and copy anywhere in the
-code. ``discovery`` finds the layers, sub-layers and norms in the record; module names do not matter.
+A dispatch mode sees every addition, scaling and copy in the code. ``discovery`` finds the layers in the record.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ _ACTIVATIONS = {
 
 @dataclass(eq=False)
 class Call:
-    """A call of a module. ``began`` and ``ended`` are event numbers. ``inputs`` and ``output`` are tensor numbers."""
+    """One call of a module. Events and tensors have numbers in order of time."""
 
     module: nn.Module
     path: str
     number: int  # which call of this module it is
     parent: Call | None
-    began: int
-    inputs: dict[int | str, int]
+    began: int  # the number of an event, as ``ended``
+    inputs: dict[int | str, int]  # numbers of tensors, as ``output``
     ended: int = -1
     output: int = -1
     children: list[Call] = field(default_factory=list)
@@ -69,9 +68,7 @@ Factors: TypeAlias = tuple[object, object] | None  # what each operand of a scal
 
 @dataclass(eq=False)
 class Op:
-    """An operation that the trace records; its kind is add, scale, same, parts, activation, attention or choice."""
-
-    kind: str
+    kind: str  # add | scale | same | parts | activation | attention | choice
     time: int
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
@@ -81,7 +78,7 @@ class Op:
 
 @dataclass(eq=False)
 class Trace:
-    """The record of one forward pass: the calls in order of their start, the operations, and the tensors."""
+    """The record of one forward pass: calls, operations and tensors, in order of time."""
 
     calls: list[Call] = field(default_factory=list)
     ops: list[Op] = field(default_factory=list)
@@ -100,7 +97,7 @@ class _Follower(TorchDispatchMode):
         self.times: dict[int, int] = {}
 
     def value(self, tensor: torch.Tensor, new: bool = False) -> int:
-        """Return a tensor's number in the trace. A tensor that was just written gets a new number."""
+        """Return a tensor's number in the trace. A tensor that the model just wrote gets a new number."""
         if new or id(tensor) not in self.values:
             self.values[id(tensor)] = len(self.trace.shapes)
             self.trace.shapes.append(tuple(tensor.shape))
@@ -165,7 +162,7 @@ def _kind(func: OpOverload, args: Args) -> str | None:
 
 
 def trace(model: nn.Module, inputs: Mapping[str, object]) -> Trace:
-    """Run ``model(**inputs)`` without gradients and record it. Keep the inputs tiny: memory holds every tensor."""
+    """Record a forward pass of the model, without gradients. Use tiny inputs, because memory holds every tensor."""
     follower = _Follower(model)
     with temporary_hooks() as hooks:
         for module in follower.paths:
