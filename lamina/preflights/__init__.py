@@ -1,1 +1,1 @@
-"""Preflight: train a planned run's first steps, measure each layer, and predict whether the run will train."""
+"""Train a planned run's first steps, measure each layer, and predict whether the run will train."""

@@ -1,4 +1,4 @@
-"""The burn-in: Lamina trains the first steps of a planned run, or of a narrower model, and measures each layer."""
+"""Train the first steps of a planned run, or of a narrower model, and measure each layer (the burn-in)."""
 
 from __future__ import annotations
 
@@ -42,28 +42,23 @@ MOST_TOKENS = 1_000_000  # maximum number of tokens to estimate token frequencie
 
 @dataclass(frozen=True, kw_only=True)
 class Proxy:
-    """The model that Lamina trains in place of the planned run, and its settings.
+    """The model that Lamina trains in place of the planned run. It may be narrower, but never less deep."""
 
-    ``settings`` are the planned settings, except for the width, the heads and the blocks per step. ``scaling`` is the
-    planned run's scaling of learning rates and weights. If the planned run has no width scaling, a narrower model uses
-    the standard parametrization, with the planned width as the base width.
-    """
-
-    settings: PretrainSettings
+    settings: PretrainSettings  # as planned, except for the width, the heads and the blocks per step
     plan: Plan
     hidden_size: int
     planned_hidden_size: int
     planned_blocks: int
-    scaling: Scaling | None
+    scaling: Scaling | None  # as planned, or the standard parametrization for a narrower model
 
     @property
     def init(self) -> str:
-        """The settings' initializer, or the placement's recommended initializer if the settings name none."""
+        """The name of the initializer."""
         return recommended(self.plan) if self.settings.init == "recommended" else self.settings.init
 
     @property
     def note(self) -> str:
-        """A phrase that names the differences between the trained model and the planned run ("" if equal)."""
+        """A phrase with the differences between this model and the planned run, or "" if there are none."""
         parts = []
         if self.hidden_size != self.planned_hidden_size:
             parts.append(
@@ -79,8 +74,8 @@ class Proxy:
 def choose(planned: PretrainSettings, vocab_size: int, steps: int, flops: float) -> Proxy:
     """Reduce the planned run until ``steps`` steps cost at most ``flops`` FLOPs.
 
-    Lamina first reduces the blocks per step, then the width, but never the depth. A step keeps at least 256 tokens.
-    Lamina may halve the width several times. The width stays at least 64, and valid for the backbone.
+    Lamina first reduces the blocks per step (but keeps at least 256 tokens per step), then halves the width (but keeps
+    at least 64). Lamina never reduces the depth.
     """
     config = backbone_config(planned, vocab_size)
     plan = plan_of(planned, config.num_hidden_layers)
@@ -134,7 +129,7 @@ def build_model(proxy: Proxy, vocab_size: int, profile: torch.Tensor) -> PreTrai
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """The measurements of the model at one step of the burn-in, on the held-out sequences."""
+    """The measurements of the model at one step, on held-out sequences."""
 
     step: int
     loss: float  # nats per token
@@ -150,19 +145,23 @@ class Snapshot:
 def take_snapshot(
     model: PreTrainedModel, input_ids: torch.Tensor, unigram: torch.Tensor, step: int, generator: torch.Generator
 ) -> Snapshot:
-    """Measure ``model`` on held-out token ids [sequences, tokens], then restore the model's mode and clear its
-    gradients.
+    """Measure the model on held-out token ids [sequences, tokens], then restore its mode and clear its gradients.
 
-    ``unigram`` [sequences] is the loss of a constant prediction on each sequence, in nats per token.
+    ``unigram`` [sequences] is the loss of a model that always predicts the token frequencies, in nats per token.
 
-    Rows with sublayer "block" describe hidden states. A row with layer l describes the layer's output x^{l+1}, and a
-    row with layer -1 describes the embedding x^0. Each state has its statistics and three further metrics.
-    ``token_similarity`` is the mean cosine over all pairs of tokens. ``state_gradient_norm`` is the norm of the loss's
-    gradient with respect to the state. ``jacobian_gain`` is ||J||_F / sqrt(rows of J), where J is the Jacobian from the
-    state to x^N. Lamina estimates ``jacobian_gain`` as |J^T v| / |v| with one random vector v. Each sub-layer has four
-    metrics. ``branch_variance`` is the variance of the module's output. ``added_variance`` is the variance of the sum's
-    branch term, after an output norm. ``skip_variance`` is the variance of the scaled skip. ``gradient_norm`` is the
-    norm of the weights' gradient.
+    Rows with sublayer "block" describe a layer's output, or the embedding's output for layer -1:
+
+    - ``token_similarity``: the mean cosine over all pairs of tokens.
+    - ``state_gradient_norm``: the norm of the loss's gradient with respect to this output.
+    - ``jacobian_gain``: the root mean square factor by which later layers stretch a change of this output, estimated
+      with one random vector.
+
+    Other rows describe a sub-layer:
+
+    - ``branch_variance``: the variance of the module's output.
+    - ``added_variance``: the variance of the tensor that the sub-layer adds to the skip, after an output norm.
+    - ``skip_variance``: the variance of the scaled skip.
+    - ``gradient_norm``: the norm of the weights' gradient.
     """
     base = body_of(model)
     model.zero_grad()
@@ -195,7 +194,7 @@ def take_snapshot(
 
 
 def _losses(logits: torch.Tensor, input_ids: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """Return each sequence's cross-entropy, and the mean prediction's loss minus the mean cross-entropy, in nats."""
+    """Return each sequence's cross-entropy, and the nats by which the predictions beat their own mean."""
     log_p = logits[:, :-1].float().log_softmax(-1).flatten(0, 1)
     targets = input_ids[:, 1:].flatten()
     losses = nn.functional.nll_loss(log_p, targets, reduction="none").unflatten(0, (len(input_ids), -1)).mean(1)
@@ -207,7 +206,7 @@ def _losses(logits: torch.Tensor, input_ids: torch.Tensor) -> tuple[torch.Tensor
 
 @dataclass
 class _LayerNumbers:
-    """Hooks that measure hidden states, branches and gradients during the passes, and keep only numbers."""
+    """Hooks that measure hidden states, branches and gradients, and keep only numbers."""
 
     values: dict[tuple[int, str, str], torch.Tensor | float] = field(default_factory=dict)
     metric: str = ""  # that the next backward pass measures at the states
@@ -252,20 +251,15 @@ class _LayerNumbers:
 
 @dataclass(frozen=True, kw_only=True)
 class BurnIn:
-    """The record of a burn-in.
-
-    ``losses``, ``gradient_norms`` (before clipping) and ``learning_rates`` have one entry per step. Lamina took the
-    ``snapshots`` before the first step and after some later steps. ``stopped`` is the reason if the burn-in ended
-    early, otherwise "".
-    """
+    """The record of the first steps: one loss, gradient norm (before clipping) and learning rate per step."""
 
     proxy: Proxy
     warmup: int
     losses: list[float]
     gradient_norms: list[float]
     learning_rates: list[float]
-    snapshots: list[Snapshot]
-    stopped: str
+    snapshots: list[Snapshot]  # before the first step, and after some later steps
+    stopped: str  # why training ended early, or ""
 
     @property
     def planned(self) -> PretrainSettings:
@@ -273,12 +267,12 @@ class BurnIn:
         return self.proxy.settings
 
     def spent(self, step: int) -> float:
-        """Return the sum of the learning rates of the first ``step`` steps, divided by the planned run's sum."""
+        """Return the sum of the learning rates of the first steps, as a share of the planned run's sum."""
         whole = self.planned.learning_rate * rates_until(self.planned, self.planned.steps)
         return sum(self.learning_rates[:step]) / whole
 
     def step_at(self, share: float) -> int:
-        """Return the first step by which the run has spent ``share`` of its summed learning rates."""
+        """Return the first step by which the sum of the learning rates reaches a share of the planned run's sum."""
         steps = self.planned.steps
         target = share * rates_until(self.planned, steps) * (1.0 - 1e-9)
         return min(steps, bisect_left(range(steps), target, key=lambda step: rates_until(self.planned, step)))
@@ -287,8 +281,7 @@ class BurnIn:
 def rates_until(settings: PretrainSettings, step: int) -> float:
     """Return the sum of the planned learning rates over the first ``step`` steps, in units of the peak.
 
-    The sum of the cosine schedule has a closed form (Dirichlet's kernel), so that a run of billions of steps costs no
-    time.
+    The cosine schedule's sum has a closed form, so a run of billions of steps costs no time.
     """
     warmup = in_steps(settings.warmup, settings.steps)
     rising = min(step, warmup)
@@ -303,8 +296,8 @@ def rates_until(settings: PretrainSettings, step: int) -> float:
 class BurningIn:
     """A model that takes the first steps of a planned run. Call ``train``, then ``record``.
 
-    Lamina shortens a planned warm-up to at most ``longest_warmup`` steps, so that the burn-in reaches the peak learning
-    rate. A shorter warm-up makes training less stable than the planned warm-up. Lamina calls ``tick`` after each step.
+    Lamina shortens the warm-up to at most ``longest_warmup`` steps, to reach the peak learning rate. A shorter warm-up
+    makes training less stable.
     """
 
     def __init__(
@@ -339,10 +332,10 @@ class BurningIn:
         self._measure()
 
     def train(self, stops: Iterator[int]) -> None:
-        """Train up to each step that ``stops`` yields, and measure the model at this step.
+        """Train up to each step in ``stops``, and measure the model at this step.
 
-        The training ends after the last step of ``stops``, or when a loss or gradient is not finite. Lamina asks for
-        a stop after the preceding measurement, so ``stops`` can depend on the measurements.
+        Training ends early if a loss or gradient is not finite. Lamina reads the next stop only after the measurement,
+        so ``stops`` can depend on the measurements.
         """
         target = next(stops, None)
 
@@ -379,10 +372,9 @@ class BurningIn:
 
 
 def unigram_losses(blocks: Blocks, probe: torch.Tensor) -> torch.Tensor:
-    """Return the unigram loss of each held-out sequence in nats per token, [sequences].
+    """Return the loss of token frequencies alone on each held-out sequence, in nats per token: [sequences].
 
-    Lamina counts the token frequencies on a million tokens of the train split, and adds one to each count. In a mix of
-    corpora, Lamina counts a million tokens of each corpus.
+    Lamina counts a million training tokens of each corpus, and adds one to each count.
     """
     count = max(1, MOST_TOKENS // blocks.stats.sequence_length)
     shares = blocks.train.frequencies(blocks.stats.vocab_size, count)

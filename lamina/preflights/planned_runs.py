@@ -47,7 +47,7 @@ FLOPS = {"cpu": 1e12, "cuda": 1e14}
 
 @dataclass(frozen=True, kw_only=True)
 class Preflight:
-    """A planned run with its burn-in and its verdict."""
+    """A planned run with its first steps and its verdict."""
 
     run: PretrainSettings
     advice: str
@@ -56,7 +56,7 @@ class Preflight:
     verdict: PreflightVerdict
 
     def row(self) -> Json:
-        """Return the run's row of the table: the plan, the verdict, and the measured numbers."""
+        """Return the run's row in the result: the placement, the verdict and the measured numbers."""
         proxy, first = self.burn_in.proxy, self.burn_in.snapshots[0]
         return {
             "placement": self.run.placement,
@@ -87,19 +87,16 @@ class Preflight:
 
 
 def ffn_share(shot: Snapshot) -> float:
-    """Return the sum over layers of the feed-forward branch's variance divided by its skip's variance.
+    """Return the feed-forward's added variance divided by its skip's variance, summed over the layers.
 
-    FuseNorm's Theorem 1 requires a variance of O(1/L) in each of L layers, which gives a sum of order 1 at any depth.
+    FuseNorm's Theorem 1 requires a variance of O(1 / L) in each of L layers, so the sum is about 1 at any depth.
     """
     added, skip = shot.series("added_variance", "feed_forward"), shot.series("skip_variance", "feed_forward")
     return sum(added[layer] / skip[layer] if skip[layer] > 0 else math.inf for layer in added)
 
 
 class PlanProgress:
-    """Show the progress over the steps of all plans, and print a line when a plan ends.
-
-    A plan can take more than the requested steps, so the total number of steps grows.
-    """
+    """Show the progress over the steps of all planned runs, and print a line when a run ends."""
 
     def __init__(self, plans: int, steps: int, *, show: bool):
         self.plans, self.steps, self.show = plans, steps, show
@@ -112,7 +109,7 @@ class PlanProgress:
         self._write()
 
     def tick(self) -> None:
-        """Count one step of the current plan."""
+        """Count one step of the current run."""
         self.done += 1
         self.lines.total = max(self.lines.total, self.done + (self.plans - self.count - 1) * self.steps, self.done + 1)
         self._write()
@@ -135,10 +132,10 @@ class PlanProgress:
 
 
 def run_preflight(settings: PreflightSettings, *, bar: bool = True) -> list[Preflight]:
-    """Measure and judge every planned run of the settings, without writing files.
+    """Measure and judge every planned run, without writing files.
 
     Raises:
-        UserError: for invalid settings, or for a corpus that cannot be read.
+        UserError: if the settings are invalid, or Lamina cannot read the corpus
     """
     runs = settings.runs()
     for run in runs:
@@ -163,7 +160,7 @@ def run_preflight(settings: PreflightSettings, *, bar: bool = True) -> list[Pref
 
 
 def other_settings(run: PretrainSettings, init: str, divisor: int) -> Iterator[tuple[str, PretrainSettings]]:
-    """Yield variants of the run, with their flags: another initializer, a lower learning rate, and both changes."""
+    """Yield variants of the run with their flags: another initializer, a lower learning rate, and both."""
     rate = float(f"{run.learning_rate / divisor:.1g}")
     for changed in ({"init": SUITS}, {"learning_rate": rate}, {"init": SUITS, "learning_rate": rate}):
         if changed.get("init") != init:
@@ -180,9 +177,9 @@ def best_of(
     device: str = "cpu",
     tick: Callable[[], object] = lambda: None,
 ) -> str:
-    """Return the flags and the verdict of the best run. Stop at the first run with the verdict "fine".
+    """Return the flags and the verdict of the best run, or "" if no run has a better verdict than ``verdict``.
 
-    Returns "" if no run has a better verdict than ``verdict``.
+    Lamina stops at the first run with the verdict "fine".
     """
     best = ""
     for flags, run in runs:
@@ -206,9 +203,8 @@ def burn_in_of(
 ) -> BurnIn:
     """Train a planned run's first steps, and measure the model halfway, at the end, and after each further quarter.
 
-    The burn-in takes the requested steps, or the warm-up plus half the requested steps if this sum is larger. While
-    ``is_undecided`` returns true, Lamina adds a quarter of the requested steps. The burn-in never exceeds three times
-    the requested steps or 60 % of the run.
+    Lamina takes the requested steps, or more if the warm-up is long. While ``is_undecided`` returns true, Lamina adds a
+    quarter of the requested steps, up to three times the requested steps or 60 % of the run.
     """
     steps, warmup = burn_in_steps(settings, run)
     flops = FLOPS[device] if settings.flops is None else settings.flops
@@ -234,17 +230,17 @@ def burn_in_of(
 
 
 def burn_in_steps(settings: PreflightSettings, run: PretrainSettings) -> tuple[int, int]:
-    """Return the number of steps of the burn-in, and the number of its warm-up steps.
+    """Return the number of steps to train, and the number of warm-up steps among them.
 
-    The warm-up takes at most twice the requested steps. Some placements need a long warm-up, and a short warm-up would
-    give these placements a bad verdict.
+    The warm-up takes at most twice the requested steps. Some placements need a long warm-up, and would get a bad
+    verdict with a short warm-up.
     """
     warmup = min(in_steps(run.warmup, run.steps), 2 * settings.burn_in)
     return min(max(settings.burn_in, warmup + settings.burn_in // 2), run.steps), warmup
 
 
 def is_open(numbers: Features) -> bool:
-    """Return whether the verdict so far is "risky" or "undecided". Further steps may change such a verdict."""
+    """Return whether the verdict so far is "risky" or "undecided", so that further steps may change it."""
     return verdict_of(numbers, calibration()) in ("risky", "undecided")
 
 
@@ -265,8 +261,8 @@ def preflight(
     """Judge planned runs, write the output folder if there is one, and return a row per run.
 
     Raises:
-        UserError: for invalid settings, a corpus that can't be read, or an output folder with files.
-        OSError: the disk is full.
+        UserError: if the settings are invalid, Lamina cannot read the corpus, or the output folder has files
+        OSError: if the disk is full
     """
     complete = settings if isinstance(settings, PreflightSettings) else PreflightSettings.from_dict(settings)
     job = None

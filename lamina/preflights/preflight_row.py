@@ -1,4 +1,4 @@
-"""The row of `lamina preflight`."""
+"""The catalog entry of `lamina preflight`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The settings of `lamina preflight`: the planned run, and the cost allowed for the preflight."""
+"""The settings of `lamina preflight`: the planned runs, and the cost of the preflight."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class PreflightSettings(
                 )
 
     def runs(self) -> list[PretrainSettings]:
-        """Return the settings of the planned runs. Raises UserError if a run has an invalid value."""
+        """Return the settings of each planned run. Raises UserError if a value is invalid."""
         common = {name: value for name, value in self.shared_with(PretrainSettings).items() if name != "output"}
         return [
             PretrainSettings(placement=spec, learning_rate=rate, **common)

@@ -1,7 +1,7 @@
-"""Judge a run by its burn-in (the run's first steps).
+"""Judge from a planned run's first steps whether the run will train.
 
-The rules' coefficients are data (calibration.json), fitted by tools/calibration/preflight_calibration.py on real runs.
-The rules use only measured numbers, and no placement's, initializer's or backbone's name.
+tools/calibration/preflight_calibration.py fits the coefficients in calibration.json on real runs. The rules use only
+measured numbers, and no name of a placement, initializer or backbone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TINY = 1e-45
 
 @dataclass(frozen=True, kw_only=True)
 class Features:
-    """The numbers of a burn-in at its last snapshot. Layers count from 0, and -1 is the embedding."""
+    """The numbers that the verdict uses, from the last measurement. Layers count from 0, and -1 is the embedding."""
 
     step: int
     finite: float  # 0.0 if the loss or the gradient was not finite, else 1.0
@@ -44,12 +44,12 @@ class Features:
 
     @property
     def headroom(self) -> float:
-        """FP16's largest number, 65504, divided by the largest magnitude of a state."""
+        """FP16's largest number, 65504, divided by the largest magnitude of a hidden state."""
         return FP16_MAX / max(self.magnitude, TINY)
 
 
 def features(burn_in: BurnIn, end: int = -1) -> Features:
-    """Compute a burn-in's features at its last snapshot, or at the snapshot with index ``end``."""
+    """Compute the numbers for the verdict from the measurement with index ``end`` (default: the last)."""
     shots = burn_in.snapshots
     last = shots[end]
     half = min(shots, key=lambda shot: abs(shot.step - last.step / 2))
@@ -98,12 +98,11 @@ FALLING = 0.3  # nats above a constant prediction's loss: the tokens' frequencie
 
 @cache
 def calibration() -> Json:
-    """Read the rules' coefficients and their origin."""
     return json.loads((files("lamina.preflights") / "calibration.json").read_text(encoding="utf-8"))
 
 
 def verdict_of(numbers: Features, fitted: Json) -> VerdictWord:
-    """Return the verdict: "fine" or "risky" if the model learned, otherwise "will not train" or "undecided"."""
+    """Return "fine" or "risky" if the model learned, otherwise "will not train" or "undecided"."""
     low, high = fitted["bands"]
     sure = chance(numbers, fitted)
     if learns(numbers, fitted):
@@ -112,16 +111,16 @@ def verdict_of(numbers: Features, fitted: Json) -> VerdictWord:
 
 
 def learns(numbers: Features, fitted: Json) -> bool:
-    """Return whether the model uses its input, and its held-out loss is clearly below the unigram loss.
+    """Return whether the model uses its input, and its held-out loss is clearly below the loss of token frequencies.
 
-    The loss must be below the unigram loss by more than a fitted margin plus two standard errors.
+    Clearly means by more than a fitted margin plus two standard errors.
     """
     clear = numbers.excess + CLEAR * numbers.excess_error < -fitted["evidence"]["margin"]
     return bool(numbers.finite) and clear and numbers.context > fitted["collapse"]["context"]
 
 
 def chance(numbers: Features, fitted: Json) -> float:
-    """Estimate the probability that the run trains, by logistic regression on ``progress``. Collapsed models get 0."""
+    """Estimate the probability that the run trains, by logistic regression. Collapsed models get 0."""
     if not numbers.finite or collapsed(numbers, fitted):
         return 0.0
     rule = fitted["progress"]
@@ -132,7 +131,7 @@ def chance(numbers: Features, fitted: Json) -> float:
 
 
 def collapsed(numbers: Features, fitted: Json) -> bool:
-    """Return whether a layer's Jacobian has almost vanished, and the model does not use its input."""
+    """Return whether a layer hardly affects the last layer, and the model does not use its input."""
     rule = fitted["collapse"]
     return numbers.jacobian < rule["jacobian"] and numbers.context < rule["context"]
 
@@ -149,16 +148,16 @@ def progress(numbers: Features) -> dict[str, float]:
 
 
 def projected(numbers: Features) -> float:
-    """Estimate the loss above the unigram loss at the run's end. The estimate assumes half the burn-in's pace."""
+    """Estimate the final loss above the loss of token frequencies alone, if the loss falls at half its present pace."""
     return numbers.excess - 0.5 * max(numbers.pace, 0.0) * max(1.0 - numbers.spent, 0.0)
 
 
 def deciding_share(numbers: Features, fitted: Json) -> float:
-    """Return the share of the run's summed learning rates after which we can tell whether the run learns.
+    """Return the part of the run after which we can tell whether it learns, as a share of the summed learning rates.
 
-    If the loss is still far above the unigram loss, Lamina extrapolates the pace of the burn-in's second half to a loss
-    clearly below the unigram loss. A fitted factor allows for a slower pace later. If the loss is near the unigram
-    loss, the result is a fitted multiple of the burn-in's share. The result is at most 1, which means the whole run.
+    If the loss is far above the loss of token frequencies alone, Lamina assumes that the loss keeps falling at its
+    present pace, with a fitted factor for a slower pace later. Otherwise, the result is a fitted multiple of the share
+    so far.
     """
     rule = fitted["deciding"]
     if not learns_frequencies(numbers):
@@ -168,7 +167,7 @@ def deciding_share(numbers: Features, fitted: Json) -> float:
 
 
 def learns_frequencies(numbers: Features) -> bool:
-    """Return whether the model still learns token frequencies: its loss is far above the unigram loss."""
+    """Return whether the model still learns token frequencies, because its loss is far above the frequencies' loss."""
     return numbers.excess > FALLING
 
 
@@ -178,16 +177,11 @@ FP16_LITTLE = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class PreflightVerdict:
-    """A verdict, its reason, and what to change.
-
-    ``chance`` is the estimated probability that the run's loss becomes clearly lower than the unigram loss. If the
-    verdict is "undecided", a burn-in of ``deciding_steps`` steps should show whether the run trains. For other
-    verdicts, ``deciding_steps`` is 0.
-    """
+    """A verdict, its reason, and what to change."""
 
     verdict: VerdictWord
-    chance: float
-    deciding_steps: int
+    chance: float  # that the loss becomes clearly lower than the loss of token frequencies alone
+    deciding_steps: int  # the number of steps that should decide an "undecided" verdict; otherwise 0
     reason: str
     change: str
 
@@ -195,8 +189,8 @@ class PreflightVerdict:
 def judge(numbers: Features, burn_in: BurnIn, better: str = "") -> PreflightVerdict:
     """Return the verdict in words.
 
-    ``better`` names flags that improve the verdict, and the improved verdict. Lamina uses ``better`` only if the run is
-    ``disconnected`` or has a loss that is not finite.
+    ``better`` names flags that improve the verdict, with the improved verdict. Lamina mentions them only if an early
+    layer hardly affects the output or a loss is not finite.
     """
     fitted = calibration()
     sure, kind, deciding = chance(numbers, fitted), verdict_of(numbers, fitted), 0
@@ -237,7 +231,7 @@ def _collapse(numbers: Features, burn_in: BurnIn) -> str:
 def _reason(numbers: Features, burn_in: BurnIn, kind: VerdictWord, sure: float) -> str:
     constant = (
         f"the held-out loss is {abs(numbers.excess):.2f} ± {CLEAR * numbers.excess_error:.2f} nats "
-        f"{'below' if numbers.excess < 0 else 'above'} the loss of a constant prediction"
+        f"{'below' if numbers.excess < 0 else 'above'} the loss of a model that predicts only token frequencies"
     )
     worth = f"{max(numbers.context, 0.0):.3f} nats"
     taken = len(burn_in.losses)
@@ -257,11 +251,11 @@ def _reason(numbers: Features, burn_in: BurnIn, kind: VerdictWord, sure: float) 
     if kind == "undecided":
         return (
             f"these steps cannot decide: {after} steps {constant}, and the input improves the predictions by {worth}. "
-            f"We cannot tell yet whether the run gets below a constant prediction's loss{weak}"
+            f"We cannot tell yet whether the run will be better than token frequencies{weak}"
         )
     return (
         f"{after} steps the input improves the predictions by only {worth}, and {constant}{weak}. The run has an "
-        f"estimated chance of {100 * sure:.0f} % to end clearly below a constant prediction's loss"
+        f"estimated chance of {100 * sure:.0f} % to end clearly better than token frequencies"
     )
 
 
@@ -269,13 +263,13 @@ def _longer(numbers: Features, burn_in: BurnIn, deciding: int, better: str) -> s
     by = f"by step {deciding}" if deciding < burn_in.planned.steps else "only toward the end or not at all"
     if learns_frequencies(numbers):
         estimate = (
-            "at the pace of these steps (the pace usually slows), the loss gets clearly below a constant prediction's "
-            f"loss {by}"
+            "at the pace of these steps (the pace usually slows), the model is clearly better than token frequencies "
+            f"{by}"
         )
     else:
         times = calibration()["deciding"]["times"]
         estimate = (
-            "the loss is close to a constant prediction's loss. In the calibration, 80 % of the runs that learned "
+            "the loss is close to the loss of token frequencies. In the calibration, 80 % of the runs that learned "
             f"got below this loss within {times:g} times the sum of learning rates so far, {by}"
         )
     if deciding >= burn_in.planned.steps:
@@ -293,8 +287,8 @@ def _reconnect(burn_in: BurnIn, better: str) -> str:
     sublayers = [sub for layer in burn_in.proxy.plan.layers for sub in (layer.attention, layer.feed_forward)]
     norms = sum(sub.post_norm is not None for sub in sublayers)
     fewer = (
-        f"a placement with fewer norms on the skip path (here, {norms} of {len(sublayers)} sub-layers have such a "
-        "norm) or "
+        f"a placement with fewer norms on the residual stream (here, {norms} of {len(sublayers)} sub-layers have such "
+        "a norm) or "
     )
     helpless = f"a lower learning rate and the initializer {SUITS} did not help"
     return better or f"{fewer if norms else ''}fewer layers ({helpless})"
