@@ -1,6 +1,4 @@
-"""Figures and pages from the records of runs and studies. Importing this package loads neither torch nor transformers
-nor plotly.
-"""
+"""Figures and pages from the records of runs and studies. This import loads no torch, transformers or plotly."""
 
 from __future__ import annotations
 

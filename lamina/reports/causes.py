@@ -1,7 +1,6 @@
-"""The causes of failures. A cause has signs (facts in a run's records), changes that help, and a check.
+"""The causes of failures, with the signs of each cause in a run's records, a check and the changes that help.
 
-The monitor's ``limits.json`` counts how often each cause shows each sign. The counts come from runs that we broke on
-purpose (tools/calibration/alarms.py).
+limits.json counts how often each cause shows each sign, in runs that we broke on purpose (tools/calibration/alarms.py).
 """
 
 from __future__ import annotations
@@ -23,15 +22,11 @@ from lamina.training.monitor.rules import calibration, noise_of
 
 NOT_KNOWN = "not known"
 VIEWS = ("loss", "norm", "layers")
-"""The kinds of histories from other tools. A history holds the loss only ("loss"), the loss and the model's gradient
-norm ("norm"), or also gradient norms by layer ("layers").
-"""
+"""The kinds of other tools' records: with only the loss, with the gradient norm, or with gradient norms by layer."""
 HISTORIES = Path(__file__).parent / "assets" / "history_signs.json"
-"""The file with the number of histories that show a sign, by view and cause. tools/calibration/history_odds.py writes
-the file.
-"""
+"""The number of other tools' records that show a sign, by cause. tools/calibration/history_odds.py writes this file."""
 TELLING = ("not_finite", "skipped", "guess", "kept", "dead", "unmoved", "forgotten", "written", "repeated")
-"""Monitor rules. A single alarm of these rules is strong evidence, at any step of an event."""
+"""Monitor rules whose single alarm is strong evidence, at any step of an event."""
 STEPS = 60  # an alarm belongs to the event of the first one if it comes within so many steps
 _THEN = "then "
 AFTER = "after"  # not a sign: whether the record ends too early for later signs
@@ -48,13 +43,11 @@ _AROUND = (16, 5)  # how many losses are compared: before the first alarm, and f
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A change that helps a run. A run already has the change if its ``setting`` equals ``made``. If ``made`` is a
-    number, any positive value up to ``made`` is enough. If ``made`` is None, any value of the ``setting`` is enough.
-    """
+    """A change that helps a run."""
 
     text: str
-    setting: str = ""
-    made: str | float | None = None
+    setting: str = ""  # the run has the change already if this setting has the value ``made``,
+    made: str | float | None = None  # a positive value up to the number ``made``, or any value (None)
 
     def is_made(self, settings: Json) -> bool:
         value = settings.get(self.setting)
@@ -65,22 +58,23 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Cause:
-    """A kind of failure. In the texts, ``{step}``, ``{where}`` and ``{batch}`` stand for the first anomaly's step,
-    location and batch.
+    """A kind of failure.
+
+    The texts may contain ``{step}``, ``{where}`` and ``{batch}``, for the step, location and batch of the first
+    anomaly.
 
     Attributes:
-        name: the cause's name in the counts of signs.
-        finding: the title of a page, with the cause and its step.
-        meaning: a sentence on the mechanism.
-        check: a short test that shows whether this cause is right.
-        changes: the changes that help. The most useful change comes first.
-        claims: Lamina's studies that tested one of these changes.
-        unlike: signs that exclude this cause.
-        proofs: signs that prove this cause, because they measure the cause itself.
-        in_half: the name of another cause, which has the same signs in float16 training.
-        needs: the metric that a run must record before Lamina names this cause.
-        shown: signs of this cause's effect. In Lamina's own records, Lamina names the cause only with one of these
-            signs.
+        name: the cause's name in the counts of signs
+        finding: the title of a page, with the cause and its step
+        meaning: a sentence on the mechanism
+        check: a short test that shows whether this cause is right
+        changes: the changes that help, most useful change first
+        claims: Lamina's studies that tested one of these changes
+        unlike: signs that exclude this cause
+        proofs: signs that prove this cause, because they measure the cause itself
+        in_half: another cause that has the same signs in float16 training
+        needs: the metric that a run must record before Lamina names this cause
+        shown: signs, one of which Lamina's own records must contain before Lamina names this cause
     """
 
     name: str
@@ -400,8 +394,7 @@ def _kind(alarm: Alarm) -> str:
 
 
 def signature(signs: Signs) -> dict[str, str]:
-    """Return a run's signs by name. The signs describe the first alarm, the alarms soon after, the loss and the
-    learning rate.
+    """Return a run's signs by name, from the first alarm, the alarms soon after it, the loss and the learning rate.
 
     Raises ValueError if the run has no alarm.
     """
@@ -428,9 +421,7 @@ def signature(signs: Signs) -> dict[str, str]:
 
 
 def _rate_around(rates: Mapping[int, float], step: int) -> str:
-    """Describe the learning rate up to a step. A nearly constant learning rate "jumped" if it then rose more than
-    threefold at once.
-    """
+    """Return whether the learning rate "jumped" (rose more than threefold at once), has "grown", or is "level"."""
     before = sorted(at for at in rates if at < step + EVENT)
     values = [rates[at] for at in before]
     if len(values) < 2:
@@ -444,9 +435,9 @@ def _rate_around(rates: Mapping[int, float], step: int) -> str:
 
 
 def rate_jump(signs: Signs, step: int | None = None) -> tuple[int, float, float] | None:
-    """Return the step at which the learning rate jumped before ``step``, and the learning rates before and after.
+    """Return the step at which the learning rate jumped, and the learning rates before and after the jump.
 
-    By default, ``step`` is the first alarm's step. Returns None if the learning rate did not jump.
+    Lamina searches before ``step`` (default: the step of the first alarm). Returns None if there is no jump.
     """
     step = signs.first.step if step is None and signs.first is not None else step
     number = step if step is None or not signs.clock else bisect_right(sorted(signs.clock), step)
@@ -470,9 +461,13 @@ def _loss_around(losses: Mapping[int, float], step: int) -> str:
 
 
 def _jump(losses: Mapping[int, float], step: int) -> str:
-    """Describe the losses after a jump of the loss at a step. "back": the loss fell back, as after a bad batch.
-    "stays": the loss stayed up, as on other data. "again": the loss rose again, as after a change of the weights. "no":
-    the loss did not jump. "": the record has too few losses.
+    """Return what the loss did after it jumped at a step.
+
+    - back: the loss fell back, as after a bad batch.
+    - stays: the loss stayed up, as on other data.
+    - again: the loss rose again, as after a change of the weights.
+    - no: the loss did not jump.
+    - an empty text: the record has too few losses.
     """
     before = [losses[at] for at in sorted(losses) if at < step][-_AROUND[0] :]
     after = [losses[at] for at in sorted(losses) if at >= step][: _AROUND[0]]
@@ -493,12 +488,11 @@ class Learned:
     """How often each cause showed each sign, in runs that we broke on purpose.
 
     Attributes:
-        runs: the number of runs, by cause.
-        seen: the number of runs with a sign, by cause and sign.
-        temper: the divisor of a sign's log-likelihood, for signs that depend on each other.
-        sharp: the divisor of every cause's total log-likelihood.
-        added: the number of imaginary runs that Lamina adds to each cause (smoothing). Lamina spreads these runs
-            equally over a sign's values.
+        runs: the number of runs, by cause
+        seen: the number of runs with a sign, by cause and sign
+        temper: the divisor of the log-likelihoods of signs that depend on each other
+        sharp: the divisor of each cause's total log-likelihood
+        added: the number of pseudo-runs per cause for additive smoothing
     """
 
     runs: Counter[str] = field(default_factory=Counter)
@@ -509,7 +503,7 @@ class Learned:
 
     @classmethod
     def read(cls, view: str = "") -> Learned:
-        """Read the counts from the monitor's limits.json. With ``view``, read the counts of other tools' histories."""
+        """Read the counts for Lamina's own records, or for a kind of other tools' records (``view``)."""
         record: Json = read_json(HISTORIES)["views"][view] if view else {"signatures": calibration()["signatures"]}
         signatures = record["signatures"]
         return cls(
@@ -533,12 +527,10 @@ class Learned:
         )
 
     def odds(self, signs: Mapping[str, str]) -> dict[str, float]:
-        """Return the probability of each cause, the most likely cause first. For the cause NOT_KNOWN, a sign's
-        probability is halfway between its mean over all causes and a uniform probability.
+        """Return the probability of each cause, most likely cause first.
 
-        The method is naive Bayes with equal priors and additive smoothing (``added``). Most signs depend on each other,
-        so Lamina divides their log-likelihoods by ``temper``. Lamina ignores an unknown learning rate and an unknown
-        number format.
+        Lamina uses naive Bayes with equal priors and additive smoothing, and divides the log-likelihoods of signs that
+        depend on each other. An unknown learning rate and an unknown number format do not count.
         """
         values: dict[str, set[str]] = {}
         for counts in self.seen.values():
@@ -569,8 +561,9 @@ class Learned:
 
 
 def causes_of(signs: Signs, learned: Learned | None = None) -> list[tuple[str, float]]:
-    """Return one or two likely causes of the first alarm, with their odds. If no cause is likely enough, return only
-    "not known". Without an alarm, the list is empty.
+    """Return one or two likely causes of the first alarm, with their probabilities.
+
+    If no cause is likely enough, return only "not known". Without an alarm, the list is empty.
     """
     if signs.first is None:
         return []
@@ -598,12 +591,12 @@ def causes_of(signs: Signs, learned: Learned | None = None) -> list[tuple[str, f
 
 
 def _may_be(cause: Cause, seen: Set[str], signs: Signs) -> bool:
-    """Return whether the record can show a cause. A record of Lamina must also show one of ``cause.shown``."""
+    """Return whether a run's records are enough to name a cause."""
     recorded = not cause.needs or signs.holds(cause.needs)
     return recorded and (bool(signs.view) or not cause.shown or bool(seen & {*cause.shown}))
 
 
 def open_changes(cause: Cause, settings: Json) -> list[str]:
-    """Return the cause's changes that ``settings`` do not contain yet. The most useful change comes first."""
+    """Return the cause's changes that the run's settings do not contain yet, most useful change first."""
     changes = [c if isinstance(c, Change) else Change(text=c) for c in cause.changes]
     return [change.text for change in changes if not change.is_made(settings)]

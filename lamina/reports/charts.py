@@ -1,4 +1,4 @@
-"""The kinds of charts: lines with error bands in one or several panels, and heat maps that share a color scale."""
+"""Draw lines with error bands in panels, and heat maps that share a color scale."""
 
 from __future__ import annotations
 
@@ -27,16 +27,14 @@ class Line:
     """A line of a chart.
 
     Attributes:
-        name: the name in the legend, escaped.
-        data_name: the line's name in the page's saved data, escaped (default: ``name``).
-        notes: a text for each point in the saved data.
-        group: the line's group in the legend. Lines of a group hide together.
-        legend: whether the line is in the legend; None: plotly's default.
-        width: the line's width in pixels; None: plotly's default.
-        dash: plotly's name of a dash pattern.
-        markers: whether each point has a marker. ``marker`` is the marker's size in pixels, and ``symbol`` is its form.
-        hover: plotly's template for a point's text; None: no text.
-        band: the x values of a band around the line, and the band's lower and upper edge at each x value.
+        name: the name in the legend, escaped
+        data_name: the name in the page's saved data, escaped (default: ``name``)
+        notes: a text for each point in the saved data
+        group: the group in the legend, whose lines hide together
+        dash: plotly's name of a dash pattern
+        marker: the size of the markers in pixels
+        hover: plotly's template for a point's text, or None for no text
+        band: the x values, lower edge and upper edge of a band around the line
     """
 
     x: Values
@@ -112,7 +110,7 @@ def line_of(item: Shown, x: Values, y: Values, **more: Any) -> Line:
 
 @dataclass(frozen=True)
 class Grid:
-    """An arrangement of ``count`` panels in rows of at most three panels."""
+    """An arrangement of panels in rows of at most three."""
 
     count: int
 
@@ -125,18 +123,17 @@ class Grid:
         return math.ceil(self.count / self.across)
 
     def place(self, number: int) -> tuple[int, int]:
-        """Return the row and the column of a panel, both from 1."""
+        """Return the row and the column of a panel, both counted from 1."""
         return number // self.across + 1, number % self.across + 1
 
     def lowest(self, number: int) -> bool:
-        """Return whether a panel is the lowest of its column."""
         return number + self.across >= self.count
 
 
 def side_by_side(
     titles: Sequence[str], lines: Iterable[tuple[int, Line]], x: str, y: str, height: int = 430, *, log: bool = False
 ) -> Figure:
-    """Draw lines in a row of panels with one y axis. ``lines`` holds pairs of a panel's number, from 1, and a line."""
+    """Draw lines in a row of panels with one y axis. ``lines`` holds pairs of a panel's number (from 1) and a line."""
     figure = panels(1, len(titles), across=0.035, titles=titles, share_y="row")
     for panel, line in lines:
         line.draw(figure, 1, panel)
@@ -148,7 +145,7 @@ def side_by_side(
 
 
 def over_steps(lines_by_title: Mapping[str, Iterable[Line]], height: int) -> Figure | None:
-    """Draw lines against the step, with one panel for each title. Return None without panels."""
+    """Draw lines against the step, with one panel per title. Return None without panels."""
     if not lines_by_title:
         return None
     figure = panels(1, len(lines_by_title), across=0.08)
@@ -175,7 +172,7 @@ def reference(figure: Figure, x: Sequence[float], y: float, name: str) -> None:
 
 
 def against(x: str, y: str, lines: Iterable[Line], height: int = 340, *, unified: bool = False) -> Figure | None:
-    """Draw lines against ``x``. Return None without lines. With ``unified``, the hover text shows all lines' values."""
+    """Draw lines against ``x``, or return None without lines. ``unified`` shows all lines' values in one hover text."""
     figure = Figure()
     for line in lines:
         line.draw(figure)
@@ -186,7 +183,7 @@ def against(x: str, y: str, lines: Iterable[Line], height: int = 340, *, unified
 
 
 def log_axis(figure: Figure) -> Figure:
-    """Draw logarithmic y axes with readable ticks, over at least a decade."""
+    """Make the y axes logarithmic, over at least a decade."""
     values = np.concatenate([np.asarray(trace["y"], dtype=float) for trace in figure.data])
     return figure.update_yaxes(type="log", **log_scale(values))
 
@@ -194,14 +191,14 @@ def log_axis(figure: Figure) -> Figure:
 def heat_maps(
     maps: Sequence[tuple[str, Frame]], quantity: str, *, log: bool, upwards: str, rightwards: str = "step"
 ) -> Figure | None:
-    """Draw tables as heat maps with one color scale. Rows go upward, and columns go to the right.
+    """Draw tables as heat maps with one color scale.
 
     Args:
-        maps: the title and the table of each map. A table needs at least two columns. Lamina thins large tables.
-        quantity: the title of the color scale.
-        log: whether the color scale is logarithmic.
-        upwards: the name of the rows.
-        rightwards: the name of the columns.
+        maps: the title and the table of each map. A table needs at least two columns.
+        quantity: the title of the color scale
+        log: whether the color scale is logarithmic
+        upwards: the name of the rows, which go upward
+        rightwards: the name of the columns, which go to the right
     """
     drawn = [(title, cells) for title, table in maps if (cells := _cells(table, log)).shape[1] > 1]
     drawn = [(title, cells) for title, cells in drawn if cells.notna().to_numpy().any()]
@@ -247,9 +244,7 @@ def heat_maps(
 
 
 def series(values: Mapping[int, float]) -> tuple[np.ndarray, np.ndarray]:
-    """Return a line's steps and values. A very long line keeps only the lowest and the highest value of every few
-    steps.
-    """
+    """Return a line's steps and values. A very long line keeps only the extreme values of every few steps."""
     steps = np.array(sorted(values), int)
     heights = np.array([values[step] for step in steps.tolist()], float)
     if len(steps) <= _MAX_POINTS:

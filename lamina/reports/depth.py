@@ -21,12 +21,12 @@ _LINES = 7  # steps per panel
 
 @dataclass(frozen=True, kw_only=True)
 class Quantity:
-    """A quantity by depth and step.
+    """A quantity by layer and step.
 
     Attributes:
-        label: the quantity's name on the axes.
-        table: a function that returns a trial's values, with one row per layer and one column per step.
-        by: the unit of depth, such as layers.
+        label: the name on the axes
+        table: returns a trial's values, one row per layer and one column per step
+        by: the unit of depth, such as layers
     """
 
     label: str
@@ -36,9 +36,7 @@ class Quantity:
 
 
 def over_seeds(item: Shown, quantity: Quantity) -> Frame:
-    """Return the mean over a placement's seeds at the steps that all seeds logged. On a logarithmic scale, the mean is
-    geometric.
-    """
+    """Return the mean over a placement's seeds at the steps that all seeds logged. A log scale has a geometric mean."""
     tables = _tables(item, quantity)
     if len(tables) < 2 or any(not table.columns.equals(tables[0].columns) for table in tables):
         return tables[0] if tables else pd.DataFrame()
@@ -51,7 +49,7 @@ def over_seeds(item: Shown, quantity: Quantity) -> Frame:
 
 
 def _tables(item: Shown, quantity: Quantity) -> list[Frame]:
-    """Return the seeds' tables at the steps that all tables share. Without such a step, return the tables unchanged."""
+    """Return the seeds' tables at their common steps, or unchanged if there are no common steps."""
     tables = [table for trial in item.trials if not (table := quantity.table(trial)).empty]
     if all(table.columns.equals(tables[0].columns) for table in tables):
         return tables
@@ -60,7 +58,7 @@ def _tables(item: Shown, quantity: Quantity) -> list[Frame]:
 
 
 def _by_all_layers(tables: Sequence[Frame]) -> tuple[pd.Index, list[np.ndarray]]:
-    """Return the layers of all tables, and each table's values with one row for each of these layers."""
+    """Return the layers of all tables, and each table's values with one row per layer."""
     layers = tables[0].index
     if any(not table.index.equals(layers) for table in tables):
         layers = layers.append([table.index for table in tables[1:]]).unique().sort_values()
@@ -69,12 +67,10 @@ def _by_all_layers(tables: Sequence[Frame]) -> tuple[pd.Index, list[np.ndarray]]
 
 
 def ends(items: Sequence[Shown], quantity: Quantity) -> Figure | None:
-    """Draw a quantity against the depth at the first and the last logged step, side by side on one scale.
+    """Draw a quantity against the layer, side by side at the first and the last logged step.
 
-    If the first run went wrong, a third panel in the middle shows the first record after the failure.
-
-    With several seeds, a line shows the mean over the seeds (geometric on a logarithmic scale), and a band shows the
-    range.
+    If the first run went wrong, a panel in the middle shows the first record after the failure. With several seeds, a
+    line shows the mean (geometric on a logarithmic scale), and a band shows the range.
     """
     tables = [(item, pair) for item in items if (pair := _tables(item, quantity))]
     if not tables:
@@ -106,7 +102,7 @@ def _axis(quantity: Quantity, tables: Sequence[Frame]) -> str:
 
 
 def _mean_with_range(item: Shown, values: Frame, *, log: bool, legend: bool) -> Line:
-    """Draw the mean over the seeds, which are the columns of ``values``. For several seeds, a band shows the range."""
+    """Draw the mean over the seeds (the columns of ``values``), with a band for the range."""
     values = values.where(np.isfinite(values) & (values > 0)) if log else values.where(np.isfinite(values))
     mean = np.exp(np.log(values).mean(axis=1)) if log else values.mean(axis=1)
     band = values.dropna() if values.shape[1] > 1 else None
@@ -124,16 +120,14 @@ def _mean_with_range(item: Shown, values: Frame, *, log: bool, legend: bool) -> 
 
 
 def heat_maps(items: Sequence[Shown], quantity: Quantity) -> Figure | None:
-    """Draw one heat map per placement, with one color scale. The depth goes upward, and the steps go to the right."""
+    """Draw one heat map per placement, with one color scale. The layers go upward, and the steps go to the right."""
     maps = [(item.label, over_seeds(item, quantity)) for item in items]
     upwards = _axis(quantity, [table for _, table in maps])
     return charts.heat_maps(maps, quantity.label, log=quantity.log, upwards=upwards)
 
 
 def by_steps(items: Sequence[Shown], quantity: Quantity) -> Figure | None:
-    """Draw a quantity against the depth, with one panel per placement and one line for each of a few steps (Peri-LN,
-    Figures 1 and 6).
-    """
+    """Draw a quantity against the layer, with one panel per placement and one line per step (Peri-LN Fig 1, 6)."""
     tables = [(item, table) for item in items if not (table := over_seeds(item, quantity)).empty]
     if not tables:
         return None

@@ -1,6 +1,6 @@
-"""A diagnosis: the likely cause of the first alarm, the evidence, and the changes that help.
+"""Write a diagnosis: the likely cause of the first alarm, the evidence, and the changes that help.
 
-This module builds the text without pandas and plotly. ``pages.diagnosis`` draws the page.
+This module needs neither pandas nor plotly. ``pages.diagnosis`` draws the page.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _STEP = re.compile(r"\bstep(?=s? \d)")  # the word before a step's number
 
 
 Rows: TypeAlias = Callable[..., list[Row]]
-"""A function that returns a run's rows for some metrics. You can also name a sub-layer, to get only its rows."""
+"""A function that returns a run's rows for some metrics, or only the rows of one sub-layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,18 +54,18 @@ class Evidence(Signs):
     """The evidence in a run's records.
 
     Attributes:
-        rows: a function that returns the run's rows of some metrics, by step.
-        notable: batches with an unusually large gradient. Nothing went wrong after these batches.
-        status: the run's status in result.json.
-        steps: the last step in the record.
-        names: the paths of the layers in the model.
-        settings: the run's settings, from config.yaml or from the training that Lamina watched.
-        epochs: the epoch by step; empty if the run did not record epochs.
-        falls: in another tool's record, the steps at which the loss fell by more than its noise.
-        opposed: in another tool's record, whether the loss belongs to a GAN's generator or discriminator.
-        batches: the rows of the recorded batches, by step.
-        watched: whether the user's own loop trained the model.
-        unit: "step", or "record" if another tool's record has no steps.
+        rows: returns the run's rows of some metrics, by step
+        notable: batches with an unusually large gradient that did no harm
+        status: the run's status in result.json
+        steps: the last step in the record
+        names: the path of each layer in the model
+        settings: the run's settings, from config.yaml or from the training that Lamina watched
+        epochs: the epoch by step, if the run recorded epochs
+        falls: the steps at which the loss fell suddenly, in another tool's record
+        opposed: whether the loss is a GAN's, in another tool's record
+        batches: the rows of the recorded batches, by step
+        watched: whether the user's own loop trained the model
+        unit: "step", or "record" if another tool's record has no steps
     """
 
     rows: Rows
@@ -91,18 +91,19 @@ class Evidence(Signs):
         return self.imported or bool(self.rows([metric]))
 
     def in_units(self, text: str) -> str:
-        """Replace "step 3" by "record 3" in a text if the record has no steps."""
+        """Write "record 3" instead of "step 3" if the record has no steps."""
         return _STEP.sub(self.unit, text)
 
     @cached_property
     def spikes(self) -> Mapping[int, tuple[float, int | None]]:
-        """Return the loss's spikes (``spikes_of``). The mapping is empty if the loss rose and stayed up."""
+        """Return the loss's spikes (``spikes_of``), or {} if the loss rose and stayed up."""
         return spikes_of(self.losses) if self.rose is None and not self.opposed else {}
 
     @property
     def lead(self) -> int | None:
-        """Return the number of steps from the first alarm to the rise of the loss; None if an earlier spike explains
-        the rise.
+        """Return the number of steps from the first alarm to the rise of the loss.
+
+        The result is None if the loss did not rise, or if an earlier spike explains the rise.
         """
         if self.rose is None or self.first is None or (self.passed_spike and self.rose < self.first.step):
             return None
@@ -116,8 +117,9 @@ def _no_records(folder: Path) -> UserError:
 
 
 def gather(folder: Path) -> Evidence:
-    """Read the evidence from a run's folder. Raises UserError if the folder has no records, or records of another
-    version.
+    """Read the evidence from a run's folder.
+
+    Raises UserError if the folder has no records, or records of another version.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -178,7 +180,7 @@ def gather(folder: Path) -> Evidence:
 
 
 def failing_step(folder: Path) -> int | None:
-    """Return the step of a run's first anomaly. Return None without an anomaly, or without records."""
+    """Return the step of a run's first anomaly, or None without an anomaly or without records."""
     try:
         first = gather(folder).first
     except UserError:
@@ -187,14 +189,12 @@ def failing_step(folder: Path) -> int | None:
 
 
 def _view(metrics: Collection[str]) -> str:
-    """Return the kind of a history with these metrics (one of ``VIEWS``)."""
+    """Return the kind of another tool's record (one of ``VIEWS``) from its metrics."""
     return "layers" if "gradient_norm" in metrics else "norm" if NORM in metrics else "loss"
 
 
 FINDINGS = Path(__file__).parent / "assets" / "findings.json"
-"""The file with a sentence on the verdict of each claim in ``CAUSES``. docs/results.py writes the file from the
-studies' records.
-"""
+"""A sentence on the verdict of each study that ``CAUSES`` names. docs/results.py writes this file."""
 _SHOWN = 12  # alarms
 _CHANGES = 3  # at most
 _BATCHES, _ROWS = 3, 4  # batches of which the text is shown, and rows of each
@@ -219,10 +219,10 @@ class Answer:
     """A diagnosis in sentences.
 
     Attributes:
-        cause: the likely cause with its step, or a sentence that the cause is not known; empty without an anomaly.
-        evidence: how the loss changed, the first anomaly and the next anomalies.
-        changes: the changes that help (the most useful change first), and how to check the cause.
-        notes: other facts from the record and from Lamina's studies, and how far to trust the answer.
+        cause: the likely cause with its step, or a sentence that the cause is not known ("" without an anomaly)
+        evidence: how the loss changed, the first anomaly and the next anomalies
+        changes: the changes that help (most useful change first), and how to check the cause
+        notes: other facts, and how far to trust the answer
     """
 
     cause: list[str]
@@ -236,8 +236,9 @@ class Answer:
 
 
 def headline(evidence: Evidence) -> str:
-    """Return the finding in one line: the cause, or the first anomaly. The line calls a cause "likely" if the record
-    does not prove it.
+    """Return the finding in one line: the cause, or the first anomaly.
+
+    The line calls a cause "likely" if the record does not prove it.
     """
     return evidence.in_units(_headline(evidence))
 
@@ -306,7 +307,7 @@ def _answer(evidence: Evidence) -> Answer:
 
 
 def _explained(evidence: Evidence, causes: Sequence[tuple[str, float]], texts: list[str]) -> Answer:
-    """Return the answer with its causes and advice. If the record proves a cause, the advice comes from the record."""
+    """Return the answer for one or two likely causes."""
     told, changes, checks, studies = [], [], [], []
     findings: dict[str, str] = read_json(FINDINGS)
     most = _MOST_OF_HISTORIES if evidence.imported else 0.0
@@ -325,8 +326,9 @@ def _explained(evidence: Evidence, causes: Sequence[tuple[str, float]], texts: l
 
 
 def _recorded(evidence: Evidence, cause: Cause) -> tuple[str, list[str], str]:
-    """Return the recorded fact that proves a cause, the changes that undo the cause, and a check. Without such a fact,
-    all three are empty.
+    """Return the recorded fact that proves a cause, the changes that undo the cause, and a check.
+
+    Without such a fact, all three are empty.
     """
     first = evidence.first
     if "rate: jumped" in cause.proofs and (jump := _jump(evidence)) is not None:
@@ -379,8 +381,9 @@ def _recorded(evidence: Evidence, cause: Cause) -> tuple[str, list[str], str]:
 
 
 def _jump(evidence: Evidence) -> tuple[int, float, float] | None:
-    """Return the learning rate's jump (``rate_jump``) before the first anomaly. Without an anomaly, return the jump
-    before the loss rose. Return None if this jump is a restart of the schedule.
+    """Return the learning rate's jump before the first anomaly, or before the loss rose if there is no anomaly.
+
+    Return None for a restart of the schedule.
     """
     if evidence.first is not None:
         return rate_jump(evidence)
@@ -390,9 +393,7 @@ def _jump(evidence: Evidence) -> tuple[int, float, float] | None:
 
 
 def _filled(text: str, evidence: Evidence, cause: Cause | None = None) -> str:
-    """Fill a cause's text with the first anomaly's step and location. For a learning rate that jumped, use the jump's
-    step.
-    """
+    """Fill a cause's text with the step and location of the first anomaly, or the step of a learning rate's jump."""
     first, jump = evidence.first, _jump(evidence) if cause is not None and "rate: jumped" in cause.proofs else None
     step = jump[0] if jump is not None else "" if first is None else first.step
     where = "" if first is None else place_in_words(evidence.place or first)
@@ -401,15 +402,13 @@ def _filled(text: str, evidence: Evidence, cause: Cause | None = None) -> str:
 
 
 def _batch(evidence: Evidence, step: int) -> str:
-    """Name the batch of a step. If the record has gaps, name all batches since the previous record, because a recorded
-    loss may be their mean (as Trainer's loss).
-    """
+    """Name the batch of a step. If the record has gaps, name all batches since the previous record."""
     before = max((earlier for earlier in evidence.losses if earlier < step), default=step - 1)
     return f"the batch of step {step}" if step - before <= 1 else f"the batches of steps {before + 1} to {step}"
 
 
 def _early(evidence: Evidence, first: Alarm) -> list[str]:
-    """Say how many steps before the loss the first anomaly came. Return nothing if the first anomaly is in the loss."""
+    """Return a sentence on how many steps before the loss the first anomaly came."""
     if (lead := evidence.lead) is None or first.metric == LOSS:
         return []
     did = "rose" if math.isfinite(evidence.losses.get(evidence.rose or 0, 0.0)) else "was not finite"
@@ -420,7 +419,7 @@ def _early(evidence: Evidence, first: Alarm) -> list[str]:
 
 
 def _next(evidence: Evidence, first: Alarm, place: Alarm) -> list[str]:
-    """Name the next anomalies in other locations, with the strongest evidence first."""
+    """Name the next anomalies in other locations, strongest evidence first."""
     then: dict[tuple[int, str, bool], str] = {}
     telling = {alarm: alarm.rule in ("not_finite", "written") for alarm in evidence.alarms}
     for alarm in sorted(evidence.alarms, key=lambda alarm: not telling[alarm]):
@@ -435,7 +434,7 @@ def _next(evidence: Evidence, first: Alarm, place: Alarm) -> list[str]:
 
 
 def _everywhere(evidence: Evidence, first: Alarm) -> list[str]:
-    """Report if more than half of the layers have an anomaly within a few steps."""
+    """Return a sentence if more than half of the layers have an anomaly within a few steps."""
     at_once = {alarm.layer for alarm in evidence.alarms if 0 <= alarm.step - first.step <= START and alarm.layer >= 0}
     layers = sum(index >= 0 for index in evidence.names)
     if len(at_once) <= max(2, layers // 2):
@@ -444,14 +443,14 @@ def _everywhere(evidence: Evidence, first: Alarm) -> list[str]:
 
 
 def _more(evidence: Evidence) -> str:
-    """Advise which further steps to record; empty if the run recorded every step."""
+    """Return the further steps to record, or "" if the run recorded every step."""
     if evidence.settings.get("every") == 1:
         return ""
     return "every step by layer (lamina.watch with every=1)" if evidence.imported else "every step (every=1)"
 
 
 def _course(evidence: Evidence) -> str:
-    """Say what the loss did."""
+    """Return a sentence on what the loss did."""
     rose, status = evidence.rose, "" if evidence.imported else f" (status: {evidence.status})"
     if not evidence.losses:
         return f"The record has no loss, so Lamina cannot tell whether the loss rose{status}."
@@ -474,7 +473,7 @@ def _course(evidence: Evidence) -> str:
 
 
 def _back(evidence: Evidence, spikes: Mapping[int, tuple[float, int | None]]) -> list[str]:
-    """Report the step at which a risen loss came back down, or the steps of spikes."""
+    """Return a sentence on where the loss came back down, or on the loss's spikes."""
     if evidence.rose is not None:
         back = back_at(evidence.losses, evidence.rose)
         return [] if back is None else [f"The loss came back down at step {back}."]
@@ -487,7 +486,7 @@ def _back(evidence: Evidence, spikes: Mapping[int, tuple[float, int | None]]) ->
 
 
 def _falls(evidence: Evidence) -> list[str]:
-    """Report the steps at which the loss suddenly fell, if the loss never rose."""
+    """Return a sentence on sudden falls of the loss, if the loss never rose."""
     if evidence.rose is not None or evidence.opposed:
         return []
     if stairs := epoch_stairs(evidence):
@@ -528,7 +527,7 @@ def _rows(evidence: Evidence) -> list[str]:
 
 
 def epoch_stairs(evidence: Evidence) -> dict[int, int]:
-    """Find the epochs that begin with a fall of the loss, and return each epoch's first step."""
+    """Return the first step of each epoch that begins with a fall of the loss."""
     steps = sorted(step for step in evidence.losses if step in evidence.epochs)
     values = [evidence.losses[step] for step in steps]
     epochs = {}

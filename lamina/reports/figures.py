@@ -1,4 +1,4 @@
-"""Figures of training: loss against tokens, a run's metrics by step, and loss against learning rate."""
+"""Draw training: loss against tokens, a run's metrics by step, and loss against learning rate."""
 
 from __future__ import annotations
 
@@ -34,9 +34,8 @@ def loss_curves(
 ) -> Figure | None:
     """Draw training loss (thin) and eval loss (points) against tokens. ``known`` holds reference losses by name.
 
-    With several seeds, the eval loss is the mean of the finished seeds, and a band shows one standard deviation. The
-    page can also draw the losses against FLOPs and seconds. For this, ``layout.meta.against`` holds factors that
-    convert tokens.
+    With several seeds, the eval loss is the mean of the finished seeds, with a band of one standard deviation. On the
+    page, the reader can also choose FLOPs or seconds as the x axis.
     """
     figure, evaluated, trained = Figure(), [], []
     factors: list[dict[str, float]] = []
@@ -88,9 +87,7 @@ def loss_curves(
 def _frame_losses(
     figure: Figure, evaluated: Sequence[np.ndarray], trained: Sequence[np.ndarray], known: Mapping[str, float]
 ) -> None:
-    """Draw the ``known`` losses as lines. Set an axis range that shows each curve's end and hides its high first
-    losses.
-    """
+    """Draw the reference losses, and choose an axis range that hides the high losses of the first steps."""
     everything = np.concatenate([*evaluated, *trained]) if evaluated or trained else np.array([])
     everything = everything[np.isfinite(everything)]
     if len(everything):
@@ -117,7 +114,7 @@ def _frame_losses(
 
 
 def per_token(trials: Sequence[Trial]) -> dict[str, float]:
-    """Return the runs' mean FLOPs and seconds per token. The result holds only units that all runs recorded."""
+    """Return the runs' mean FLOPs and seconds per token, if all runs recorded them."""
     units: dict[str, list[float]] = {"FLOPs": [], "seconds": []}
     for trial in trials:
         tokens, flops = trial.result.get("tokens"), trial.result.get("flops")
@@ -141,7 +138,7 @@ def _against(factors: Sequence[Mapping[str, float]]) -> list[dict[str, object]]:
 
 
 def second_losses(items: Sequence[Shown], guess: Guess | None = None) -> Figure | None:
-    """Draw the loss on the second corpus against tokens, averaged over the seeds; None if no run has this loss."""
+    """Draw the mean loss on the second corpus against tokens, or return None if no run has this loss."""
     lines = [
         line_of(
             item,
@@ -159,7 +156,7 @@ def second_losses(items: Sequence[Shown], guess: Guess | None = None) -> Figure 
 
 
 def task_scores(items: Sequence[Shown]) -> Figure | None:
-    """Draw the scores on --eval-tasks against tokens, with a line per task and trial; None if no run has scores."""
+    """Draw the scores on --eval-tasks against tokens, or return None if no run has scores."""
     every = [scores for item in items for trial in item.trials for _, scores in trial.task_scores]
     tasks = dict.fromkeys(task for scores in every for task in scores)
     shades = colors(list(tasks)) if len(items) == 1 else {}
@@ -198,9 +195,7 @@ def course(item: Shown) -> Figure | None:
 
 
 def u_curves(results: Frame, color: Mapping[str, str], order: Sequence[str]) -> Figure | None:
-    """Draw the mean eval loss of the finished seeds against the learning rate. Marks at the top edge show unfinished
-    trials.
-    """
+    """Draw the mean eval loss of the finished seeds against the learning rate, with marks for unfinished trials."""
     rates = by_rate(results[np.isfinite(results["learning_rate"])])
     if rates.empty or rates["learning_rate"].nunique() < 2:
         return None
@@ -256,7 +251,7 @@ def u_curves(results: Frame, color: Mapping[str, str], order: Sequence[str]) -> 
 
 
 def _mean_eval(item: Shown, column: str = "eval_loss") -> Frame:
-    """Return the mean loss over the seeds by number of tokens. ``spread`` is the standard deviation (NaN for one seed).
+    """Return the mean loss by number of tokens, and its standard deviation over the seeds (NaN for one seed).
 
     If any seed finished, only finished seeds count, so the figure and the ranking show the same loss.
     """

@@ -1,4 +1,4 @@
-"""Read the layer monitor's rows for a run's page. For a long run, Lamina reads only evenly spaced steps of each metric.
+"""Read the layer monitor's rows for a run's page, at evenly spaced steps if the run is long.
 
 Lamina reads one file at a time, so a long record needs no more memory than a short record.
 """
@@ -30,12 +30,11 @@ Columns = dict[str, np.ndarray]
 
 
 class Layout:
-    """The layers, metrics and steps of a run's rows, but no values. Runs with the same layers, metrics and steps share
-    a layout.
+    """The layers, metrics and steps of a run's rows, without values. Similar runs share a layout.
 
     Args:
         columns: step, layer, sublayer, role, index and metric of each row. A text is its position in ``names``.
-        names: all texts in the rows.
+        names: all texts in the rows
     """
 
     def __init__(self, columns: Columns, names: Sequence[str]):
@@ -45,7 +44,7 @@ class Layout:
 
     @cached_property
     def series(self) -> dict[tuple[str, str, str, int], np.ndarray]:
-        """Return the positions of the rows of each series. A series has a metric, a role, a sub-layer and an index."""
+        """Return the positions of the rows of each series, by metric, role, sub-layer and index."""
         columns = [self.columns[name] for name in ("metric", "role", "sublayer", "index")]
         keys = np.ravel_multi_index(columns, [1 + int(column.max(initial=0)) for column in columns])
         _, first, of = np.unique(keys, return_index=True, return_inverse=True)
@@ -118,16 +117,14 @@ class Layout:
 
 
 class ByDepth:
-    """A table with one row per layer (-1: the embedding) and one column per step, for any values."""
+    """The shape of a table with one row per layer (-1: the embedding) and one column per step."""
 
     def __init__(self, layers: np.ndarray, steps: np.ndarray):
         (rows, self._row), (columns, self._column) = (np.unique(of, return_inverse=True) for of in (layers, steps))
         self._layers, self._steps = pd.Index(rows, name="layer"), pd.Index(columns, name="step")
 
     def table(self, values: np.ndarray) -> Frame:
-        """Return the table of ``values``, without empty layers. If a layer has several values at a step, the last value
-        counts.
-        """
+        """Return the table of ``values``, without empty layers. The last of several values at a step counts."""
         table = np.full((len(self._layers), len(self._steps)), np.nan)
         known = ~np.isnan(values)
         table[self._row[known], self._column[known]] = values[known]
@@ -152,11 +149,11 @@ def _layout(columns: Columns, names: Sequence[str]) -> Layout:
 
 
 class LayerRows:
-    """The rows of layers/ for a page. They are all rows outside the layers, and the layers' rows at some steps.
+    """The rows of layers/ for a page: all rows outside the layers, and the layers' rows at some steps.
 
     Args:
-        folder: the run's folder. Lamina warns of unreadable files and skips them.
-        failed: the step at which the run went wrong. Lamina always reads each metric's first record from this step on.
+        folder: the run's folder. Lamina skips unreadable files with a warning.
+        failed: the step at which the run went wrong. Lamina always reads the first record of each metric from there on.
     """
 
     def __init__(self, folder: Path, failed: int | None = None):
@@ -187,11 +184,10 @@ class LayerRows:
         return self._frame(self._layout.where(metric))
 
     def has(self, metric: str) -> bool:
-        """Return whether a metric was recorded."""
         return metric in self._layout.metrics
 
     def outside(self, metric: str) -> Columns:
-        """Return the step, the role and the finite value of a metric's rows outside the layers and the embedding."""
+        """Return the step, role and finite value of a metric's rows outside the layers and the embedding."""
         at, roles = self._layout.outside(metric)
         values = self._values[at]
         kept = np.isfinite(values)
@@ -204,10 +200,7 @@ class LayerRows:
     def table(
         self, metric: str, role: str, sublayers: Collection[str], index: int | None = None, *, embedding: bool = False
     ) -> Frame:
-        """Return a quantity by layer and step (see ``ByDepth``).
-
-        With ``embedding``, the table also has the embedding's row (layer -1).
-        """
+        """Return a quantity as a table with one row per layer and one column per step. ``embedding`` adds layer -1."""
         key = (metric, role, tuple(sublayers), index, embedding)
         if key not in self._tables:
             at, by_depth = self._layout.by_depth(*key)
@@ -250,7 +243,7 @@ class LayerRows:
 
 
 def _table(part: Path, columns: Sequence[str]) -> dict[str, np.ndarray | tuple[np.ndarray, list[str]]]:
-    """Read columns of a file. Each text becomes its position in a list of all texts; -1 means a missing text."""
+    """Read columns of a file. Each text becomes its position in a list of all texts (-1: no text)."""
     if part.suffix == ".npz":
         read = read_part(part)
         coded = {name: np.unique(read[name], return_inverse=True) for name in _TEXTS}
@@ -282,14 +275,12 @@ def _kind(name: str) -> type:
 
 
 def _keys(part: Columns) -> np.ndarray:
-    """Return for each row one number, which encodes the step and the metric."""
+    """Return one number per row, which encodes the step and the metric."""
     return part["step"] * _METRICS + part["metric"]
 
 
 def _shown(keys: np.ndarray, failed: int | None) -> np.ndarray:
-    """Return the sorted ``keys`` of the steps to read: evenly spaced steps of each metric, and its first step from
-    ``failed`` on.
-    """
+    """Return the sorted keys of the steps to read: evenly spaced steps, and the first step after a failure."""
     shown = []
     for metric in np.unique(keys % _METRICS):
         steps = keys[keys % _METRICS == metric]

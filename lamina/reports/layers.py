@@ -32,7 +32,7 @@ _MISSING = '<p class="none">This folder has no records by layer.</p>'
 def sections(items: Sequence[Shown]) -> list[Section]:
     """Return the sections with charts of the metrics that any trial recorded.
 
-    Most charts start folded. Only the first gradient chart and the first variance chart start open.
+    Only the first gradient chart and the first variance chart start open.
     """
     html, opened = dict.fromkeys(SECTIONS, ""), dict.fromkeys(SECTIONS, "")
     for metric in METRICS.values():
@@ -61,7 +61,7 @@ def blocks(metric: Metric) -> Quantity:
 
 
 def _busiest(metric: Metric, trial: Trial) -> Frame:
-    """Return each layer's largest value (over the experts) divided by the layer's mean."""
+    """Return the load of each layer's busiest expert, divided by the layer's mean load."""
     rows = trial.layers.of(metric.name)
     values: Frame = rows.groupby(["step", "layer"], as_index=False)["value"].agg(["max", "mean"])
     ratio = (values["max"] / values["mean"]).to_numpy()
@@ -69,7 +69,7 @@ def _busiest(metric: Metric, trial: Trial) -> Frame:
 
 
 def _charts(items: Sequence[Shown], metric: Metric, heading: str) -> tuple[str, str]:
-    """Draw a metric's charts: of whole blocks, of the blocks' parts, and of the parameters outside the blocks."""
+    """Draw a metric's charts: for whole blocks, for the blocks' parts, and for parameters outside the blocks."""
     if not any(trial.layers.has(metric.name) for item in items for trial in item.trials):
         return "", ""
     first = whole = ""
@@ -112,8 +112,7 @@ def _part(metric: str, role: str, sublayer: str, index: int, trial: Trial) -> Fr
 def _outside(items: Sequence[Shown], metric: Metric) -> Figure | None:
     """Draw a metric outside the blocks against the step.
 
-    The line shows the largest value at each step. If a step has several values (from several seeds, or the 100 largest
-    elements), a band reaches down to the lowest value.
+    The line shows the largest value at each step, and a band reaches down to the lowest value.
     """
     lines, steps = [], []
     for item in items:
@@ -150,7 +149,7 @@ def _outside(items: Sequence[Shown], metric: Metric) -> Figure | None:
 
 
 def _by_index(items: Sequence[Shown], metric: Metric) -> Figure | None:
-    """Draw a map per placement, with each expert's load at the last step divided by the mean load in its layer."""
+    """Draw each expert's load at the last step, divided by its layer's mean load, with one map per placement."""
     maps = []
     for item in items:
         rows = item.trials[0].layers.of(metric.name)

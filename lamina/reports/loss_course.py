@@ -25,10 +25,10 @@ _LEVEL, _TIMES = 1e-4, 3.0  # a loss near 0 that is a level, and how many times 
 
 
 def risen(before: Sequence[float], after: Sequence[float], *, wanders: float = 0.0) -> bool:
-    """Return whether all losses ``after`` are above the usual level ``before`` plus a margin. The usual level is the
-    median of the last 16 losses, or of the last 5 losses if this median is lower.
+    """Return whether all losses ``after`` are above the usual level of the losses ``before`` plus a margin.
 
-    ``wanders`` is the loss's usual drift without a failure (``wander_of``). A large drift widens the margin.
+    The usual level is the median of the last 16 or of the last 5 losses, whichever is lower. ``wanders`` is the loss's
+    usual drift (``wander_of``), which widens the margin.
     """
     if len(after) < AFTER or min(after) <= min(filter(math.isfinite, before[-BEFORE:]), default=math.inf) + _NATS:
         return False  # at once, as of most losses
@@ -36,7 +36,7 @@ def risen(before: Sequence[float], after: Sequence[float], *, wanders: float = 0
 
 
 def _ceiling(before: Sequence[float], least: float, wanders: float) -> float:
-    """Return the highest loss that does not count as a rise over the losses ``before``; infinite for too few losses."""
+    """Return the highest loss that is no rise over the losses ``before``, or infinity for too few losses."""
     finite = [loss for loss in before[-BEFORE:] if math.isfinite(loss)]
     if len(finite) < BEFORE // 2:
         return math.inf
@@ -45,10 +45,10 @@ def _ceiling(before: Sequence[float], least: float, wanders: float) -> float:
 
 
 def spikes_of(losses: Mapping[int, float]) -> dict[int, tuple[float, int | None]]:
-    """Return the spikes: rises of the loss by half a nat or more. The key is a spike's first step. The value holds the
-    spike's highest loss and the step at which the loss was back down.
+    """Return the spikes: rises of the loss by half a nat or more, by the first step.
 
-    The step in the value is None if the record ends before the loss is back down.
+    The value holds the spike's highest loss, and the step at which the loss was back down (None if the record ends
+    first).
     """
     spikes, usual, begin = dict[int, tuple[float, int | None]](), list[float](), None
     steps = sorted(losses)
@@ -97,9 +97,8 @@ def calm_steps(
 ) -> set[int]:
     """Return the steps ``between`` at which a series is back at its usual level before the step ``begin``.
 
-    Lamina compares the median of 3 values ``between`` with the median of the 16 values before ``begin``. The later
-    median may be up to ``times`` as large, plus the noise. With too few values, no step counts as back. ``steps`` are
-    the sorted steps of ``values``.
+    Lamina compares the median of 3 values with the median of the 16 values before ``begin``. The later median may be up
+    to ``times`` as large, plus the noise. With too few values, no step counts as back.
     """
     at = bisect_left(steps, begin)
     before = [values[step] for step in steps[max(0, at - BEFORE) : at]]
@@ -113,9 +112,9 @@ def calm_steps(
 
 
 def wander_of(losses: Sequence[float]) -> float:
-    """Return the loss's usual drift from its trend within 16 records, for losses that are averages or move slowly.
+    """Return the loss's usual drift from its trend within 16 records.
 
-    Returns 0 if neighboring losses differ as much as losses that are 16 records apart.
+    The result is 0 if neighboring losses differ as much as losses that are 16 records apart.
     """
     finite = [loss for loss in losses[-4 * BEFORE :] if math.isfinite(loss)]
     if len(finite) < 2 * BEFORE:
@@ -127,9 +126,7 @@ def wander_of(losses: Sequence[float]) -> float:
 
 
 def restarts(rates: Mapping[int, float]) -> list[int]:
-    """Return the steps at which the learning rate restarts at an earlier level, as in cosine schedules with
-    restarts.
-    """
+    """Return the steps at which the learning rate goes back up, as in cosine schedules with restarts."""
     steps, jumps, highest = sorted(rates), [], 0.0
     for before, step in pairwise(steps):
         highest = max(highest, rates[before])
@@ -143,10 +140,11 @@ def loss_rise(
 ) -> int | None:
     """Return the first step at which the loss rose and stayed up, or was not finite. Return None without such a step.
 
-    A sudden rise means that the next 3 losses are above the earlier losses (``risen``). A slow rise means that 20
-    losses stay 0.5 nats plus the noise above the lowest loss, as in ``DivergenceGuard``. Lamina counts losses, not
-    steps. ``rates`` are the learning rates in another tool's record. With ``rates``, a usual drift (``wander_of``) does
-    not count as a rise. Where the learning rate restarts, the loss may then also rise by up to 1 nat.
+    - A sudden rise: the next 3 losses are above the earlier losses (``risen``).
+    - A slow rise: 20 losses stay 0.5 nats plus the noise above the lowest loss, as in ``DivergenceGuard``.
+
+    Lamina counts losses, not steps. If you give the learning rates of another tool's record, the loss's usual drift is
+    no rise, and the loss may rise by up to 1 nat where the learning rate restarts.
     """
     steps = sorted(losses)
     if rates is None:
@@ -187,9 +185,10 @@ def _rise_in(losses: Mapping[int, float], steps: Sequence[int], *, may_wander: b
 
 
 def _rise_near_zero(losses: Sequence[float]) -> int | None:
-    """Return the index from which a loss near 0 stays above three times its usual level. Return None without such a
-    rise. The usual level is the lowest maximum of 16 successive losses. A policy's loss starts at exactly 0, and 0 does
-    not count as a level.
+    """Return the index from which a loss near 0 stays above three times its usual level, or None.
+
+    The usual level is the lowest maximum of 16 successive losses. A loss of exactly 0, as at the start of a policy's
+    training, does not count.
     """
     values = np.asarray(losses)
     if len(values) < BEFORE + _PATIENCE or not (values > 0).all() or not np.isfinite(values).all():

@@ -1,4 +1,4 @@
-"""The metrics of the layer monitor: one row per metric, with its drawing and its explanation."""
+"""The metrics of the layer monitor, with their charts and explanations."""
 
 from __future__ import annotations
 
@@ -24,16 +24,15 @@ class Metric:
     """A metric of layers/*.parquet.
 
     Attributes:
-        name: the name in the table's column ``metric``.
-        section: the section of the page that draws the metric, a key of ``SECTIONS``.
-        title: the title above the charts.
-        quantity: the label of the charts' axes.
-        caption: how to read the charts.
-        over_steps: how to read the maps over the steps.
-        folded: whether the charts start folded. A folded metric has no charts of whole blocks.
-        by_index: whether each expert has a value. The charts then show each layer's largest value divided by the
-            layer's mean.
-        limit: a level to mark in the chart, and the level's name.
+        name: the name in the table's column ``metric``
+        section: the section of the page that draws the metric, a key of ``SECTIONS``
+        title: the title above the charts
+        quantity: the label of the charts' axes
+        caption: how to read the charts
+        over_steps: how to read the maps over the steps
+        folded: whether the charts start folded, without charts of whole blocks
+        by_index: whether each expert has a value. The charts then show the layer's largest value divided by its mean.
+        limit: a level to mark in the chart, with a name
     """
 
     name: str

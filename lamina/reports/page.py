@@ -1,4 +1,4 @@
-"""The page: one file that loads nothing from a server. Its content security policy forbids requests to a server."""
+"""Write a page as one file that loads nothing from a server."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ASSETS = files("lamina.reports") / "assets"
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page. The page trusts ``html``, so its builder must escape users' texts."""
+    """A part of the page. The page trusts ``html``, so escape users' texts in it."""
 
     name: str
     title: str
@@ -37,7 +37,6 @@ class Section:
 
     @property
     def anchor(self) -> str:
-        """Return the section's anchor for the page's navigation."""
         return re.sub(r"[^a-z]+", "-", self.name.lower())
 
 
@@ -64,7 +63,7 @@ def write_page(
 
 
 def _said_once(parts: Sequence[Section]) -> list[str]:
-    """Return the sections' HTML. Only the first chart with alternating dashes has a note about the dashes."""
+    """Return the sections' HTML. Only the first chart with alternating dashes explains the dashes."""
     first = next((part for part in parts if TURNS in part.html), None)
     kept = {id(part): part.html.partition(TURNS) for part in parts}
     return [
@@ -80,14 +79,14 @@ def prose(texts: Iterable[str], colors: Mapping[str, str], kind: str = "") -> st
 
 
 def callouts(texts: Iterable[str]) -> str:
-    """Return warnings as HTML. Commands at the end, and command-line flags with their values, appear as code."""
+    """Return warnings as HTML, with commands and flags as code."""
     code = r"((?<=[Rr]un: )(?:lamina|pip) .+$|--[a-z-]+(?: (?:[\d.,e-]+\d|same:\w+|recommended\b))?)"
     marked = (re.sub(code, r"<code>\1</code>", escape(text)) for text in texts)
     return "".join(f'<p class="notice">{text}</p>' for text in marked)
 
 
 def figure(chart: Figure | None, caption: str, heading: str = "") -> str:
-    """Return a figure with its caption below; "" if there is no chart."""
+    """Return a figure with its caption below, or "" if there is no chart."""
     if chart is None:
         return ""
     top = f"<h3>{escape(heading)}</h3>" if heading else ""
@@ -95,7 +94,7 @@ def figure(chart: Figure | None, caption: str, heading: str = "") -> str:
 
 
 def details(summary: str, html: str) -> str:
-    """Return a part that starts folded; "" if there is no content."""
+    """Return a part that starts folded, or "" if it has no content."""
     return f"<details><summary>{escape(summary)}</summary>{html}</details>" if html else ""
 
 
@@ -111,20 +110,16 @@ def moment(created: object) -> str:
 
 
 def sentence(text: str) -> str:
-    """Return a text with its first letter in upper case."""
     return text[:1].upper() + text[1:]
 
 
 def words(name: str) -> str:
-    """Return a recorded name as words."""
     return name.replace("feed_forward", "feed-forward").replace("_", " ")
 
 
 @lru_cache(maxsize=1)
 def packed_plotly() -> str:
-    """Return plotly.js for the figures' kinds of traces, gzipped, as base64. The full file would be three times as
-    large.
-    """
+    """Return a part of plotly.js, gzipped, as base64. The full file would be three times as large."""
     return base64.b64encode(_ASSETS.joinpath("plotly-cartesian.min.js.gz").read_bytes()).decode()
 
 

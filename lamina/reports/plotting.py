@@ -1,7 +1,6 @@
-"""A figure for plotly.js: traces and a layout in plain dictionaries.
+"""Build figures for plotly.js from plain dictionaries, with the methods of plotly's ``Figure`` that the pages need.
 
-The class has the methods of plotly's ``Figure`` that the pages need. Without plotly's checks of every property, a page
-takes a third of the time.
+Without plotly's checks of every property, a page takes a third of the time.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ _PLAIN = ("range",)  # properties in which plotly.js reads no packed arrays
 
 
 class Figure:
-    """Traces and a layout. The methods change and return the figure. An argument of None means "not set".
+    """A plotly figure as traces and a layout. The methods change and return the figure.
 
     Args:
-        data: the traces.
-        layout: the axes and everything else.
-        across: the number of panels in a row; None for a figure without panels.
+        data: the traces
+        layout: the axes and everything except the traces
+        across: the number of panels in a row, or None for a figure without panels
     """
 
     def __init__(self, data: Iterable[Json] = (), layout: Json | None = None, across: int | None = None):
@@ -73,7 +72,7 @@ class Figure:
         return self
 
     def axes(self, letter: str) -> list[Json]:
-        """Return the x or the y axes."""
+        """Return the x axes or the y axes."""
         return [axis for name, axis in self.layout.items() if re.fullmatch(f"{letter}axis\\d*", name)]
 
     def to_json(self) -> str:
@@ -128,13 +127,13 @@ def panels(
     """Return a figure of panels, row by row from the top, with axes numbered as in plotly.
 
     Args:
-        rows: the number of rows.
-        cols: the number of columns.
-        across: the gap between two panels in a row, as a share of the figure.
-        down: the gap between two panels in a column, as a share of the figure.
-        titles: the text above each panel.
-        share_x: whether the panels of a column share their x axis.
-        share_y: the panels that share their y axis ("row", "all", or "" for none).
+        rows: the number of rows
+        cols: the number of columns
+        across: the gap between two panels in a row, as a share of the figure
+        down: the gap between two panels in a column, as a share of the figure
+        titles: the text above each panel
+        share_x: whether the panels of a column share their x axis
+        share_y: the panels that share their y axis ("row", "all", or "" for none)
     """
     width, height = (1 - across * (cols - 1)) / cols, (1 - down * (rows - 1)) / rows
     layout: Json = {}

@@ -1,7 +1,7 @@
 """Rank placements by eval loss at each placement's best learning rate, and warn about the limits of the ranking.
 
-Lamina ranks only placements that beat a bigram table of their text. A model that does not beat this table makes no use
-of its depth, so its loss shows nothing about its norms.
+Lamina ranks only placements that beat a bigram table of the training text. A model that does not beat this table does
+not use its depth, so its loss shows nothing about its norms.
 """
 
 from __future__ import annotations
@@ -26,15 +26,19 @@ ONE_SEED = "One seed cannot show which differences are noise. Add --seeds 0,1,2.
 def summarize(results: Frame) -> Frame:
     """Return one row per placement at its best learning rate, sorted by the mean eval loss of the finished seeds.
 
-    Lamina first keeps the learning rates at which the largest share of seeds finished. The best learning rate has the
-    lowest mean loss among these learning rates. So a learning rate cannot win because its bad seeds failed. Placements
-    that finished above a bigram table's loss come after the ranked placements. Placements without a finished seed come
-    last, sorted by status (short, stuck, interrupted, diverged, failed), then by eval loss.
+    The best learning rate has the lowest mean loss among the learning rates at which most seeds finished. So a learning
+    rate cannot win because its bad seeds failed. Below the ranked placements follow the placements that did not beat a
+    bigram table, and then the placements without a finished seed, sorted by status.
 
-    The columns are rank (NaN for an unranked placement), placement, learning_rate, learning_rates (the number of
-    learning rates), seeds, finished, status (the worst status), status_text (such as "2/3 finished, 1 diverged"),
-    eval_loss, eval_loss_std (over the finished seeds; ddof 1, NaN for fewer than two seeds), reason, and the other
-    aggregated columns of ``lamina.jobs.columns``.
+    The main columns:
+
+    - rank: NaN for a placement without a rank
+    - learning_rates: the number of learning rates of the placement
+    - finished, seeds: the number of finished seeds, and of all seeds
+    - status: the seeds' worst status
+    - status_text: the statuses in words, such as "2/3 finished, 1 diverged"
+    - eval_loss, eval_loss_std: the mean and standard deviation over the finished seeds (ddof 1, NaN for one seed)
+    - reason: the reason for the status
     """
     rows = []
     for _, group in complete(results).groupby("placement", sort=False):
@@ -59,9 +63,7 @@ def is_ranked(row: Json) -> bool:
 
 
 def is_above_bigram(row: Json) -> bool:
-    """Return whether a row's eval loss is no better than a bigram table's loss. For older rows, which lack the table's
-    loss, return False.
-    """
+    """Return whether a row's eval loss is no better than a bigram table's loss. Older rows lack the table's loss."""
     return row["eval_loss"] >= row["bigram_entropy"]
 
 
@@ -109,8 +111,14 @@ def notices(
 ) -> list[str]:
     """List the warnings, for example about different initializers, too few seeds, or interrupted trials.
 
-    ``summary`` comes from ``summarize``. ``recommended`` maps placements to the initializers in their plans.
-    ``settings`` are the study's settings. The warnings are plain text, so a page must escape them.
+    Args:
+        summary: the result of ``summarize``
+        results: the trials
+        recommended: each placement's recommended initializer
+        settings: the study's settings
+
+    Returns:
+        Plain text, which a page must escape.
     """
     rows = rows_of(summary)
     compared = [
@@ -154,9 +162,7 @@ def _inits(rows: list[Json], recommended: Mapping[str, str]) -> str:
 
 
 def _widths(rows: list[Json], settings: Mapping[str, object]) -> list[str]:
-    """Warn of initializers whose standard deviation does not suit the width. With width scaling, the list is empty,
-    because width scaling adapts the standard deviation.
-    """
+    """Warn of initializers whose standard deviation does not suit the width. Width scaling needs no warning."""
     width, preset = settings.get("hidden_size"), PRESETS.get(str(settings.get("backbone")))
     width = preset.fields["hidden_size"] if width is None and preset is not None else width
     if not isinstance(width, int) or settings.get("width_scaling", "none") != "none":

@@ -1,4 +1,4 @@
-"""Read a run's or a study's files. A page leaves out missing or incomplete data without an error."""
+"""Read the files of a run or a study. A page omits missing or incomplete data without an error."""
 
 from __future__ import annotations
 
@@ -40,18 +40,14 @@ _METRICS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One run's folder. A table is empty if its file is missing.
-
-    Attributes:
-        failed: the step to mark in the charts as the failure; None without a failure.
-    """
+    """One run's folder. A table is empty if its file is missing."""
 
     name: str
     placement: str
     folder: Path
     status: str = ""
     seed: float = float("nan")
-    failed: int | None = None
+    failed: int | None = None  # the step to mark in the charts as the failure
 
     @cached_property
     def lines(self) -> list[Json]:
@@ -64,7 +60,7 @@ class Trial:
         return {name: _numbers([line.get(name, math.nan) for line in self.lines]) for name in _METRICS}
 
     def known(self, *columns: str) -> list[np.ndarray]:
-        """Return columns of ``metrics``. Leave out lines with NaN in any of these columns."""
+        """Return columns of ``metrics`` without the lines that have NaN in any of these columns."""
         found = [self.metrics[name] for name in columns]
         kept = ~np.any([np.isnan(values) for values in found], axis=0)
         return [values[kept] for values in found]
@@ -76,7 +72,7 @@ class Trial:
 
     @cached_property
     def plan(self) -> Plan | None:
-        """Return the run's plan of norms; None if plan.json is missing or not readable."""
+        """Return the run's norm placement for each layer, or None if plan.json is missing or not readable."""
         try:
             return Plan.from_dict(json.loads((self.folder / PLAN).read_text(encoding="utf-8", errors="replace")))
         except (OSError, ValueError, TypeError):
@@ -84,12 +80,12 @@ class Trial:
 
     @cached_property
     def result(self) -> Json:
-        """Return the content of result.json; empty if the file does not exist yet."""
+        """Return the content of result.json, or {} if the file does not exist yet."""
         return lenient_mapping(self.folder / RESULT)
 
     @cached_property
     def environment(self) -> Json:
-        """Return the content of environment.json: versions, machine, git revision."""
+        """Return the content of environment.json: versions, machine and git revision."""
         return lenient_mapping(self.folder / ENVIRONMENT)
 
     @cached_property
@@ -99,12 +95,12 @@ class Trial:
 
     @cached_property
     def probes(self) -> dict[str, Frame]:
-        """Return the table of each scheduled probe (probes/NAME/part-*.parquet): the probe's columns and ``step``."""
+        """Return the table of each scheduled probe (probes/NAME/part-*.parquet), with the column ``step``."""
         folders = sorted(self.folder.glob("probes/*/"))
         return {folder.name: _parts(sorted(folder.glob("part-*.parquet"))) for folder in folders}
 
     def blocks(self, metric: str) -> Frame:
-        """Return a metric of whole blocks: one row per layer (-1: the embedding), one column per step."""
+        """Return a metric of whole blocks, with one row per layer (-1: the embedding) and one column per step."""
         return self.layers.table(metric, "all", whole_of(metric), embedding=True)
 
 
@@ -172,7 +168,7 @@ def faults(folder: Path) -> list[str]:
 
 
 def study_header(folder: Path) -> Json:
-    """Read study.yaml; empty if it is damaged."""
+    """Read study.yaml, or return {} if it is damaged."""
     try:
         return read_record(folder)
     except UserError as error:
@@ -181,7 +177,7 @@ def study_header(folder: Path) -> Json:
 
 
 def read_run(folder: Path, failed: int | None = None) -> Study:
-    """Read a single run's folder as a study of one trial; ``failed`` is the step at which the run went wrong."""
+    """Read a single run's folder as a study of one trial. ``failed`` is the step at which the run went wrong."""
     trial = Trial(name=folder.name, placement="", folder=folder)
     config, result, plan = lenient_mapping(folder / CONFIG), trial.result, trial.plan
     placement = str(config.get("placement") or (plan.placement if plan else "") or folder.name)
@@ -196,7 +192,7 @@ def read_run(folder: Path, failed: int | None = None) -> Study:
 
 
 def complete(results: Frame) -> Frame:
-    """Return the results with every column that a page reads. Texts are strings. Numbers are floats (NaN if empty)."""
+    """Return the results with every column that a page reads, as strings or as floats (NaN if empty)."""
     results = results.reset_index(drop=True).copy()
     for name in TEXTS:
         texts = results[name] if name in results else pd.Series("", index=results.index)
@@ -229,8 +225,9 @@ def flatten(mapping: Json, prefix: str = "") -> Json:
 
 
 def read_parquet(path: Path) -> Frame:
-    """Read a table by its absolute path, because a relative path with a colon looks like a URI. Raises OSError,
-    ValueError.
+    """Read a table by its absolute path, because a relative path with a colon looks like a URI.
+
+    Raises OSError or ValueError.
     """
     return pd.read_parquet(path.absolute())
 
@@ -241,7 +238,7 @@ def whole_of(metric: str) -> tuple[str, ...]:
 
 
 def select(rows: Frame, columns: Mapping[str, object]) -> Frame:
-    """Return the rows with the values in ``columns``. None and NaN match missing values."""
+    """Return the rows with the given values in the given columns. None and NaN match missing values."""
     for column, value in columns.items():
         if column not in rows:
             return rows.iloc[:0]
@@ -250,7 +247,7 @@ def select(rows: Frame, columns: Mapping[str, object]) -> Frame:
 
 
 def groups(rows: Frame, columns: Sequence[str], *, dropna: bool = False) -> Iterator[tuple[Json, Frame]]:
-    """Group rows by the values in ``columns``, and yield the values and the rows of each group."""
+    """Group rows by the values in some columns, and yield the values and the rows of each group."""
     for key, group in rows.groupby(list(columns), sort=False, dropna=dropna) if columns else [((), rows)]:
         yield dict(zip(columns, key if isinstance(key, tuple) else (key,), strict=True)), group
 
@@ -262,7 +259,7 @@ def _inside(parent: Path, name: str) -> Path:
 
 
 def lenient_mapping(path: Path) -> Json:
-    """Read a mapping from a JSON or YAML file; empty if the file is missing or unreadable."""
+    """Read a mapping from a JSON or YAML file, or return {} if the file is missing or unreadable."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
         data = json.loads(text) if path.suffix == ".json" else safe_load(text)
@@ -276,7 +273,7 @@ def lenient_mapping(path: Path) -> Json:
 
 @contextmanager
 def whole(folder: Path, what: str) -> Iterator[None]:
-    """Turn errors inside this context into a UserError about incomplete records. ``what`` names the job.
+    """Turn errors into a UserError about incomplete records. ``what`` names the job.
 
     A UserError stays unchanged. An OSError stays unchanged if Lamina cannot write the page.
     """
@@ -295,9 +292,7 @@ def is_number(value: object) -> TypeGuard[float]:
 
 
 def _parts(paths: Iterable[Path]) -> Frame:
-    """Join the files of a probe's results to one table. Skip unreadable files, and files without the columns step and
-    value.
-    """
+    """Join the files of a probe's results to one table. Skip unreadable files, and files without step or value."""
     parts = []
     for path in paths:
         try:

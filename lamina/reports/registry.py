@@ -35,8 +35,7 @@ _drawings: dict[str, Drawing] = {}
 def report_of(kind: str, *, needs: str = "") -> Callable[[Page], Page]:
     """Register a function that writes the page for one kind of folder.
 
-    ``needs`` is the job's name in error messages, such as "coordinate check". With ``needs``, incomplete records raise
-    UserError.
+    If ``needs`` names the job (such as "coordinate check"), incomplete records raise UserError.
     """
 
     def register(page: Page) -> Page:
@@ -51,9 +50,7 @@ def report_of(kind: str, *, needs: str = "") -> Callable[[Page], Page]:
 
 
 def ending_of(*kinds: str, switch: str = "") -> Callable[[Ending], Ending]:
-    """Register a function that makes the text at the end of jobs of these kinds. With ``switch``, the function serves
-    only jobs with this command-line switch.
-    """
+    """Register a function that makes the text at the end of jobs of these kinds, or only of jobs with a switch."""
 
     def register(ending: Ending) -> Ending:
         _endings.update({(kind, switch): ending for kind in kinds})
@@ -79,9 +76,7 @@ def ending(kind: str, switch: str = "") -> Ending:
 
 
 def draw(folder: Path) -> Sequence[Path]:
-    """Save the figures of a folder's page as pictures. Returns the pictures' paths. Raises UserError for a folder
-    without figures.
-    """
+    """Save the figures of a folder's page as pictures, and return their paths. Raises UserError without figures."""
     kinds()
     kind = kind_of(folder)
     if kind not in _drawings:
@@ -135,15 +130,15 @@ def follow(
     """Rewrite the page of a run or a study each time the records grow, until the job ends.
 
     Args:
-        folder: the job's folder. In a study's folder, Lamina also follows the trials.
-        every: seconds between two checks.
-        wait: the function that sleeps.
+        folder: the job's folder. Lamina also follows the trials of a study.
+        every: seconds between two checks
+        wait: the function that sleeps
 
     Yields:
-        the page and an empty text. Without a page, None and the reason.
+        the page and an empty text, or None and the reason if there is no page
 
     Raises:
-        UserError: if the folder belongs to no job.
+        UserError: if the folder belongs to no job
     """
     runs = stages_in(folder) or [folder]
     if kind_of(runs[0]) is None:
@@ -165,7 +160,7 @@ def follow(
 
 
 def has_ended(folder: Path) -> bool:
-    """Return whether the job has ended. An ended job has a result, and no process works in its folder."""
+    """Return whether the job has ended: it has a result, and no process works in its folder."""
     return not is_locked(folder) and any((folder / name).is_file() for name in (RESULT, RESULTS))
 
 

@@ -33,9 +33,7 @@ def sections(items: Sequence[Shown]) -> list[Section]:
 
 
 def quantities(name: str, frame: Frame, metrics: Sequence[str] = ()) -> list[Quantity]:
-    """Return a frame's quantities by depth, for all metrics or only for ``metrics``. Quantities of whole layers come
-    first.
-    """
+    """Return a probe's quantities by layer, for all metrics or only for ``metrics``. Whole layers come first."""
     by = next((column for column in _BY_DEPTH if column in frame), None)
     if by is None or frame.empty:
         return []
@@ -80,7 +78,7 @@ def _label(probe: str, fixed: Mapping[str, Any]) -> str:
 
 
 def over_steps(items: Sequence[Shown], frames: dict[str, Frame], name: str) -> Figure | None:
-    """Draw a probe's numbers for the whole model (layer -1 or no layer) against the step, with one panel per metric."""
+    """Draw a probe's numbers for the whole model against the step, with one panel per metric."""
     numbers: dict[str, list[tuple[Shown, Frame]]] = {}
     for item in items:
         rows = frames.get(item.placement, pd.DataFrame())
@@ -137,7 +135,7 @@ def _section(name: str, items: Sequence[Shown]) -> Section:
 
 
 def _notes(name: str, items: Sequence[Shown]) -> list[str]:
-    """List the remarks on failed measurements of a scheduled probe. Each remark appears once, with its first step."""
+    """List the remarks on failed measurements of a scheduled probe, each once, with its first step."""
     remarks: dict[str, str] = {}
     for item in items:
         owner = f"{item.placement}: " if len(items) > 1 else ""

@@ -15,7 +15,7 @@ SECONDS = 120  # until a browser that draws nothing is stopped
 
 
 def screenshot(page: Path, target: Path, width: int = 1200, height: int = 1600) -> Path:
-    """Render the top ``height`` pixels of a page into a PNG. Raises UserError if no working browser is installed."""
+    """Save the top ``height`` pixels of a page as a PNG. Raises UserError if no working browser is installed."""
     browser = next((path for name in BROWSERS if (path := shutil.which(name))), None)
     if browser is None:
         raise UserError(f"screenshot: no browser is on PATH. Install one of {', '.join(BROWSERS)}.")

@@ -24,9 +24,7 @@ from lamina.reports.style import Shown, colors
 
 
 def prepare(study: Study) -> tuple[pd.DataFrame, list[Shown], dict[str, str]]:
-    """Return the ranking, the placements for the figures, and the colors. A placement holds only the trials at its best
-    learning rate.
-    """
+    """Return the ranking, the placements for the figures (at their best learning rates), and the colors."""
     summary = summarize(study.results)
     color = colors(study.results["placement"])
     rates = study.results["learning_rate"]
@@ -116,7 +114,7 @@ def course(item: Shown, caption: str) -> Section:
 
 
 def _folded(equation: Sequence[str], columns: float) -> str:
-    """Return the equation's lines. A line that is too long for the card breaks before each formula after the first."""
+    """Return the equation's lines. A line that is too long breaks before each formula after the first."""
     lines = []
     for line in equation:
         head, *formulas = re.split(r"(?<=:)\s+|(?<=,)\s+(?=[\w']+ = )", line) if len(line) > columns else [line]
@@ -125,13 +123,13 @@ def _folded(equation: Sequence[str], columns: float) -> str:
 
 
 def _scheme(spec: str) -> placements.Placement | None:
-    """Return the registered placement of a spec; None for a user's file, which Lamina does not load here."""
+    """Return Lamina's placement with a name, or None for a placement from a user's file."""
     name = spec.partition("(")[0].strip()
     return placements.get(name) if name in placements.names() else None
 
 
 def _resolved(spec: str, study: Study) -> Plan | None:
-    """Resolve a plan for a registered placement whose trials recorded no plan."""
+    """Return a placement's norms for each layer, for trials that recorded none."""
     layers = study.settings.get("num_layers")
     try:
         if _scheme(spec) is None or not isinstance(layers, int):
@@ -143,7 +141,7 @@ def _resolved(spec: str, study: Study) -> Plan | None:
 
 
 def scale_note(results: Frame) -> list[str]:
-    """Return a sentence on models that are far below the papers' sizes; "" for larger models."""
+    """Return a sentence on models that are far below the papers' sizes, or "" for larger models."""
     sizes = [results[name].max() if name in results else math.nan for name in ("parameters", "tokens")]
     if not all(map(math.isfinite, sizes)) or sizes[0] >= _SMALL:
         return []

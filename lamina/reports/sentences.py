@@ -21,10 +21,10 @@ class Guess:
     """The words for a baseline model that knows only how often each target occurs.
 
     Attributes:
-        name: the name of the baseline's loss.
-        target: the predicted item, such as a token.
-        source: the input of the prediction.
-        unit: the loss's unit.
+        name: the name of the baseline's loss
+        target: the predicted item, such as a token
+        source: the input of the prediction
+        unit: the loss's unit
     """
 
     name: str
@@ -34,7 +34,7 @@ class Guess:
 
     @classmethod
     def of(cls, row: Mapping[str, object]) -> Guess:
-        """Return the words for a run with the numbers in ``row``. Only runs on images have a top-5 accuracy."""
+        """Return the words for a run's kind of data. Only runs on images have a top-5 accuracy."""
         return _OF_IMAGES if is_number(row.get("top5_accuracy")) else _OF_TEXT
 
     @classmethod
@@ -177,7 +177,7 @@ def _end(row: Json) -> str:
 
 
 def _together(end: str, rows: list[Json]) -> str:
-    """Complete the sentence ``end`` for one placement or for several placements."""
+    """Complete a sentence about one placement or several placements."""
     names, losses = listed([row["placement"] for row in rows]), listed([f"{row['eval_loss']:.2f}" for row in rows])
     words = {"is": "are", "was": "were", "it": "they have", "fall": "fall", "at": f"their eval losses of {losses} are"}
     if len(rows) == 1:
@@ -188,8 +188,8 @@ def _together(end: str, rows: list[Json]) -> str:
 def differences(summary: Frame, gradients: Tables, variances: Tables) -> str:
     """Describe how the placements differ by layer. These differences need not be the reason for the ranking.
 
-    ``gradients`` and ``variances`` hold one table per placement. A table has one row per layer (-1: the embedding) and
-    one column per step.
+    ``gradients`` and ``variances`` hold one table per placement, with one row per layer (-1: the embedding) and one
+    column per step.
     """
     rows = [row for row in rows_of(summary) if row["finished"] or row["status"] in ("stuck", "diverged")]
     known = [row for row in rows if any(_ratio(gradients.get(row["placement"]), at) for at in (0, -1))]
@@ -231,9 +231,7 @@ def differences(summary: Frame, gradients: Tables, variances: Tables) -> str:
 
 
 def _worst(known: list[Json]) -> str:
-    """Return the last stuck placement, because a diverged run's gradients explain nothing. If no placement is stuck,
-    return the last placement.
-    """
+    """Return the last stuck placement or, without a stuck placement, the last placement."""
     stuck = [row for row in known if row["status"] == "stuck" and not row["finished"]]
     return (stuck or known)[-1]["placement"]
 
@@ -253,7 +251,7 @@ def _evenness(placement: str, table: Frame, column: int) -> str:
 
 
 def _ratio(table: Frame | None, column: int) -> float | None:
-    """Return the last block's value divided by the first block's value in a column; None if the ratio is undefined."""
+    """Return the last block's value divided by the first block's value, or None if the ratio is undefined."""
     if table is None or len(table.loc[0:]) < 2:
         return None
     first, last = (float(table.loc[0:].iloc[end, column]) for end in (0, -1))
@@ -277,9 +275,7 @@ def _short(value: float) -> str:
 
 
 def _loss(row: Json) -> str:
-    """Return a placement's mean loss and spread as text. If only some seeds finished, the text also counts the finished
-    seeds.
-    """
+    """Return a placement's mean loss and spread as text, with the number of finished seeds if not all finished."""
     std, part = row["eval_loss_std"], 0 < row["finished"] < row["seeds"]
     spread = f" ± {std:.3f}" if math.isfinite(std) else ""
     return f"{row['eval_loss']:.3f}{spread}" + (f" over {row['finished']} of {row['seeds']} seeds" if part else "")

@@ -1,4 +1,4 @@
-"""Compare two runs: find the first step and the first layer that differ by more than the noise."""
+"""Compare two runs: find the first step and the first layer with a difference above the noise."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SAME = 1e-6  # a share up to which two values are the same
 
 @dataclass(frozen=True, kw_only=True)
 class Parting:
-    """The first step at which a series differs between two runs, and the series' two values at this step."""
+    """The first step at which two runs differ in one series, and the two values at this step."""
 
     step: int
     place: Place
@@ -45,7 +45,7 @@ class Parting:
         location = {"layer": layer, "sublayer": sublayer, "role": role, "metric": metric}
         alarm = Alarm(step=self.step, rule="rise", value=1.0, usual=1.0, **location)
         where = "" if metric in (LOSS, NORM, RATE) else f", {place_in_words(alarm)}"
-        return f"step {self.step}{where}: {in_words(metric)} is {self.first:.4g} and {self.second:.4g}"
+        return f"step {self.step}{where}: {in_words(metric)} is {self.first:.4g} against {self.second:.4g}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,13 +53,13 @@ class SideBySide:
     """Two runs side by side.
 
     Attributes:
-        names: the runs' names.
-        series: the first run's values and the second run's values by step, for each series in both runs.
-        alone: the layers of only the first run, and the layers of only the second run.
-        same_until: the last step up to which all series are equal; None if the runs differ from the start.
-        whole: the first difference in a series of the whole model; None if there is no difference.
-        layer: the first difference in a layer; None if there is no difference.
-        rate: the first difference in the learning rate; None without a difference, or without recorded learning rates.
+        names: the runs' names
+        series: the two runs' values by step, for each series in both runs
+        alone: the layers that only the first run has, and the layers that only the second run has
+        same_until: the last step up to which all series are equal, or None if the runs differ from the start
+        whole: the first difference in a series of the whole model, or None
+        layer: the first difference in a layer, or None
+        rate: the first difference in the learning rate, or None
     """
 
     names: tuple[str, str]
@@ -72,7 +72,7 @@ class SideBySide:
 
     @property
     def first(self) -> Parting | None:
-        """Return ``whole`` or ``layer``, whichever has the earlier step; None if the runs do not differ."""
+        """Return the earliest difference, or None if the runs do not differ."""
         return min(
             (part for part in (self.whole, self.layer) if part is not None), key=lambda one: one.step, default=None
         )
@@ -97,7 +97,7 @@ class SideBySide:
             texts.append(f"The runs are equal up to step {self.same_until}.")
         if self.first is None:
             texts.append("The runs differ by no more than the noise in each series.")
-            return texts if self.rate is None else [*texts, f"But the learning rates differ from {self.rate}."]
+            return texts if self.rate is None else [*texts, f"But the learning rates differ first at {self.rate}."]
         if self.whole is not None:
             texts.append(f"The whole model differs first at {self.whole}.")
         if self.layer is not None:
@@ -108,12 +108,13 @@ class SideBySide:
             )
         if self.rate is not None:
             earlier = self.rate.step <= self.first.step
-            texts.append(f"The learning rates differ from {self.rate}{': set them equal first' if earlier else ''}.")
+            advice = " Set the learning rates equal before you compare the layers." if earlier else ""
+            texts.append(f"The learning rates differ first at {self.rate}.{advice}")
         return texts
 
 
 def side_by_side(first: Path, second: Path) -> SideBySide:
-    """Compare two runs. Each run is a folder from Lamina, or another tool's history.
+    """Compare two runs. Each run is a folder from Lamina, or another tool's log.
 
     Raises UserError if Lamina cannot read a run, or if the runs have no common step or no common series.
     """
@@ -161,11 +162,11 @@ def _courses(path: Path) -> dict[Place, dict[int, float]]:
 
 
 def parting(place: Place, first: Course, second: Course) -> Parting | None:
-    """Return the first difference of two series, or None. A difference counts if five successive differences have the
-    same sign and exceed the noise, or if only one of the two values is finite. Learning rates have no noise, so each
-    difference of learning rates counts.
+    """Return the first difference of two series, or None.
 
-    Lamina compares losses by their difference, and other values by the logarithm of their ratio.
+    A difference counts if five successive differences have the same sign and exceed the noise, or if only one value is
+    finite. Each difference of learning rates counts, because they have no noise. Lamina compares losses by their
+    difference, and other values by the logarithm of their ratio.
     """
     steps, ratio = sorted(first), place[3] != LOSS
     least, stay = _LEAST.get(place[3], _SHARE), 1 if place[3] == RATE else _STAY
@@ -184,8 +185,9 @@ def parting(place: Place, first: Course, second: Course) -> Parting | None:
 
 
 def _distance(first: float, second: float, *, ratio: bool) -> float:
-    """Return the distance of two values. The distance is infinite if only one value is finite. With ``ratio``, it is
-    also infinite if only one value is positive.
+    """Return the difference of two values or, with ``ratio``, the logarithm of their ratio.
+
+    The result is infinite if only one value is finite, or if only one value of a ratio is positive.
     """
     if math.isfinite(first) != math.isfinite(second) or (ratio and (first > 0) != (second > 0)):
         return math.inf

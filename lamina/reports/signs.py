@@ -25,18 +25,17 @@ TWICE = 2.0  # a gradient is back from a spike if its norm is at most so many ti
 
 @dataclass(frozen=True, kw_only=True)
 class Signs:
-    """The facts in a run's records from which Lamina infers a cause.
+    """The observations in a run's records from which Lamina infers a cause.
 
     Attributes:
         alarms: the alarms, oldest first. Within a step, the alarm that explains most comes first.
-        rose: the first step at which the loss rose and stayed up, or was not finite; None without such a step.
-        losses: the training loss by step.
-        rates: the learning rate by step.
-        norms: the norm of the whole model's gradient by step.
-        half: whether the model computes in float16; None if unknown.
-        clock: the record's number at each step, if the records have gaps. With this mapping, Lamina counts records, not
-            steps.
-        view: the kind of another tool's record (``VIEWS``); empty for Lamina's records.
+        rose: the first step at which the loss rose and stayed up, or was not finite, or None
+        losses: the training loss by step
+        rates: the learning rate by step
+        norms: the norm of the whole model's gradient by step
+        half: whether the model computes in float16, or None if unknown
+        clock: the record's number at each step, if the records have gaps. Lamina then counts records, not steps.
+        view: the kind of another tool's record (``VIEWS``), or "" for Lamina's records
     """
 
     alarms: tuple[Alarm, ...]
@@ -71,10 +70,9 @@ class Signs:
 
     @cached_property
     def first(self) -> Alarm | None:
-        """Return the alarm that explains most (``first_before``).
+        """Return the alarm that explains most (``first_before``), outside of spikes that passed.
 
-        If this alarm is part of a spike that passed, Lamina takes the first alarm of the next lasting event. If this
-        alarm is a risen gradient and an alarm of a rule in ``HARD`` follows soon, Lamina takes the later alarm.
+        If a gradient has risen, and an alarm of a rule in ``HARD`` follows soon, Lamina takes the later alarm.
         """
         of = self.counted
         first = first_before(of.alarms, of.rose)
@@ -88,9 +86,7 @@ class Signs:
 
     @property
     def passed_spike(self) -> Alarm | None:
-        """Return the first alarm of a spike that passed before the first anomaly (``first``); None without such a
-        spike.
-        """
+        """Return the first alarm of a spike that passed before the first anomaly, or None."""
         before = first_before(self.counted.alarms, self.counted.rose)
         alarm = None if before is None else self.alarms[self.counted.alarms.index(before)]
         passed = alarm is not None and self.first is not None and self.first.step > alarm.step + FOLLOWS
@@ -98,10 +94,9 @@ class Signs:
 
     @property
     def lasting(self) -> list[list[Alarm]]:
-        """Return the events of the alarms (``events``), without spikes that passed.
+        """Return the alarms grouped into events, without spikes that passed.
 
-        A passed spike cannot explain every alarm. An alarm that it cannot explain (``outlasts_spikes``) begins a new
-        event.
+        An alarm that a passed spike cannot explain (``outlasts_spikes``) begins a new event.
         """
         groups: list[list[Alarm]] = []
         for group in events(self.alarms):
@@ -128,7 +123,7 @@ class Signs:
 
     @cached_property
     def place(self) -> Alarm | None:
-        """Return the alarm that names the fault's location (``place_of``)."""
+        """Return the alarm that shows the fault's location (``place_of``)."""
         if self.first is None:
             return None
         of = self.counted

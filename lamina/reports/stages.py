@@ -33,9 +33,7 @@ from lamina.training.monitor.writers import (
 
 
 def stages_in(folder: Path) -> list[Path]:
-    """Return the folders of pipeline stages in a folder. Return an empty list for a job's folder, and for fewer than
-    two stages.
-    """
+    """Return the folders of pipeline stages in a folder, or [] for a job's folder or fewer than two stages."""
     if kind_of(folder) is not None:
         return []
     stages = [about.parent for about in sorted(folder.glob(f"*/{WATCHED}")) if kind_of(about.parent) == Kind.WATCHED]
@@ -44,12 +42,10 @@ def stages_in(folder: Path) -> list[Path]:
 
 
 def joined(folder: Path) -> Path:
-    """Join the records of pipeline stages into one run. The new folder NAME-lamina is beside the folder NAME. Returns
-    the new folder.
+    """Join the records of pipeline stages in a new folder beside the stages' folder NAME, and return NAME-lamina.
 
-    The gradient norm covers all stages. All other values outside the layers, such as the loss, come from the first
-    stage that has these values. For a folder without stages, return the folder itself. Raises UserError if the stages
-    belong to different runs.
+    The gradient norm covers all stages. Other values outside the layers, such as the loss, come from the first stage
+    that has them. Without stages, return the folder itself. Raises UserError if the stages belong to different runs.
     """
     if not (stages := stages_in(folder)):
         return folder
@@ -83,7 +79,7 @@ def joined(folder: Path) -> Path:
 
 
 def notes_of_stages(folder: Path) -> list[str]:
-    """Return the notes on the stages that Lamina joined in a folder; empty for any other folder."""
+    """Return the notes on the stages that Lamina joined in a folder, or [] for any other folder."""
     told = read_about(folder).get("stages") if folder.is_dir() else None
     return [f"{note}." for note in told or ()]
 
@@ -109,13 +105,12 @@ def _write_rows(target: Path, stages: Sequence[Path]) -> dict[Path, set[int]]:
 
 
 def _layers(about: Json) -> list[int]:
-    """Return the numbers of a stage's layers."""
     first = about.get("first_layer")
     return [*range(first, first + len(about.get("layers", [])))] if isinstance(first, int) else []
 
 
 def _refuse_others(stages: Sequence[Path], abouts: Mapping[Path, Json]) -> None:
-    """Reject folders of several runs. Such folders have a layer in common, or different widths."""
+    """Raise UserError for folders of several runs, which have a layer in common or different widths."""
     for stage, other in combinations(stages, 2):
         both = sorted({*_layers(abouts[stage])} & {*_layers(abouts[other])})
         widths = [about.get("hidden_size") for about in (abouts[stage], abouts[other])]

@@ -77,14 +77,12 @@ _OWN = [color for color in PALETTE if color != "#44aa99"]  # of a figure that co
 
 
 def look(placement: str) -> Look | None:
-    """Return the line style of a placement, with or without options; None for an unknown placement."""
+    """Return the line style of a placement, with or without options, or None for an unknown placement."""
     return _LOOKS.get(placement.partition("(")[0].strip())
 
 
 def looks(placements: Iterable[str]) -> dict[str, Look]:
-    """Return the line style of each placement on a page. An unknown placement gets a style that no other placement on
-    the page has.
-    """
+    """Return the line style of each placement on a page. An unknown placement gets a unique style."""
     names = list(dict.fromkeys(placements))
     needed = {name.partition("(")[0].strip() for name in names}
     styles = [*list(_LOOKS)[_PAPERS_OWN:], *list(_LOOKS)[:_PAPERS_OWN]]
@@ -115,19 +113,19 @@ class Shown:
 
     @property
     def label(self) -> str:
-        """Return the placement's name for plotly. The name is escaped because plotly reads a few HTML tags."""
+        """Return the placement's name, escaped because plotly reads a few HTML tags."""
         name = self.placement if len(self.placement) <= 42 else f"{self.placement[:41]}…"
         return escape(name)
 
     @property
     def dash(self) -> str | None:
-        """The dash pattern of the placement's lines; None for a solid line."""
+        """The dash pattern of the placement's lines, or None for a solid line."""
         placement_look = look(self.placement)
         return None if placement_look is None or placement_look.dash == "solid" else placement_look.dash
 
     @property
     def marker(self) -> str | None:
-        """The shape of the placement's points; None for plotly's default."""
+        """The shape of the placement's points, or None for plotly's default."""
         placement_look = look(self.placement)
         return placement_look.marker if placement_look else None
 
@@ -189,7 +187,7 @@ def polish_own(figure: Figure) -> Figure:
 
 
 def _honest_axis(figure: Figure, values: np.ndarray) -> None:
-    """Set readable ticks and an axis range. Constant data must look constant in this range."""
+    """Set readable ticks and an axis range in which constant data look constant."""
     axis = figure.layout["yaxis"]
     if not len(values) or "range" in axis:
         return
@@ -200,9 +198,7 @@ def _honest_axis(figure: Figure, values: np.ndarray) -> None:
 
 
 def log_scale(values: np.ndarray) -> dict[str, Any]:
-    """Return the range (at least a decade) and the ticks of a logarithmic axis. Without a positive value, return an
-    empty mapping.
-    """
+    """Return the range (at least a decade) and the ticks of a logarithmic axis, or {} without a positive value."""
     exponents = np.log10(values[np.isfinite(values) & (values > 0)])
     if not len(exponents):
         return {}
@@ -219,7 +215,7 @@ def at_least_a_decade(low: float, high: float) -> tuple[float, float]:
 
 
 def to_html(figure: Figure) -> str:
-    """Return a figure's HTML, with packed data. The page's script unpacks and draws the data."""
+    """Return a figure's HTML with packed data, which the page's script unpacks and draws."""
     note = TURNS if _uncover(figure) else ""
     data = base64.b64encode(gzip.compress(figure.to_json().encode(), mtime=0)).decode()  # a third of the text's size
     return (
@@ -269,7 +265,7 @@ def _color(trace: Json) -> object:
 
 
 def _heights(values: object, *, log: bool) -> np.ndarray:
-    """Return the positions of values on their axis; NaN for values off the axis."""
+    """Return the positions of values on their axis, with NaN for values off the axis."""
     heights = np.asarray(() if values is None else values, dtype=float)
     with np.errstate(all="ignore"):
         heights = np.log10(heights) if log else heights
@@ -283,9 +279,7 @@ def thin(columns: Sequence[np.ndarray], count: int) -> list[np.ndarray]:
 
 
 def log_ticks(low: float, high: float) -> tuple[list[float], list[str]]:
-    """Return the ticks between two powers of ten, as exponents and as texts. A range above two decades has at most one
-    tick per decade.
-    """
+    """Return the ticks between two powers of ten, as exponents and as texts, at most one per decade in a long range."""
     steps = (1, 2, 3, 5, 7) if high - low < 1.2 else (1, 2, 5) if high - low < 2 else (1,)
     every = max(1, math.ceil((high - low) / 9))
     exponents = [

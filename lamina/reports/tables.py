@@ -1,4 +1,4 @@
-"""Build HTML tables: their cells, and the tables of results and of settings. This module escapes every text."""
+"""Build HTML tables: cells, and the tables of results and of settings. This module escapes every text."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Field:
     """A column of a table.
 
     Attributes:
-        cell: a function that returns a row's cell as HTML. The function escapes users' texts.
+        cell: returns a row's cell as HTML, with users' texts escaped
         kind: the cells' CSS classes. Cells of the class "number" align to the right.
     """
 
@@ -53,10 +53,10 @@ def table(
     """Return a table as HTML. A wide table scrolls sideways.
 
     Args:
-        fields: the columns, from the left.
-        rows: the rows, as mappings for ``Field.cell``.
-        kind: the table's CSS class.
-        row_kind: a function that returns a row's CSS class; "" means no class.
+        fields: the columns, from the left
+        rows: the rows, as mappings for ``Field.cell``
+        kind: the table's CSS class
+        row_kind: returns a row's CSS class ("": no class)
     """
 
     def tag(name: str, kind: str, html: str) -> str:
@@ -70,7 +70,7 @@ def table(
 
 
 def text(name: str, title: str | None = None, kind: str = "") -> Field:
-    """Return a column with the escaped text ``name`` of each row."""
+    """Return a column with a text from each row, escaped."""
     return Field(name if title is None else title, lambda row: escape(str(row[name])), kind)
 
 
@@ -85,7 +85,7 @@ def status(name: str, title: str) -> Field:
 
 
 def placements(colors: Mapping[str, str], name: str = "placement", title: str = "placement") -> Field:
-    """Return a column of placements' names. A colored dot precedes each name."""
+    """Return a column of placements' names, each after a colored dot."""
     return Field(title, lambda row: swatch(colors[row[name]]) + escape(str(row[name])), "name")
 
 
@@ -117,7 +117,7 @@ _CHIPS = {word: status.value for status in Status for word in (status.value, *_W
 
 
 def chip(word: str, label: str | None = None) -> str:
-    """Return a status or a verdict as a small label. The label's CSS class shows how bad the status is."""
+    """Return a status or a verdict as a small label, with a CSS class for how bad the status is."""
     kind = _CHIPS.get(word, "failed" if word else "unknown")
     label = word if label is None else label
     return f'<span class="chip {kind}">{escape(label or "–")}</span>'

@@ -1,8 +1,4 @@
-"""The lines that a job prints when it ends. For each kind of job, a function makes the lines from the folder and the
-result.
-
-The job's page shows the same numbers, warnings and sentences.
-"""
+"""Make the lines that a job prints when it ends. The job's page shows the same numbers, warnings and sentences."""
 
 from __future__ import annotations
 
@@ -60,7 +56,7 @@ def compare(folder: Path, results: Frame) -> str:
 
 
 def ranking(results: Frame, settings: Mapping[str, object] | None = None) -> str:
-    """Return the ranking of a study's results, and the warnings. ``settings`` are the study's settings."""
+    """Return the ranking of a study's results, and the warnings."""
     summary = summarize(results)
     lines, above = [f"{'':>3} {'placement':<24} {'status':<20} {'eval loss':>17} {'learning rate':>13}"], []
     for row in rows_of(summary):
@@ -82,7 +78,7 @@ def ranking(results: Frame, settings: Mapping[str, object] | None = None) -> str
 
 @ending_of(Kind.MAX_LR)
 def max_lr(folder: Path, results: Frame) -> str:
-    """Return the placements, the highest learning rate first, and where the page and the numbers are."""
+    """Return the placements, highest learning rate first, and where the page and the numbers are."""
     rows = max_rate.summarize(results)
     width = max(12, *(len(row["placement"]) for row in rows))
     lines = [f"{'placement':<{width}} {'largest learning rate':>24} {'its loss':>10}  stopped by"]
@@ -95,7 +91,7 @@ def max_lr(folder: Path, results: Frame) -> str:
 
 @ending_of(Kind.TRANSFER)
 def transfer(folder: Path, results: Frame) -> str:
-    """Return a transfer's learning rates, sentences and roles, and where the page and the numbers are."""
+    """Return a transfer's learning rates and sentences, and where the page and the numbers are."""
     del results
     summary = read_json(folder / TRANSFER)
     return f"{transferred(summary)}\n\n{_files(folder, RESULTS, TRANSFER)}"
@@ -165,11 +161,10 @@ def preflight_json(folder: Path | None, rows: Frame) -> str:
 def _layers(row: Json) -> str:
     share = row["ffn_variance_share"]
     return (
-        f"Var(x^N) is {10 ** row['growth']:.2g} × Var(x^0). The weights' gradient is smallest in layer "
-        f"{row['weight_gradient_layer']}: the layers' gradients differ by at most a factor of "
-        f"{10 ** -row['weight_gradient']:.2g}. Before the first step, each feed-forward adds variance to its "
-        f"skip. Relative to the skip's variance, these additions sum to {share:.2g} over all layers (FuseNorm's "
-        "Theorem 1 assumes about 1)"
+        f"the last hidden state has {10 ** row['growth']:.2g} times the embedding's variance. The weights' gradient "
+        f"is smallest in layer {row['weight_gradient_layer']}, where it is {10 ** -row['weight_gradient']:.2g} times "
+        "smaller than in the layer with the largest gradient. Before the first step, the feed-forwards' variances "
+        f"divided by their skips' variances sum to {share:.2g} (FuseNorm's Theorem 1 assumes about 1)"
     )
 
 

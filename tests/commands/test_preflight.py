@@ -181,7 +181,7 @@ def test_nothing_is_advised_that_does_not_help(corpus):
     plan = {**DEEP, "corpus": str(corpus), "num_layers": 12, "init": "small_scaled", "learning_rates": 0.3}
     (found,) = lamina.preflight(**plan, bar=False).to_dict("records")
     assert found["change"].startswith(
-        "a placement with fewer norms on the skip path (here, 24 of 24 sub-layers have such a norm)"
+        "a placement with fewer norms on the residual stream (here, 24 of 24 sub-layers have such a norm)"
     )
     assert "--" not in found["change"]
 

@@ -75,7 +75,7 @@ def test_a_layer_that_is_cut_off_is_named_with_its_gain():
     assert (verdict.verdict, verdict.chance) == ("will not train", 0.0)
     assert all(words in verdict.reason for words in ("the embedding", "1e-14", "mean cosine 1.000"))
     assert verdict.change.startswith(
-        "a placement with fewer norms on the skip path (here, 64 of 64 sub-layers have such a norm) or fewer"
+        "a placement with fewer norms on the residual stream (here, 64 of 64 sub-layers have such a norm) or fewer"
     )
     assert judge(COLLAPSED, case("pre_ln")).change.startswith("fewer layers")
     assert judge(COLLAPSED, case(), "--init small_scaled").change == "--init small_scaled"

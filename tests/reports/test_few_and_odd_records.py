@@ -67,7 +67,7 @@ def test_the_embedding_is_named_where_it_differs_first(tmp_path):
     compared, parted = lamina.diagnose(first, second).sentences
     assert compared.endswith("at step 1.")
     assert parted == (
-        "The first layer that differs is at step 1, the embedding: the residual stream's variance is 1 and 3."
+        "The first layer that differs is at step 1, the embedding: the residual stream's variance is 1 against 3."
     )
 
 

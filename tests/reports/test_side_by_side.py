@@ -58,14 +58,14 @@ def test_what_has_the_same_noise_does_not_part(tmp_path):
 
 def test_a_learning_rate_that_differs_is_said(tmp_path):
     first, second = run(tmp_path / "a.jsonl"), run(tmp_path / "b.jsonl", rate=30, parts=35)
-    assert "The learning rates differ from step 30" in side_by_side(first, second).sentences()[-1]
+    assert "The learning rates differ first at step 30" in side_by_side(first, second).sentences()[-1]
 
 
 def test_a_learning_rate_that_few_records_have_is_said(tmp_path):
     """A watched loop records the rate every 20 steps, so that few records are left after the change."""
     first, second = run(tmp_path / "a.jsonl", apart=20), run(tmp_path / "b.jsonl", rate=60, apart=20)
     assert side_by_side(first, second).rate.step == 60
-    assert side_by_side(first, second).sentences()[-1].startswith("But the learning rates differ from step 60")
+    assert side_by_side(first, second).sentences()[-1].startswith("But the learning rates differ first at step 60")
 
 
 def test_a_loss_that_is_not_finite_in_one_parts(tmp_path):

@@ -34,7 +34,7 @@ def images() -> Reader:
 
 
 READERS: dict[str, Callable[[], Reader]] = {"pixel_values": images}
-"""Maps the name of a main input other than token ids to a function that loads the reader."""
+"""The functions that load a reader, by the name of the model's main input."""
 
 
 def reads_images(model: nn.Module) -> bool:

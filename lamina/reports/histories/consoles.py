@@ -1,6 +1,4 @@
-r"""Read the lines that trainers print. ``FORMS`` has one entry for each way to print a step, or to print pairs of a
-name and a value.
-"""
+"""Read the lines that trainers print. ``FORMS`` lists the ways to print a step, or pairs of a name and a value."""
 
 from __future__ import annotations
 
@@ -36,16 +34,15 @@ _JUDGED = re.compile(r"(?i)loss|norm\b|norm[^a-z]|\btrl\b|\bxent\b|\bnll\b|\bcos
 
 
 class Form(NamedTuple):
-    """The form in which a trainer prints a record.
+    """The way in which a trainer prints a record.
 
     Attributes:
-        name: the form, in words.
-        line: a regular expression for the line that begins a record. Its groups are ``step``, ``epoch`` and ``of`` (the
-            number of steps in an epoch), if the line prints them.
-        pair: a regular expression for a name and a value in the record, with the groups ``name`` and ``value``.
-        more: whether the record continues on the following lines. If the first line has only a step, the record always
-            continues.
-        general: whether ``pair`` is ``_PAIR``, as in most forms.
+        name: the form, in words
+        line: a regular expression for the record's first line, with the groups ``step``, ``epoch`` and ``of`` (the
+            number of steps in an epoch) if the line prints them
+        pair: a regular expression with the groups ``name`` and ``value``
+        more: whether the record continues on the following lines
+        general: whether ``pair`` is ``_PAIR``, as in most forms
     """
 
     name: str
@@ -81,9 +78,7 @@ FORMS = (
         r"(?i)(?:\bepochs?[ .:=#\[(]*(?P<epoch>\d+)(?![\d.]).*?)?loss\b[^\d\n/]{0,12}(?:\d|nan|inf)",
     ),
 )
-"""The forms, from the most specific form to the most general. If several forms fit equally many lines, Lamina takes the
-first form.
-"""
+"""The forms, most specific first. If several forms fit equally many lines, Lamina uses the first form."""
 _HEADER = re.compile(r"(?:\s*/\s*\d+)?(?:,\w+=\w+)*\W*$|[^\n]*\|\s*$")  # the rest of a line above a record
 _BAR = re.compile(r"(?P<step>\d+)/\d+ \[\d*\d:\d\d")  # of tqdm, before or between printed dictionaries
 _EPOCH = re.compile(r"^\s*Epoch[ :]+(?P<epoch>\d+)(?:\s*/\s*\d+)?\s*$")  # Keras prints it above the steps
@@ -105,9 +100,7 @@ _ENDS = "train_runtime"  # Trainer's last dictionary sums the run up
 
 
 def lines_of(text: str) -> Iterator[str]:
-    """Yield a console's lines without color codes. If a progress bar has overwritten a text, the text is a separate
-    line.
-    """
+    """Yield a console's lines without color codes. Each state of a progress bar is a separate line."""
     text = (_ANSI.sub("", _MOVES.sub("\n", text)) if "\x1b" in text else text).replace("**", "")  # bold, in pasted text
     text = _NO_VALUE.sub("", text) if any(word in text for word in ("N/A", "n/a", "None", "null")) else text
     for line in re.split(r"[\r\n]+", text):
@@ -116,7 +109,7 @@ def lines_of(text: str) -> Iterator[str]:
 
 
 def form_of(lines: Iterable[str]) -> Form | None:
-    """Return the form that fits best at the beginning of the log; None if no form fits."""
+    """Return the form that fits best at the beginning of the log, or None if no form fits."""
     counts, begun, tried, best = [0] * len(FORMS), [False] * len(FORMS), 0, 0
     weights = [1 + (form is not FORMS[-1]) if form.general else _SPECIAL for form in FORMS]
     for line in lines:
@@ -138,7 +131,7 @@ def form_of(lines: Iterable[str]) -> Form | None:
 
 
 def _is_header(form: Form, match: re.Match[str]) -> bool:
-    """Return whether a line has only a step. The lines below such a line have the step's numbers."""
+    """Return whether a line has only a step, so that the lines below it have the step's numbers."""
     return form.general and "step" in match.groupdict() and _HEADER.match(match.string, match.end()) is not None
 
 
@@ -170,8 +163,9 @@ def records_of(form: Form, lines: Iterable[str]) -> Iterator[Mapping[str, object
 
 
 def _is_same(one: Mapping[str, object], other: Mapping[str, object]) -> bool:
-    """Return whether two records have the same numbers, apart from rounding. One record may lack names of the other
-    record. Without steps, two records with the same names count as different.
+    """Return whether two records have the same numbers, apart from rounding and missing names.
+
+    Without steps, two records with the same names count as different.
     """
     names, more = sorted((one.keys() - {"progress bar"}, other.keys() - {"progress bar"}), key=len)
     if one.get("epoch") != other.get("epoch") or not names <= more or ("step" not in names and names == more):
@@ -219,8 +213,9 @@ def _is_cut(line: str, record: Mapping[str, object], before: Mapping[str, object
 
 
 def _broken(before: Mapping[str, object], last: Mapping[str, object], sentence: str) -> Mapping[str, object]:
-    """Return the record for a sentence such as "loss is nan". The record has the sentence's step. If the sentence names
-    no step, the record is as far from the last record as the last two records are apart.
+    """Return the record for a sentence such as "loss is nan", with the sentence's step.
+
+    Without a step in the sentence, Lamina assumes the distance between the last two records.
     """
     if (step := _step(str(last.get("step")))) is not None:
         named = re.search(rf"{_RATED}{_TO_STEP}(?P<step>{WHOLE})", sentence)
@@ -237,12 +232,7 @@ def _has_loss_at_step(form: Form, match: re.Match[str]) -> bool:
 
 
 class _Console:
-    """The current record in a console, with the last step and epoch of earlier lines.
-
-    Attributes:
-        open: the number of lines without a pair that may still follow before Lamina closes the record.
-        held_out: whether the lines below a heading such as "Eval results" hold an evaluation's results.
-    """
+    """The record that Lamina is reading, with the last step and epoch of earlier lines."""
 
     def __init__(self, form: Form):
         self.form, self.open, self.held_out = form, int(form.more), False
@@ -294,9 +284,7 @@ class _Console:
             self.record = None
 
     def _add(self, pairs: Iterable[tuple[str, str]]) -> bool:
-        """Add pairs to the record, with the first value of each name. Return whether any pair is a loss, a gradient
-        norm or a learning rate.
-        """
+        """Add pairs to the record, and return whether any pair is a loss, a gradient norm or a learning rate."""
         record, judged = self.record, False
         assert record is not None
         for written, value in pairs:
@@ -318,6 +306,6 @@ def _is_held_out(line: str) -> bool:
 
 
 def _step(text: str | None) -> int | None:
-    """Return the step in a text; None if the text is not a whole number."""
+    """Return the step in a text, or None if the text is not a whole number."""
     number = None if text is None else number_of(text)
     return int(number) if number is not None and number == int(number) else None

@@ -1,4 +1,4 @@
-"""Assign a history's series to the model's layers, and check the series with the layer monitor's rules."""
+"""Assign the series of another tool's log to the model's layers, and check the series with the monitor's rules."""
 
 from __future__ import annotations
 
@@ -60,18 +60,18 @@ EPOCH = "epoch"
 
 @dataclass(kw_only=True)
 class History:
-    """A run's history. Each series belongs to a layer, a sub-layer and a role.
+    """Another tool's record of a run. Each series belongs to a layer, a sub-layer and a kind of parameter.
 
     Attributes:
-        form: the kind of file, in words.
-        clock: the column with the steps; empty if Lamina counts records.
-        series: the series, by owner (layer, sub-layer and role) and metric.
-        read: for each metric of the whole model, the name of the series that Lamina uses.
-        parameters: the number of parameters with a series, by metric.
-        layers: the path of each layer in the model, by the layer's number.
-        unused: the names of the series that Lamina does not use.
-        opposed: whether the loss belongs to a GAN's generator or discriminator.
-        notes: lines for the user.
+        form: the kind of file, in words
+        clock: the column with the steps ("" if Lamina counts records)
+        series: the series, by owner (layer, sub-layer and role) and metric
+        read: for each metric of the whole model, the name of the series that Lamina uses
+        parameters: the number of parameters with a series, by metric
+        layers: the path of each layer in the model, by the layer's number
+        unused: the names of the series that Lamina does not use
+        opposed: whether the loss is a GAN's
+        notes: lines for the user
     """
 
     form: str
@@ -101,12 +101,11 @@ class History:
             yield from self.rows_of(key)
 
     def rows_of(self, key: Key) -> Iterator[Row]:
-        """Yield the rows of one series."""
         (owner, metric), (steps, values) = key, self.series[key]
         yield from zip(steps.tolist(), *map(repeat, (*owner, 0, metric)), values.tolist(), strict=False)
 
     def values(self, metric: str) -> dict[int, float]:
-        """Return the values of a metric of the whole model by step; empty if the history does not have the metric."""
+        """Return a metric of the whole model by step, or {} if the record does not have the metric."""
         steps, values = self.series.get((_MODEL, metric), (np.array([], np.int64), np.array([])))
         return dict(zip(steps.tolist(), values.tolist(), strict=True))
 
@@ -129,15 +128,15 @@ def is_history(path: Path) -> bool:
 
 
 def read_history(path: Path, run: str = "") -> History:
-    """Read a run's history and assign its series to the model's layers.
+    """Read another tool's record of a run, and assign its series to the model's layers.
 
     Args:
-        path: a file, a folder, or "-" for a pipe.
-        run: the name of the run, if the history holds several runs.
+        path: a file, a folder, or "-" for a pipe
+        run: the name of the run, if the record holds several runs
 
     Raises:
-        UserError: Lamina cannot read the history, the history holds several runs, or the history has no loss and no
-            gradient norm.
+        UserError: if Lamina cannot read the record, the record holds several runs, or it has neither a loss nor a
+            gradient norm
     """
     source = (recorded_in(path) or path) if path.is_dir() else path
     runs = read_runs(source)
@@ -179,7 +178,6 @@ def _span(recording: Recording) -> str:
 
 
 def _placed(recording: Recording, source: Path) -> History:
-    """Return a run's history with its series assigned to layers."""
     history = History(form=recording.form, clock=recording.clock, notes=list(recording.notes))
     wholes = {name: owner for name in recording.series if (owner := whole(name)) is not None}
     named = {
@@ -230,7 +228,7 @@ def _placed(recording: Recording, source: Path) -> History:
 
 
 def _summed(metric: str, own: Mapping[str, Series], places: Places, *, has_total: bool) -> dict[Key, Series]:
-    """Return the norms of sub-layers, blocks and the model, at the steps with a norm of every parameter."""
+    """Add up the parameters' norms to norms of sub-layers, blocks and the model, at the steps with all parameters."""
     parts: dict[Owner, list[Series]] = {}
     for inner, series in own.items():
         owner = places.owners[inner]
@@ -269,10 +267,10 @@ def _read_filtered_losses(history: History) -> None:
 
 
 def _add_parts(history: History, series: Mapping[str, Series]) -> list[str]:
-    """Add up three or more parts of a loss if the record has no total loss. The parts' names differ in one word.
+    """If the record has no total loss, add up three or more parts whose names differ in one word.
 
     Returns:
-        The names of the parts; empty if Lamina reads a single loss.
+        The names of the parts, or an empty list if Lamina reads a single loss.
     """
     parts = parts_of(history.read.get(LOSS, ""), series)
     if not parts or any(not np.array_equal(series[name][0], series[parts[0]][0]) for name in parts):
@@ -301,9 +299,7 @@ def _read_broken_parts(history: History, others: Mapping[str, Series]) -> None:
 
 
 def _read_running_means(history: History) -> None:
-    """If losses average over the epoch so far, keep only the last loss of each later epoch, which averages the most
-    batches.
-    """
+    """If the losses are averages over the epoch so far, keep only the last loss of each later epoch."""
     loss, epoch = (history.series.get((_MODEL, metric)) for metric in (LOSS, EPOCH))
     if loss is None or epoch is None or not len(epoch[0]):
         return
@@ -322,9 +318,7 @@ def _read_running_means(history: History) -> None:
 
 
 def _is_running_mean(epochs: Sequence[Floats]) -> bool:
-    """Return whether losses are averages over the epoch so far. In such losses, the n-th change is about 1/n of the
-    first change.
-    """
+    """Return whether losses are averages over the epoch so far. Then the n-th change is about 1/n of the first."""
     long = [part for part in epochs if len(part) >= 2 * BEFORE]
     moves = [np.abs(np.diff(part)) for part in long]
     calmer = [moved[: BEFORE // 2].mean() > _CALMER * np.median(moved[BEFORE:]) for moved in moves]
@@ -366,11 +360,10 @@ def _notes(history: History, odd: Mapping[str, str]) -> list[str]:
 
 
 def judge(history: History) -> tuple[list[Alarm], list[int]]:
-    """Check a history with the layer monitor's rules. The rules count records instead of steps.
+    """Check a record with the layer monitor's rules. The rules count records instead of steps.
 
     Returns:
-        The alarms and the notable batches, and the steps at which the loss fell. A fall of the loss alone is not an
-            alarm.
+        The alarms and the notable batches, and the steps at which the loss fell suddenly.
     """
     alarms, judged = Alarms(), history.steps
     wanted, filling = _worth_judging(history, judged)
@@ -420,12 +413,10 @@ def _of_policy(history: History) -> list[Alarm]:
 
 
 def _worth_judging(history: History, judged: Sequence[int]) -> tuple[Bools, Bools]:
-    """Return the records of a long history that the rules read. Also return which of these records only serve as
-    earlier values.
+    """Choose the records of a long log that the rules read, and mark the records that only serve as earlier values.
 
-    Rules take microseconds per value, so Lamina selects the records near steps at which something may be wrong. At such
-    a step, the loss moves, or a gradient is not finite, is zero, is far above its earlier median (by a factor of 2 and
-    by five deviations), or differs from the other layers' gradients.
+    Rules take microseconds per value, so Lamina chooses only records near suspicious steps. At such a step, the loss
+    moves, or a gradient is not finite, zero, far above its earlier median, or unlike the other layers' gradients.
     """
     layered = {key: series for key, series in history.series.items() if key[1] == "gradient_norm"}
     count, many = sum(len(steps) for steps, _ in layered.values()), len(judged) > _MANY
@@ -478,9 +469,7 @@ def _moves(losses: Floats) -> Ints:
 
 
 def _rose(alarm: Alarm, losses: Mapping[int, float], calm: Sequence[int]) -> bool:
-    """Return whether a loss with an alarm has risen. A rise exceeds the loss's usual drift and most earlier losses, and
-    it does not follow a restart of the learning rate.
-    """
+    """Return whether a loss with an alarm has risen by more than usual, without a restart of the learning rate."""
     steps = sorted(losses)
     at = bisect_left(steps, alarm.step)
     if any(bisect_left(steps, step) <= at < bisect_left(steps, step) + 2 * BEFORE for step in calm):
@@ -492,7 +481,7 @@ def _rose(alarm: Alarm, losses: Mapping[int, float], calm: Sequence[int]) -> boo
 
 
 def import_history(path: Path, folder: Path, run: str = "") -> History:
-    """Convert a history to the records of a watched run in ``folder``, with the rules' alarms.
+    """Convert another tool's record to the records of a watched run in ``folder``, with the rules' alarms.
 
     Lamina replaces the files of an earlier import. Raises UserError as ``read_history`` does, or if another job wrote
     the folder.

@@ -1,4 +1,4 @@
-"""Identify a series by its name: loss, gradient norm, learning rate, step, epoch or a parameter."""
+"""Find out from a series' name whether it is a loss, gradient norm, learning rate, step, epoch or parameter."""
 
 from __future__ import annotations
 
@@ -15,15 +15,13 @@ STEPS = (
     "num_updates", "current_steps", "optimizer_step", "train_step", "step", "steps", "iteration", "iterations",
     "iter", "iter_num", "time_batch", "batch", "ba", "update", "updates", "timestep", "_step", "progress_bar",
 )  # fmt: skip
-"""Names of columns with steps, as ``plain`` writes names. If a table has several of these columns, the first name in
-this list wins.
-"""
+"""Names of columns with steps, as ``plain`` writes names. The first name in this list wins."""
 EPOCHS = ("epoch", "train_epoch", "ep", "pass")
 """Names of columns with epochs. If a record has no steps, the epochs are the steps."""
 EPOCH_STEPS = "_steps of an epoch"
 """The name of the series with the number of steps in an epoch, for a console's lines."""
 RUNS = ("run", "run_name", "run_id", "runid", "experiment", "trial_id")
-"""Names of columns that distinguish runs."""
+"""Names of columns that tell which run a line belongs to."""
 TIMES = ("timestamp", "_timestamp", "_runtime", "wall_time", "time", "created_at")
 
 
@@ -60,9 +58,7 @@ OTHER = _set("epoch eval val valid validation test system perf time wall timesta
 
 
 class Whole(NamedTuple):
-    """A metric of the whole model, and a series' rank. Of several series with this metric, Lamina takes the series with
-    the lowest rank.
-    """
+    """A metric of the whole model, with the rank of its series. Lamina uses the series with the lowest rank."""
 
     metric: str
     rank: int
@@ -77,7 +73,7 @@ def words_of(name: str) -> list[str]:
 
 @cache
 def step_rank(name: str) -> int | None:
-    """Return the rank of a column with steps (the lowest rank is the best). Return None for any other column."""
+    """Return the rank of a column with steps (lowest is best), or None for any other column."""
     if (known := plain(name)) in STEPS:
         return STEPS.index(known)
     words = words_of(name)
@@ -87,13 +83,13 @@ def step_rank(name: str) -> int | None:
 
 @cache
 def plain(name: str) -> str:
-    """Return a column's name in lower case. Characters that are not letters or digits become underscores."""
+    """Return a column's name in lower case, with underscores for characters other than letters and digits."""
     return re.sub(r"[^a-z0-9]+", "_", name.lower()).removesuffix("_")
 
 
 @cache
 def whole(name: str) -> Whole | None:
-    """Return the whole model's metric that a name means; None for any other name."""
+    """Return the whole model's metric that a name means, or None for any other name."""
     words = words_of(name)
     if not words or _HELD_OUT & set(words):
         return None
@@ -121,8 +117,9 @@ def are_opposed(name: str, others: Iterable[str]) -> bool:
 
 
 def parts_of(name: str, others: Collection[str]) -> list[str]:
-    """Return the names of a loss's parts, which differ in one word (box_loss, cls_loss, dfl_loss). The list is empty if
-    ``name`` is a total loss, if the losses belong to a GAN, or for fewer than three parts.
+    """Return the names of a loss's parts, which differ in one word (box_loss, cls_loss, dfl_loss).
+
+    The list is empty for a total loss, a GAN's losses, or fewer than three parts.
     """
     if (known := whole(name)) is None or known.rank != _PART or are_opposed(name, others):
         return []
@@ -194,10 +191,10 @@ _SETTING = re.compile(r"(?:.*/)?(?:grad(?:ient)?|weight|param(?:eter)?)s?_[a-z_]
 
 @cache
 def parameter_of(name: str) -> tuple[str, str] | None:
-    """Return the metric and the parameter in the name of a parameter's series. Return None for any other series.
+    """Return the metric and the parameter in a series' name, or None if the name has no parameter.
 
-    The metric may come before the parameter's name (gradients/NAME, grad/norm/NAME, l2_norm/grad/NAME,
-    params/norm/NAME), or after it (NAME/grad_norm, NAME.grad).
+    The metric may come before the parameter (gradients/NAME, grad/norm/NAME, params/norm/NAME) or after it
+    (NAME/grad_norm, NAME.grad).
     """
     if _OTHER.match(name):
         return None

@@ -12,7 +12,7 @@ Bins: TypeAlias = Any
 
 NUMBER = r"[-+]?(?:\d+(?:[.,]\d+)+|\d+\.?|\.\d+)(?:[eE][-+]?\d+)?(?:[kKMB](?![\w/]))?|[-+]?(?:nan|inf(?:inity)?)\b"
 WHOLE = r"\d+(?:,\d{3})*(?:\.(?:0+|\d+(?=[eEkM])))?(?:[eE]\+?\d+)?(?:[kKM](?=it|\b))?(?!\.?\d)"
-"""A regular expression for steps, such as 1,000, 1.0e+02 and 12k. Numbers such as 0.17 are times and do not match."""
+"""A regular expression for steps, such as 1,000, 1.0e+02 and 12k, but not for times such as 0.17."""
 
 _SUFFIXES = {"k": 1e3, "m": 1e6, "b": 1e9}
 _THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d*)?(?:[eE][-+]?\d+)?")
@@ -22,7 +22,7 @@ _MAYBE = re.compile(r"[-+]?[1-9]\d{0,2},\d{3}")  # 2,310 is 2310 or 2.31; 2,31 a
 
 
 def number_of(value: object) -> float | None:
-    """Return a value as a number. A histogram becomes the norm of its values. Any other value becomes None."""
+    """Return a value as a number, or None if it is no number. A histogram becomes the norm of its values."""
     if isinstance(value, float):
         return value
     if value is None or isinstance(value, bool):
@@ -54,16 +54,15 @@ def has_comma(value: str) -> bool:
 def with_commas(
     texts: Mapping[str, Sequence[str]], *, whole: Collection[str], points: bool
 ) -> Mapping[str, list[float] | None]:
-    """Return each column's numbers from texts with a comma. Return None for a column whose commas may have either
-    meaning.
+    """Convert texts with a comma to numbers, by column.
 
-    A comma is a decimal comma (2,31) or a thousands separator (1,000.5). In 2,310, the comma may have either meaning.
-    Other numbers in the column decide the meaning, or otherwise numbers in other columns.
+    A comma is a decimal comma (2,31) or a thousands separator (1,000.5). In 2,310, the comma may be either. Then the
+    other numbers of the column decide, or the numbers of other columns. A column without a decision becomes None.
 
     Args:
-        texts: the texts with a comma in each column.
-        whole: the columns that hold whole numbers.
-        points: whether other numbers in the file have a decimal point.
+        texts: the texts with a comma in each column
+        whole: the columns that hold whole numbers
+        points: whether other numbers in the file have a decimal point
     """
     signs = {name: {sign for text in column if (sign := _sign(text))} for name, column in texts.items()}
     others = {"."} if points else set[str]().union(*(of for name, of in signs.items() if name not in whole))
@@ -77,7 +76,7 @@ def with_commas(
 
 
 def _sign(text: str) -> str:
-    """Return a number's decimal sign (comma or point); "" if the number's comma may have either meaning."""
+    """Return a number's decimal sign (comma or point), or "" if its comma may be either."""
     text = text.strip()
     return "." if _SURE_THOUSANDS.fullmatch(text) else "" if _MAYBE.fullmatch(text) else ","
 
@@ -89,7 +88,7 @@ def _read(text: str, sign: str) -> float | None:
 
 
 def _norm_of_bins(histogram: Mapping[str, Bins]) -> float | None:
-    """Return the norm of values in bins. Values count as uniform within a bin: E[x^2] = middle^2 + width^2 / 12."""
+    """Return the norm of a histogram's values. Values count as uniform within a bin."""
     counts, edges, packed = histogram.get("values"), histogram.get("bins"), histogram.get("packedBins")
     if not isinstance(counts, list):
         return None

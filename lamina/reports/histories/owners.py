@@ -1,8 +1,7 @@
 """Find each parameter's layer, sub-layer and role from the names of all parameters.
 
-A layer is a module with an attention sub-layer and a feed-forward sub-layer. The layer's index is the last number that
-the sub-layers' names share. So Lamina needs no list of models to recognize stages (layers.0.blocks.1) and stacks
-(encoder.block.0.layer.1).
+A layer is a module with an attention and a feed-forward, and its index is the last number that their names share. So
+Lamina recognizes stages (layers.0.blocks.1) and stacks (encoder.block.0.layer.1) without a list of models.
 """
 
 from __future__ import annotations
@@ -38,14 +37,12 @@ _OUTSIDE = {
 
 @cache
 def _kind(part: str) -> str | None:
-    """Return a module's kind of sub-layer (attention or feed_forward) from the module's name."""
+    """Return the kind of sub-layer (attention or feed_forward) that a module's name means."""
     return next((kind for kind, words in _KINDS.items() if re.fullmatch(words, part.lower())), None)
 
 
 def parts_of(name: str) -> Parts | None:
-    """Return the parts of a parameter's name; None for any other name. Numbers are separate parts, so "layers_0" has
-    two parts.
-    """
+    """Return the parts of a parameter's name, or None for any other name. Numbers are separate parts of a name."""
     parts: list[str] = []
     for part in re.split(r"[./]", re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", name).strip(". ")):
         if not re.fullmatch(r"\w+", part):
@@ -59,11 +56,11 @@ def parts_of(name: str) -> Parts | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Places:
-    """The layer, sub-layer and role of each parameter of a model.
+    """The layer, sub-layer and role of each parameter.
 
     Attributes:
-        owners: the layer, sub-layer and role of each parameter, by the parameter's name.
-        layers: the path of each layer in the model, by the layer's number.
+        owners: the layer, sub-layer and role, by the parameter's name
+        layers: the path of each layer in the model, by the layer's number
     """
 
     owners: Mapping[str, Owner]
@@ -108,9 +105,7 @@ def places_of(names: Iterable[str]) -> Places:
 
 
 def _joined(split: dict[str, Parts]) -> dict[str, Parts]:
-    """Rename parameters in parallel lists of sub-layers (attentions.0, ffns.0), as if the model had one list of layers
-    with both sub-layers.
-    """
+    """Rename parameters in parallel lists (attentions.0, ffns.0), as if one list of layers held both sub-layers."""
     beside: dict[Parts, set[str | None]] = defaultdict(set)
     first = {name: numbers[0] for name, parts in split.items() if (numbers := _numbers(parts)) and numbers[0]}
     for name, at in first.items():
@@ -132,7 +127,7 @@ def _first_kind(parts: Iterable[str]) -> str | None:
 
 
 def _layer(parts: Parts, layers: Container[Parts], lists: Collection[Parts], around: Container[Parts]) -> Parts | None:
-    """Return the layer that contains a parameter; None for a parameter outside the layers."""
+    """Return the layer that contains a parameter, or None for a parameter outside the layers."""
     numbers = [parts[: at + 1] for at in _numbers(parts)]
     inside = next((path for path in numbers if path in layers), None)
     alone = next((path for path in numbers if path[:-1] in lists and path not in around), None)  # one of another kind
@@ -140,9 +135,7 @@ def _layer(parts: Parts, layers: Container[Parts], lists: Collection[Parts], aro
 
 
 def _counted(paths: Iterable[Parts]) -> dict[Parts, int]:
-    """Number layers from 0, one stack after another. Lamina uses the numbers in the names, or the order if stages have
-    numbers.
-    """
+    """Number layers from 0 by the numbers in their names. If stages have numbers, number the layers in their order."""
     numbers: dict[Parts, int] = {}
     begin = 0
     for _, stack in groupby(sorted(paths, key=_order), key=lambda path: _order(path)[:2]):
@@ -160,7 +153,7 @@ def _order(path: Parts) -> tuple[tuple[bool, bool], tuple[str, ...], list[int]]:
 
 
 def _outside_role(parts: Parts) -> str | None:
-    """Return the role of a parameter outside the layers; None for a statistic of the whole model."""
+    """Return the role of a parameter outside the layers, or None for a statistic of the whole model."""
     roles = (role for part in parts for role, words in _OUTSIDE.items() if re.fullmatch(words, part.lower()))
     if (role := next(roles, None)) is not None or _numbers(parts):
         return role or "other"

@@ -1,6 +1,4 @@
-"""Turn the lines of a history into series with steps. Lamina finds the column with the steps, and splits the lines into
-runs.
-"""
+"""Turn the lines of another tool's log into series with steps: find the steps' column, and separate the runs."""
 
 from __future__ import annotations
 
@@ -44,15 +42,15 @@ _NOTHING: Series = (np.array([], np.int64), np.array([]))
 
 @dataclass(kw_only=True)
 class Recording:
-    """The content of one run's history.
+    """The content of one run's log.
 
     Attributes:
-        form: the kind of file, in words.
-        series: the series, by name.
-        rows: the number of lines or steps.
-        clock: the name of the column with the steps; "" if Lamina counts lines.
-        notes: lines for the user.
-        odd: for each column without numbers, the column's first text.
+        form: the kind of file, in words
+        series: the series, by name
+        rows: the number of lines or steps
+        clock: the name of the column with the steps ("" if Lamina counts lines)
+        notes: lines for the user
+        odd: the first text in each column that holds no numbers
     """
 
     form: str
@@ -65,12 +63,12 @@ class Recording:
 
 @dataclass(kw_only=True)
 class Columns:
-    """The columns read from a table or from a log's lines. Each column holds its values and their line numbers.
+    """The columns of a table or of a log. Each column holds values and their line numbers.
 
     Attributes:
-        rows: the number of lines.
-        runs: the texts in columns such as run_name, which tell runs apart, by column and line.
-        odd: for each column without numbers, the column's first text.
+        rows: the number of lines
+        runs: the texts in columns that separate runs, such as run_name, by column and line
+        odd: the first text in each column that holds no numbers
     """
 
     form: str
@@ -81,11 +79,7 @@ class Columns:
 
 
 class _Column:
-    """A column that grows line by line. It collects numbers, numbers with a comma, runs' names and the first odd text.
-
-    Attributes:
-        plain: whether the column holds values, not steps (such as "601/2161") or runs' names.
-    """
+    """A column that grows line by line."""
 
     def __init__(self, name: str):
         self.is_run, self.is_step = plain(name) in RUNS, step_rank(name) is not None
@@ -115,7 +109,7 @@ class _Column:
 
 
 def of_lines(lines: Iterable[Mapping[str, object]], form: str) -> Columns:
-    """Collect the lines' values by column. Keep only numbers, and texts that tell runs apart."""
+    """Collect the lines' values by column. Keep only numbers, and texts that separate runs."""
     columns, known, row = Columns(form=form), dict[str, _Column](), -1
     for row, line in enumerate(lines):
         for name, value in line.items():
@@ -161,7 +155,7 @@ def _judged_inside(name: str, inner: Mapping[object, object]) -> Iterator[tuple[
 
 
 def add_commas(columns: Columns, commas: Mapping[str, Sequence[tuple[int, str]]], *, points: bool) -> None:
-    """Add the numbers with a comma to the columns.
+    """Add numbers with a comma to the columns.
 
     Raises UserError if a comma in a loss or a norm may be a decimal comma or a thousands separator.
     """
@@ -197,10 +191,10 @@ def of_points(points: Iterable[tuple[str, int, float]], form: str) -> Recording:
 
 
 def runs_of(columns: Columns) -> dict[str, Recording]:
-    """Return the runs in a table, by name. A new run id, another prefix of W&B's columns, or a restart of the steps
-    begins another run.
+    """Return the runs in a table, by name.
 
-    Raises UserError for steps that are too large.
+    A new run id, a new prefix of W&B's columns, or a restart of the steps begins another run. Raises UserError for
+    steps that are too large.
     """
     recordings: dict[str, Recording] = {}
     for name, part in _by_id(columns).items():
@@ -231,7 +225,7 @@ def _by_id(columns: Columns) -> dict[str, Columns]:
 
 
 def _of_lines(columns: Columns, chosen: Bools) -> Columns:
-    """Return a table's lines where ``chosen`` is true, with new line numbers."""
+    """Return only the lines where ``chosen`` is true, with new line numbers."""
     count = np.cumsum(chosen) - 1
     values = {name: (count[at[chosen[at]]], of[chosen[at]]) for name, (at, of) in columns.values.items()}
     kept = {name: series for name, series in values.items() if len(series[0])}
@@ -239,7 +233,7 @@ def _of_lines(columns: Columns, chosen: Bools) -> Columns:
 
 
 def _by_start(columns: Columns) -> list[Recording]:
-    """Split a table into runs at the lines at which the steps start again."""
+    """Split a table into runs where the steps start again."""
     notes = _count_on(columns)
     judged = np.zeros(columns.rows, bool)
     for name, (at, _) in columns.values.items():
@@ -265,9 +259,7 @@ def _by_start(columns: Columns) -> list[Recording]:
 
 
 def _count_on(columns: Columns) -> list[str]:
-    """Turn steps that restart in each epoch into total steps, with the printed number of steps in an epoch. Return the
-    notes.
-    """
+    """Change steps that restart in each epoch to steps of the whole training, and return notes for the user."""
     (at, steps), (known, of) = (columns.values.get(name, _NOTHING) for name in ("step", EPOCH_STEPS))
     epochs = next((series for name, series in columns.values.items() if plain(name) in EPOCHS), None)
     if epochs is None or not len(known) or not _is_whole(epochs[1]):
@@ -312,8 +304,9 @@ def _one(columns: Columns, steps: Ints, clock: str, notes: Sequence[str], first:
 
 
 def _latest(steps: Ints) -> Bools:
-    """Return which values to keep. A later line with the same step, or with an earlier step, replaces a value. If the
-    steps are shuffled, only a later line with the same step replaces a value.
+    """Return which values to keep. A later line with the same step, or with a smaller step, replaces a value.
+
+    If the steps are shuffled, only a later line with the same step replaces a value.
     """
     if len(steps) < 2:
         return np.ones(len(steps), bool)
@@ -327,9 +320,7 @@ def _latest(steps: Ints) -> Bools:
 
 
 def _clock(columns: Columns, lines: Ints) -> tuple[str, Ints]:
-    """Return the name of the column with the steps, and each line's step. Without such a column, return "" and line
-    numbers.
-    """
+    """Return the name of the column with the steps and each line's step, or "" and the line numbers."""
     named = [(rank, name) for name in columns.values if (rank := step_rank(name)) is not None]
     epochs = next((series for name, series in columns.values.items() if plain(name) in EPOCHS), None)
     candidates = []
@@ -378,7 +369,7 @@ def _is_whole(values: Floats) -> bool:
 
 
 def _carried(series: Series, rows: int) -> Floats:
-    """Return a value for each line. A line without a value gets the last earlier value."""
+    """Return one value per line. A line without a value gets the last earlier value."""
     at, of = series
     last = np.searchsorted(at, np.arange(rows), side="right") - 1
     return of[np.maximum(last, 0)]

@@ -1,4 +1,4 @@
-"""Read runs from the files and folders of other tools: choose a folder's file, and read each format."""
+"""Read runs from the files and folders of other tools."""
 
 from __future__ import annotations
 
@@ -58,9 +58,7 @@ _LARGE, _LONGEST = 2**20, 2**26  # bytes from which a file is read in pieces, an
 
 
 def recorded_in(folder: Path) -> Path | None:
-    """Return the path to read in another tool's folder. The path is a trainer's file, a database, or a folder with
-    W&B's or TensorBoard's files.
-    """
+    """Return the path to read in another tool's folder, such as a trainer's file, a database or W&B's files."""
     if (folder / CONFIG).exists() and (folder / "layers").exists():
         return None
     if files := runs_in(folder):
@@ -211,9 +209,7 @@ _YOLO_LOSSES = frozenset(("box", "obj", "cls", "dfl", "seg", "total"))
 
 
 def _below_headers(lines: Iterable[str]) -> Iterator[Mapping[str, object]]:
-    """Yield the rows below headers with a loss, as Ultralytics prints them. If a progress bar printed a row several
-    times, keep the last print.
-    """
+    """Yield the rows below headers with a loss, as Ultralytics prints them. The last print of a row counts."""
     names, row = list[str](), dict[str, str]()
     for line in lines:
         cells = _TWO_WORDS.sub(r"\1_", line).split()
@@ -233,7 +229,7 @@ def _below_headers(lines: Iterable[str]) -> Iterator[Mapping[str, object]]:
 
 
 def _long(path: Path) -> Columns | None:
-    """Read a large file of JSON lines line by line. Return None for another format."""
+    """Read a large file of JSON lines, or return None for another format."""
     with path.open(encoding="utf-8-sig", errors="replace") as file:
         first = file.readline(_LONGEST)
         if not first.startswith("{") or not first.endswith("}\n") or next(_json_lines([first]), None) is None:
@@ -260,9 +256,7 @@ def _json_lines(lines: Iterable[str]) -> Iterator[Mapping[str, object]]:
 
 
 def _records(data: object, name: str) -> Iterator[Mapping[str, object]]:
-    """Yield the records in JSON. Lamina reads lists of records, columns, pandas' and TensorBoard's forms, and mappings
-    with such data.
-    """
+    """Yield the records in JSON: lists of records, columns, pandas' and TensorBoard's forms, and mappings of these."""
     if isinstance(data, Mapping):
         for inner in ("log_history", "history", "data", "records", "metrics", "logs"):
             if isinstance(data.get(inner), list | Mapping):
@@ -300,7 +294,7 @@ _SEPARATORS = (",", ";", "\t", "|")
 
 
 def _header(first: str) -> tuple[str, list[str]] | None:
-    """Return the separator and the names in a table's first line; None if the line is no table header."""
+    """Return the separator and the names in a table's first line, or None if the line is no header."""
     if "\r" in first:  # of a progress bar
         return None
     separator = max(_SEPARATORS, key=first.count)
@@ -332,7 +326,7 @@ def _cells(line: str, separator: str) -> list[str]:
 
 
 def _spaced(text: str) -> str | None:
-    """Return a table such as fastai's with tabs instead of spaces between columns. Return None for any other text."""
+    """Return a table with tabs instead of spaces between columns (fastai), or None for any other text."""
     lines = [line for line in text.splitlines() if line.strip()]
     lines[:1] = [_TWO_WORDS.sub(r"\1_", line) for line in lines[:1]]
     for gap in (r"\s{2,}", r"\s+"):
@@ -344,7 +338,7 @@ def _spaced(text: str) -> str | None:
 
 
 def _not_a_table(text: str) -> str:
-    """Return a sentence if decimal commas split the cells of a table. Otherwise, return ""."""
+    """Return a sentence if decimal commas split the cells of a table, or ""."""
     first, second = (*text.splitlines()[:2], "", "")[:2]
     header = _header(first)
     if header is None or header[0] != "," or not (cells := _cells(second, ",")) or len(cells) <= len(header[1]):
@@ -429,12 +423,7 @@ def _numbers(words: Proto, present: np.ndarray) -> Proto:
 
 
 class _Reading:
-    """The progress of reading a large file, which Lamina reports on standard error.
-
-    Args:
-        name: the file's name.
-        size: the file's size, in the unit of ``say``'s argument.
-    """
+    """Report the progress of reading a large file on standard error."""
 
     def __init__(self, name: str, size: int):
         self.name, self.size, self.last = name, size, os.times().elapsed
@@ -489,10 +478,9 @@ _WHOLE_RECORD, _LAST_PART = 1, 4
 
 
 def _records_of(data: bytes) -> Iterator[bytes]:
-    """Yield the records of W&B's file, which has LevelDB's log format. A record's parts hold a checksum, a length, a
-    kind and bytes.
+    """Yield the records of W&B's file, which has LevelDB's log format, without an incomplete last record.
 
-    A part never crosses a block. Lamina skips an incomplete last record, which a running job writes.
+    A record consists of parts with a checksum, a length, a kind and bytes. A part never crosses a block.
     """
     if not data.startswith(b":W&B"):
         raise ValueError("no file of W&B's")

@@ -1,4 +1,4 @@
-"""Read numbers without column names by the file's name, and find the texts that a notebook has printed."""
+"""Read numbers without column names, and find the texts that a notebook has printed."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ _VALUES = {"value", "values", "train", "training", "y"}
 
 
 def named_by_file(columns: Columns, stem: str) -> Columns:
-    """If a file's name means a loss, give this name to the table's only column of values. TensorBoard calls this column
-    Value.
-    """
+    """If the file's name means a loss, give this name to the only column of values (TensorBoard's Value)."""
     if whole(stem) is None or any(whole(name) or parameter_of(name) for name in columns.values):
         return columns
     named = [name for name in columns.values if _VALUES.issuperset(words_of(name) or [name])]
@@ -37,7 +35,7 @@ def named_by_file(columns: Columns, stem: str) -> Columns:
 
 
 def rows_of(lines: Sequence[str]) -> list[list[str]]:
-    """Return the cells of lines with only numbers and equally many cells. Return an empty list for any other text."""
+    """Return the cells of lines that hold equally many numbers and nothing else, or [] for any other text."""
     if not lines or number_of(re.split(r"[\s,;|]+", lines[0].strip())[0]) is None:  # most texts
         return []
     rows = [re.split(r"[\s,;|]+", line.strip()) for line in lines]
@@ -46,10 +44,10 @@ def rows_of(lines: Sequence[str]) -> list[list[str]]:
 
 
 def without_names(rows: Sequence[Sequence[object]], stem: str) -> Iterator[Mapping[str, object]]:
-    """Yield the records in rows of numbers. The file's name must mean a loss. Apart from times and steps (rising whole
-    numbers), the rows must have exactly one column.
+    """Yield the records in rows of numbers without names.
 
-    Raises UserError for any other rows.
+    The file's name must mean a loss, and the rows must have exactly one column apart from times and steps. Raises
+    UserError for any other rows.
     """
     columns = [[number_of(cell) for cell in column] for column in zip(*rows, strict=True)]
     count = f"{len(columns)} column{'s' * (len(columns) > 1)} of numbers without names"

@@ -15,9 +15,7 @@ from lamina.reports.sentences import headline
 
 @report_of(Kind.COMPARE)
 def compare_report(folder: Path) -> Path:
-    """Write ``folder/report.html`` from a study's results.csv and trials. Raises UserError if the study has no results
-    yet.
-    """
+    """Write ``folder/report.html`` from a study's results.csv and trials. Raises UserError if there are no results."""
     study = read_study(folder)
     summary, items, color = sections.prepare(study)
     several = bool((summary["learning_rates"] > 1).any())

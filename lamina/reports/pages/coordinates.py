@@ -93,8 +93,7 @@ def _verdicts(slopes: Frame) -> dict[str, str]:
 
 
 def _figure(sizes: Frame, verdicts: Mapping[str, str], axis: str) -> Figure:
-    """Draw mean |x| against the width or depth, before the first step and after the last step, with one line per
-    module.
+    """Draw each module's mean |x| against the width or depth, before the first step and after the last step.
 
     Only a module that grows, shrinks or is broken has a color and a name.
     """
@@ -130,7 +129,7 @@ def _figure(sizes: Frame, verdicts: Mapping[str, str], axis: str) -> Figure:
 
 
 def _table(slopes: Frame, axis: str) -> str:
-    """Return a table of each module's exponents at the start and after the last step, and the range over its layers."""
+    """Return a table of each module's exponents at the start and after the last step, with their range over layers."""
     verdicts = _verdicts(slopes)
     last = int(slopes["step"].max())
     rows = []

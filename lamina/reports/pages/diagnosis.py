@@ -113,7 +113,7 @@ def loss_chart(evidence: Evidence) -> str:
 
 
 def _course(evidence: Evidence, name: str, values: Mapping[int, float]) -> str:
-    """Draw a recorded series of the whole model. Return "" for fewer than two values."""
+    """Draw a recorded series of the whole model, or return "" for fewer than two values."""
     if len(values) < 2:
         return ""
     steps = sorted(values)
@@ -182,7 +182,7 @@ def _series_figure(evidence: Evidence, first: Alarm) -> Figure | None:
 
 
 def _drawn(evidence: Evidence, lines: Sequence[Drawn], quantity: str) -> Figure:
-    """Draw ``lines`` with marks at the rise and at the first alarm."""
+    """Draw lines with marks at the rise and at the first alarm."""
     steps = ((evidence.first.step if evidence.first else None, _COLORS[1]), (evidence.rose, _COLORS[0]))
     return _lines(lines, quantity, [(step, color) for step, color in steps if step is not None], evidence.unit)
 

@@ -66,9 +66,7 @@ def evaluation_report(folder: Path) -> Path:
 
 
 def headline(printed: Json, paired: list[Json]) -> str:
-    """Return the finding in one line: the best score in the last column, the score of random guessing, and whether any
-    difference is significant.
-    """
+    """Return the finding in one line: the best score in the last column, the score of guessing, and significance."""
     known = [line for line in printed["lines"] if is_number(line["mean"][-1])]
     if not known:
         return "No model has a score"
@@ -132,7 +130,7 @@ _BARS = (
 
 
 def _paired(rows: list[Json]) -> str:
-    """Return the table of differences from the first model; "" for a single model."""
+    """Return the table of differences from the first model, or "" for a single model."""
     if not rows:
         return ""
     about = (
@@ -173,7 +171,7 @@ def _scores(printed: Json, color: dict[str, str]) -> str:
 
 
 def _bars(printed: Json, color: dict[str, str]) -> Figure | None:
-    """Draw the shares as groups of bars; None if the table has no shares."""
+    """Draw the shares as groups of bars, or return None if the table has no shares."""
     scored = [at for at, share in enumerate(printed["shares"]) if share]
     if not scored:
         return None

@@ -82,12 +82,13 @@ def max_rate_report(folder: Path) -> Path:
 
 
 def summarize(results: Frame) -> list[Json]:
-    """Return one row per placement from the rows of results.csv. The highest mean learning rate comes first.
+    """Return one row per placement from results.csv, highest mean learning rate first.
 
-    ``mean``, ``std``, ``low`` and ``high`` summarize the seeds' largest learning rates (``std``: ddof 1, NaN for fewer
-    than two seeds). ``seeds`` counts the seeds with a largest learning rate. ``open`` counts the seeds that reached the
-    end of the warm-up. If ``open`` is above 0, ``mean`` is a lower bound. ``loss`` is the mean smoothed loss at the
-    largest learning rates. ``ends`` is a text with the number of runs that each rule stopped.
+    - mean, std, low, high: the seeds' largest learning rates (std: ddof 1, NaN for one seed)
+    - seeds: the number of seeds with a largest learning rate
+    - open: the number of seeds that reached the end of the warm-up. If there are any, the mean is a lower bound.
+    - loss: the mean smoothed loss at the largest learning rates
+    - ends: the number of runs that each rule stopped, as a text
     """
     rows = []
     for placement, group in complete(results).groupby("placement", sort=False):
@@ -111,9 +112,7 @@ def summarize(results: Frame) -> list[Json]:
 
 
 def spread(row: Row) -> str:
-    """Return the mean and standard deviation of a placement's largest learning rates as text, with "≥" for a lower
-    bound.
-    """
+    """Return a placement's mean largest learning rate with its standard deviation as text. "≥" marks a lower bound."""
     if not row["seeds"]:
         return "-"
     if row["open"]:
@@ -137,7 +136,7 @@ def notices(rows: Sequence[Json]) -> list[str]:
 
 
 def headline(rows: Sequence[Json]) -> str:
-    """Return the finding in one line, which names all placements that reached the end of the warm-up."""
+    """Return the finding in one line, with all placements that reached the end of the warm-up."""
     beyond = [row["placement"] for row in rows if row["open"]]
     if len(beyond) > 1:
         top = min(row["mean"] for row in rows if row["open"])
@@ -148,7 +147,7 @@ def headline(rows: Sequence[Json]) -> str:
 
 
 def sentences(rows: Sequence[Json]) -> list[str]:
-    """Report which placement tolerates the highest learning rate, and its ratio to the lowest learning rate."""
+    """Return sentences on the highest learning rate, and on its ratio to the lowest learning rate."""
     measured = [row for row in rows if row["seeds"] and row["mean"] > 0]
     if not measured:
         return ["No run has found a largest learning rate."]
@@ -188,9 +187,7 @@ def rules(settings: Mapping[str, object]) -> list[str]:
 
 
 def loss_by_rate(study: Study, color: Mapping[str, str]) -> Figure | None:
-    """Draw smoothed loss against learning rate (log scale), with one line per placement and seed. A mark shows where a
-    run stopped.
-    """
+    """Draw the smoothed loss against the learning rate, with one line per placement and seed, up to the failure."""
     picture, curves = Figure(), []
     named_in_legend: set[str] = set()
     for trial, row in zip(study.trials, rows_of(study.results), strict=True):
@@ -239,9 +236,7 @@ def loss_by_rate(study: Study, color: Mapping[str, str]) -> Figure | None:
 
 
 def curve_of(trial: Trial, settings: Mapping[str, object]) -> Frame:
-    """Return a trial's smoothed loss by learning rate, in the columns rate and loss. The first step is missing, because
-    its learning rate is 0.
-    """
+    """Return a trial's smoothed loss by learning rate, without the first step, whose learning rate is 0."""
     rows = trial.layers.of("step_loss").drop_duplicates("step", keep="last").sort_values("step")
     top, steps, window = (float(str(settings.get(name, 1))) for name in ("max_learning_rate", "steps", "window"))
     losses = smoothed(rows["value"].astype(float).to_numpy(), int(window))

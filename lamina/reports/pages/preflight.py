@@ -49,10 +49,9 @@ _FIGURES = (
 
 @report_of(Kind.PREFLIGHT, needs="preflight")
 def preflight_report(folder: Path) -> Path:
-    """Write ``folder/report.html`` from the folder's preflight.json and layers.parquet.
+    """Write ``folder/report.html`` from preflight.json and layers.parquet.
 
-    preflight.json holds the ``command`` line, the ``rows`` of the table (one per planned run), and the ``losses`` of
-    each run's burn-in.
+    preflight.json holds the command, the table's rows (one per planned run), and the training losses of each run.
     """
     result, layers = read_json(folder / PREFLIGHT), read_parquet(folder / LAYERS)
     rows: Frame = pd.DataFrame(result["rows"])
@@ -120,7 +119,7 @@ def label_of(placement: str, rate: float, rows: Frame) -> str:
 
 
 def _verdicts(records: list[Json], labels: list[str], color: Mapping[str, str]) -> str:
-    """Return a table of verdicts, then reasons and advice as paragraphs, because a phone hides a wide text column."""
+    """Return a table of verdicts, followed by each run's reason and advice."""
     reasons, cited = [], set()
     order = sorted(zip(records, labels, strict=True), key=lambda pair: pair[0]["chance"])
     for row, label in order:

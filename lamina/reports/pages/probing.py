@@ -1,6 +1,4 @@
-"""The page of `lamina probe`, with one section per probe, and its figures as PNGs. The page and the PNGs need only the
-folder's files.
-"""
+"""The page of `lamina probe`, with one section per probe, and its figures as PNGs."""
 
 from __future__ import annotations
 
@@ -94,17 +92,16 @@ def draw(folder: Path) -> list[Path]:
 
 
 def _read(path: Path) -> Figure:
-    """Read a stored figure in the page's look. Raises OSError, ValueError."""
+    """Read a stored figure, and style it for the page. Raises OSError or ValueError."""
     small = cast("Any", compact(plotly.io.from_json(path.read_text(encoding="utf-8")))[0])
     return polish_own(Figure([trace.to_plotly_json() for trace in small.data], small.layout.to_plotly_json()))
 
 
 def main_numbers(frame: Frame) -> Frame:
-    """Summarize a probe's values: one row per metric, with the layers of the extremes.
+    """Summarize a probe's values: one row per metric, sub-layer, role, number format and way to drop a layer.
 
-    Each combination of sub-layer, role, number format and ``meaning`` (the way to drop a layer) has a separate row. The
-    other columns hold the number of rows, the number of values that are not finite, the lowest, the median and the
-    highest value, and the layers of both extremes.
+    The columns hold the number of rows, the number of values that are not finite, the lowest, median and highest value,
+    and the layers of the lowest and the highest value.
     """
     apart = ("metric", "sublayer", "role", "format", "meaning")
     by = [name for name in apart if name in frame and frame[name].notna().any()]
@@ -190,7 +187,7 @@ def _prune(result: Json, probes: Json) -> Section:
 
 
 def _removal(probes: Json) -> list[str]:
-    """Return layer_drop's sentences on the layers to remove, which the page shows above the `lamina prune` command."""
+    """Return layer_drop's sentences on the layers to remove."""
     texts = [str(text) for text in probes.get("layer_drop", {}).get("sentences") or ()][1:]
     return [text for at, text in enumerate(texts) if at == 0 or "angular distance" in text]
 

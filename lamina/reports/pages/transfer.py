@@ -1,4 +1,4 @@
-"""The page of a transfer: the learning rates that work on the proxy, and their values at the target."""
+"""The page of `lamina transfer`: the learning rates that work on the small model, converted to the target width."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from lamina.studies.record import has_study
 
 @report_of(Kind.TRANSFER, needs="transfer")
 def transfer_report(folder: Path) -> Path:
-    """Write ``folder/report.html`` of a transfer. If the transfer ended without transfer.json, write the page of its
-    trials.
+    """Write ``folder/report.html`` of a transfer. Without transfer.json, write the page of its trials.
 
     Raises UserError if results.csv lacks a column.
     """
@@ -62,7 +61,7 @@ def headline(summary: Row) -> str:
 
 
 def sentences(summary: Row) -> list[str]:
-    """Report a transfer's results: the intervals, the learning rate, the risk, and how the wider runs ended."""
+    """Return sentences on the stable learning rates, the best learning rate, the risk, and how the wider runs ended."""
     proxy, rate, above = summary["proxy_width"], summary["learning_rate"], summary["first_failing_above"]
     if rate is None:
         return [
