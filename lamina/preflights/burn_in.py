@@ -151,17 +151,17 @@ def take_snapshot(
 
     Rows with sublayer "block" describe a layer's output, or the embedding's output for layer -1:
 
-    - ``token_similarity``: the mean cosine over all pairs of tokens.
-    - ``state_gradient_norm``: the norm of the loss's gradient with respect to this output.
-    - ``jacobian_gain``: the root mean square factor by which later layers stretch a change of this output, estimated
-      with one random vector.
+    ``token_similarity``: the mean cosine over all pairs of tokens.
+    ``state_gradient_norm``: the norm of the loss's gradient with respect to this output.
+    ``jacobian_gain``: the root mean square factor by which later layers stretch a change of this output, estimated with
+        one random vector.
 
     Other rows describe a sub-layer:
 
-    - ``branch_variance``: the variance of the module's output.
-    - ``added_variance``: the variance of the tensor that the sub-layer adds to the skip, after an output norm.
-    - ``skip_variance``: the variance of the scaled skip.
-    - ``gradient_norm``: the norm of the weights' gradient.
+    ``branch_variance``: the variance of the module's output.
+    ``added_variance``: the variance of the tensor that the sub-layer adds to the skip, after an output norm.
+    ``skip_variance``: the variance of the scaled skip.
+    ``gradient_norm``: the norm of the weights' gradient.
     """
     base = body_of(model)
     model.zero_grad()

@@ -155,9 +155,9 @@ def projected(numbers: Features) -> float:
 def deciding_share(numbers: Features, fitted: Json) -> float:
     """Return the part of the run after which we can tell whether it learns, as a share of the summed learning rates.
 
-    If the loss is far above the loss of token frequencies alone, Lamina assumes that the loss keeps falling at its
-    present pace, with a fitted factor for a slower pace later. Otherwise, the result is a fitted multiple of the share
-    so far.
+    If the loss is far above the loss of token frequencies, Lamina assumes that the loss keeps falling at its present
+    pace. A fitted factor allows for a slower pace later. Otherwise, the result is a fitted multiple of the share so
+    far.
     """
     rule = fitted["deciding"]
     if not learns_frequencies(numbers):

@@ -26,24 +26,21 @@ WHOSE = {
 class AngularDistance(DirectionsProbe):
     """Measure the angle between the hidden states before and after each block of consecutive layers.
 
-    For a block of n layers that starts at layer l, the angular distance is
+    The hidden state before layer l is the residual stream x^l, and x^N is the stream after the last layer, before the
+    final norm. Lamina divides the angle by pi, so 0 is the same direction and 1/2 is a right angle. Lamina averages the
+    angles over sequences (Gromov et al. 2024; Mix-LN Eq 8, Fig 5).
 
-        d(l, l + n) = arccos(cos(x^l, x^(l+n))) / pi
+    The column ``start`` holds the block's first layer, and ``size`` holds its number of layers. For each size, the
+    metric ``best_start`` is the first layer of the block with the smallest angle, which is the best block to drop. If
+    norms act on the stream (Post-LN, HybridNorm), Lamina adds a note to the page.
 
-    x^l is the residual stream before layer l. x^N is the stream after the last layer and before the final norm. A
-    distance of 0 means the same direction, and 1/2 means a right angle. Lamina averages the angles over sequences
-    (Gromov et al. 2024; Mix-LN Eq 8, Fig 5).
+    Options:
 
-    The column ``start`` holds l, and ``size`` holds n. For each size, the metric ``best_start`` is the first layer of
-    the block with the smallest distance, which is the best block to drop. If norms act on the stream (Post-LN,
-    HybridNorm), Lamina adds a note to the page.
-
-    Args:
-        tokens: the tokens of a sequence to compare. "last" is the last real token, which may be a separator (Gromov et
-            al.; default for text). "all" is every token (Mix-LN Eq 8; default for images and during training). "first"
-            is the first token, which is the class token of most encoders and vision models.
-        tokens_per_batch: for tokens="all", the largest number of tokens per batch (default: all tokens of your own
-            text, or as many tokens of a corpus as fit in a quarter of the model's memory)
+    ``tokens``: the tokens of a sequence to compare: "last" (default for text), "all" (default for images and during
+        training) or "first". "last" is the last real token, which may be a separator (Gromov et al.). "first" is the
+        class token of most encoders and vision models.
+    ``tokens_per_batch``: for tokens="all", the largest number of tokens per batch. The default is all tokens of your
+        own text, or as many tokens of a corpus as fit in a quarter of the model's memory.
     """
 
     name = "angular_distance"

@@ -31,13 +31,13 @@ _SOFTMAX = {_aten._softmax.default, _aten._safe_softmax.default}
 class Attention(Probe):
     """Measure the attention weights and attention logits of each head.
 
-    - entropy: the entropy of a query's attention weights in nats, averaged over queries.
-    - entropy_share: the entropy divided by its maximum, ln(number of visible keys). 1 is uniform attention. Queries
-      with one visible key do not count. The causal mask, a sliding window and padding hide keys.
-    - max_logit: the largest softmax input of a visible key in the whole sample, after the scale, a soft-cap and a
-      position bias. This metric has no standard error.
-    - first_token_share: the weight on the sequence's first token (the attention sink), averaged over queries. The
-      weight is 1 for a causal model's first query, and 0 if the first token is outside a sliding window.
+    ``entropy``: the entropy of a query's attention weights in nats, averaged over queries.
+    ``entropy_share``: the entropy divided by its maximum, ln(number of visible keys). 1 is uniform attention. Queries
+        with one visible key do not count. The causal mask, a sliding window and padding hide keys.
+    ``max_logit``: the largest softmax input of a visible key in the whole sample, after the scale, a soft-cap and a
+        position bias. This metric has no standard error.
+    ``first_token_share``: the weight on the sequence's first token (the attention sink), averaged over queries. The
+        weight is 1 for a causal model's first query, and 0 if the first token is outside a sliding window.
 
     Rows with role "head" describe one head, with the head's number in ``index``. Rows with role "all" hold the mean
     over the heads, or the maximum for max_logit. Lamina averages over a sequence's queries, then over sequences. The

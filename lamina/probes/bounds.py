@@ -82,7 +82,7 @@ def variance_sides(block: LayerCall, num_layers: int, constant: float) -> list[S
 
 
 def identity_sides(block: LayerCall, tolerance: float) -> Sides:
-    """Return the two quantities of FuseNorm's Eq 9: ||J - I||_2, and the standard deviation of the block's input."""
+    """Return the quantities of FuseNorm's Eq 9: J's distance from the identity, and the input's standard deviation."""
     distance = Jacobian(block, block.stream).norm(batch_dims=1, identity=1.0, tolerance=tolerance).value
     return Sides(block.site.index, "block", "fusenorm_eq_9", distance, _variance(block.stream).sqrt())
 
@@ -92,10 +92,10 @@ def jacobian_sides(block: LayerCall, tolerance: float) -> list[Sides]:
 
     Both bounds use the attention's measured Jacobian and the norms' measured gains. The paper sets the gains to 1.
 
-    - fusenorm_eq_19: the paper's approximation. sigma is the mean over tokens, and the spectral norm of W_2 W_1
-      replaces the feed-forward's Jacobian. W_1 is the up-projection, without the gate.
-    - fusenorm_eq_19_chain: a valid bound. sigma is the smallest value over tokens, and Lamina measures the
-      feed-forward's Jacobian.
+    ``fusenorm_eq_19``: the paper's approximation. sigma is the mean over tokens, and the spectral norm of W_2 W_1
+        replaces the feed-forward's Jacobian. W_1 is the up-projection, without the gate.
+    ``fusenorm_eq_19_chain``: a valid bound. sigma is the smallest value over tokens, and Lamina measures the
+        feed-forward's Jacobian.
     """
     attention, feed_forward = block.site.sublayers
     norms = [norm for norm in (post_norm(block, 0), post_norm(block, 1)) if norm is not None]
@@ -199,37 +199,38 @@ class Bounds(ShortProbe):
     """Compare both sides of inequalities from papers, measured on your model.
 
     ``role`` names the inequality. The metric ``left`` is its left side, ``right`` is its right side, and ``ratio`` is
-    left / right. Values are means over sequences, with their standard error.
+    left divided by right. Values are means over sequences, with their standard error.
 
     Peri-LN's Proposition 3.1 bounds the gradient of the last down-projection, W_2. The left side is the Frobenius norm
     of the gradient. ``last_layer_sides`` defines the right side. The paper's model is a toy model, and Lamina uses your
     model's loss. The role tells which norms follow W_2:
 
-    - peri_ln_c1: no norm
-    - peri_ln_c2: a norm on the output of W_2
-    - peri_ln_c3: a norm on the sum of the skip and the output
-    - peri_ln_c2_c3: both norms
-    - peri_ln_c1_token (and so on): the single token with the largest ratio, which is at most 1
+    ``peri_ln_c1``: no norm.
+    ``peri_ln_c2``: a norm on the output of W_2.
+    ``peri_ln_c3``: a norm on the sum of the skip and the output.
+    ``peri_ln_c2_c3``: both norms.
+    ``peri_ln_c1_token`` (and so on): the single token with the largest ratio, which is at most 1.
 
-    FuseNorm's Theorem 1 gives these roles at each layer:
+    FuseNorm's Theorem 1 gives these roles at each layer. J is the block's Jacobian, and F is a sub-layer's output.
 
-        fusenorm_eq_9         ||J - I||_2 against c / sigma, in blocks without a norm on the residual stream
-        fusenorm_eq_21        Var(F) against constant / L, in each sub-layer
-        fusenorm_eq_20        Var(Z) against Var(skip) + Var(F), in each sub-layer with a norm on its sum Z
-        fusenorm_eq_19        ||J||_2 against the paper's approximation, in blocks with FuseNorm's structure
-        fusenorm_eq_19_chain  ||J||_2 against the chain rule's bound, so the ratio is at most 1
+    ``fusenorm_eq_9``: the distance of J from the identity, against c / sigma. sigma is the standard deviation of the
+        block's input. Lamina chooses the constant c so that the geometric mean of the ratios is 1. The block must have
+        no norm on the residual stream.
+    ``fusenorm_eq_21``: the variance of F, against the option ``constant`` divided by the number of blocks. The paper
+        states only the order of magnitude, so the ratio must not grow with the number of blocks. Layer -1 holds the
+        mean over the layers.
+    ``fusenorm_eq_20``: the variance of a sub-layer's sum, against the variance of the skip plus the variance of F. Both
+        sides are equal if skip and F are uncorrelated. A norm must follow the sum.
+    ``fusenorm_eq_19``: the spectral norm of J, against the paper's approximate bound. The block must have FuseNorm's
+        structure.
+    ``fusenorm_eq_19_chain``: the spectral norm of J, against the chain rule's bound. The ratio is at most 1.
 
-    J is the block's Jacobian, sigma the standard deviation of the block's input, F a sub-layer's output, and L the
-    number of blocks. Lamina chooses c so that the geometric mean of the ratios is 1. In Eq 21, the paper states only
-    the order of magnitude, so the ratio must not grow with L. In Eq 20, both sides are equal if skip and output are
-    uncorrelated.
+    Two rows of layer -1 compare exponents in log-log plots of the distance of J from the identity. The left side is the
+    measured slope, and the right side is the paper's slope.
 
-    Rows of layer -1 summarize the layers:
-
-    - fusenorm_eq_21: the mean over the layers.
-    - fusenorm_eq_9: the slope of log ||J - I|| over log sigma (left) and the paper's slope, -1 (right).
-    - fusenorm_eq_9_depth: the slope of log ||J - I|| over log(l + 1) for layer l (left). The paper's slope is -1/2 if
-      the variance grows linearly (right).
+    ``fusenorm_eq_9``: the slope against sigma. The paper's slope is -1.
+    ``fusenorm_eq_9_depth``: the slope against the layer's number (from 1). The paper's slope is -1/2 if the variance
+        grows linearly.
     """
 
     name = "bounds"
@@ -438,15 +439,13 @@ class LastLayerSides:
 def last_layer_sides(context: Context, last: LastLayer, inputs: Mapping[str, torch.Tensor]) -> LastLayerSides:
     """Measure both sides of Peri-LN's Proposition 3.1 on one batch.
 
-        left    ||dL/dW||_F
-        right   sum_t ||h_t|| ||dL/do_t|| prod_n 2 max|gamma_n| / scale_nt
+    The left side is the Frobenius norm of the loss's gradient with respect to the last down-projection W. The right
+    side is a sum over tokens. Each token contributes the norm of W's input, times the norm of the loss's gradient with
+    respect to the layer's output, times a factor for each norm after W. The factor is twice the norm's largest gain,
+    divided by the number by which the norm divides the token.
 
-    W is the last down-projection, h_t its input at token t, and o_t the layer's output. The product covers each norm n
-    after W. gamma_n is the norm's gain, and scale_nt is the number by which the norm divides token t.
-
-    Peri-LN's Eq 21 and 37 replace ||dL/do_t|| by 2, because the toy model's logits are o. A real model has a final norm
-    and a head after o, so Lamina measures ||dL/do_t||. Without a norm after W, a single token's sides are equal (Eq
-    11).
+    Peri-LN's Eq 21 and 37 replace the norm of the gradient with respect to the output by 2, because the output is the
+    toy model's logits. Without a norm after W, a single token's sides are equal (Eq 11).
     """
     down_path, down = last.feed_forward.down
     points: dict[str, Point] = {

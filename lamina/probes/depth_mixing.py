@@ -29,26 +29,26 @@ class DepthMixing(ShortProbe):
     """Measure how much skips and norms scale each sub-layer's output on its way to a later layer.
 
     Lamina detaches the input of every attention and feed-forward, so gradients flow only through skips, scales and
-    norms. The factor from a sub-layer's output to a later hidden state x^l is then
+    norms. The factor from a sub-layer's output to a later hidden state is then the root mean square factor by which the
+    Jacobian stretches a random direction. In Attention Residuals (arXiv 2603.15031, Sec 6.2), these factors are the
+    weights in the depth-mixing matrix.
 
-        ||J||_F / sqrt(tokens * channels),   J = dx^l / d(output)
+    ``mixing``: the factor from the output of sub-layer number ``index`` to the hidden state before layer ``layer``.
+        Sub-layers count from 0 over the whole model, and the embedding has index -1. The factor is 1 everywhere in
+        Pre-LN. The factor is 0 if the output reaches the layer only through other sub-layers, as in FuseNorm's
+        attention.
+    ``composite_gain`` (index -1): the factor from the hidden state before layer ``layer`` to the last layer's output,
+        which is 1 in Pre-LN. mHC reports the worst row of the matrix, but Lamina averages over the rows.
 
-    x^l is the residual stream before layer l (N: after the last layer). In Attention Residuals (arXiv 2603.15031, Sec
-    6.2), these factors are the weights in the depth-mixing matrix M.
-
-    - mixing: the factor from the output of sub-layer number ``index`` to x^l, with l in the column ``layer``.
-      Sub-layers count from 0 over the whole model, and the embedding has index -1. The factor is 1 everywhere in
-      Pre-LN. The factor is 0 if the output reaches x^l only through other sub-layers, as in FuseNorm's attention.
-    - composite_gain (index -1): the factor from x^l to x^N, which is 1 in Pre-LN. mHC reports the worst row, but
-      Lamina averages over the rows.
-
-    If a model has several streams or stores earlier hidden states, mixing describes the combined state that layer l
+    If a model has several streams or stores earlier hidden states, mixing describes the combined state that a layer
     reads. composite_gain then ends at the final norm's input, or treats several streams as one long vector.
 
-    Args:
-        sequences: number of sequences to measure (0: all; default: all of your own text, or 1 sequence of a corpus)
-        tokens: number of tokens to measure of each sequence (0: all; default: all of your own text, or 32 tokens of a
-            corpus)
+    Options:
+
+    ``sequences``: the number of sequences to measure (0 for all). The default is all of your own text, or 1 sequence of
+        a corpus.
+    ``tokens``: the number of tokens to measure of each sequence (0 for all). The default is all of your own text, or 32
+        tokens of a corpus.
     """
 
     name = "depth_mixing"
@@ -157,7 +157,7 @@ class DepthMixing(ShortProbe):
 
 
 def _stretches(states: list[torch.Tensor], sources: list[torch.Tensor]) -> list[list[float]]:
-    """Estimate the factor ||d state / d source||_F / sqrt(size of state) for each state and each source.
+    """Estimate the root mean square factor by which the Jacobian from each source to each state stretches a direction.
 
     Lamina uses random directions. One batched backward pass computes all products, which saves time on small models.
     """

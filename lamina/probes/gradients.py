@@ -31,24 +31,22 @@ _SEQUENCES = 16  # of a corpus, by default
 class Gradients(Probe):
     """Measure the norm and variance of the mean loss's gradient at the model's present weights, without clipping.
 
-    - ``gradient_norm``: the L2 norm of the gradient.
-    - ``gradient_variance``: the variance of the gradient's elements (Peri-LN Fig 7).
-    - ``spike_score`` (layer -1, role loss or grad_norm): for a run's model, the share of logged values that are spikes.
-      A spike is at least 7 standard deviations above the mean of the 1,000 values before it (OLMo 2; see ``spikes``).
+    ``gradient_norm``: the L2 norm of the gradient.
+    ``gradient_variance``: the variance of the gradient's elements (Peri-LN Fig 7).
+    ``spike_score`` (layer -1, role loss or grad_norm): the share of logged values in the model's run that are spikes
+        (OLMo 2). A spike is at least 7 standard deviations above the mean of the 1,000 values before it.
 
-    The column ``role`` names the parameters or tensors that a row covers:
+    The column ``role`` names the parameters or tensors that a row covers. In a sub-layer, a role is a kind of
+    parameter, such as query or pre_norm, or the module's path. Role ``all`` covers a whole sub-layer. With sublayer
+    ``block``, it covers a whole layer. With layer -1, it covers the whole model, as torch.nn.utils.get_total_norm does.
+    Outside the layers (sublayer ``model``), the roles are embedding, readout (the output head) and final_norm.
 
-    - In a sub-layer, a role is a kind of parameter, such as query or pre_norm. If Lamina does not know a module's name,
-      the role is the module's path.
-    - Role ``all`` covers a whole sub-layer. With sublayer ``block``, it covers a whole layer. With layer -1, it covers
-      the whole model, as torch.nn.utils.get_total_norm does.
-    - Roles embedding, readout (the output head) and final_norm have layer -1 and sublayer ``model``.
-    - Role ``state`` (sublayer ``block``) is the gradient with respect to the residual stream before layer l, or after
-      the last layer for l = N. It covers all tokens and streams. The loss is a mean over tokens, so this gradient
-      shrinks with the number of tokens. Compare only values on the same text.
+    Role ``state`` (sublayer ``block``) is the gradient with respect to the residual stream before layer l, or after the
+    last layer for l = N. It covers all tokens and streams. The loss is a mean over tokens, so this gradient shrinks
+    with the number of tokens. Compare only values on the same text.
 
-    If several layers share parameters (ALBERT), or if the output head is the embedding, Lamina sums the gradients and
-    shows the sum at the first layer or at the embedding. On a short text, noise makes the gradient norm larger.
+    If layers share parameters (ALBERT), Lamina sums their gradients and shows the sum at the first layer. If the output
+    head is the embedding, Lamina shows the sum at the embedding. On a short text, noise makes the gradient norm larger.
     """
 
     name = "gradients"
@@ -238,13 +236,11 @@ def _along_depth(label: str, norms: Frame, what: str) -> list[str]:
 def places(model: nn.Module, structure: Structure) -> dict[str, Place]:
     """Map the name of each parameter to its (layer, sublayer, role). A shared parameter appears only once.
 
-    - Outside the layers, the layer is -1 and the sublayer is "model".
-    - Inside a layer but outside its sub-layers, the sublayer is "block".
-    - The role of a known weight or bias is a name such as query, query_bias or feed_forward_out.
-    - The role of a norm's parameter is pre_norm, out_norm, post_norm or inner_norm.
-    - Any other role is the parameter's path in the sub-layer.
-    - If several layers share a parameter, the parameter belongs to the first layer. A tied output head belongs to the
-      embedding.
+    Outside the layers, the layer is -1 and the sublayer is "model". Inside a layer but outside its sub-layers, the
+    sublayer is "block". The role of a known weight or bias is a name such as query, query_bias or feed_forward_out. The
+    role of a norm's parameter is pre_norm, out_norm, post_norm or inner_norm. Any other role is the parameter's path in
+    the sub-layer. If several layers share a parameter, the parameter belongs to the first layer. A tied output head
+    belongs to the embedding.
     """
     owners = _owners(structure)
     by_name: dict[str, Place] = {}

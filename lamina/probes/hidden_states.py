@@ -40,21 +40,21 @@ class HiddenStates(Probe):
 
     Rows with role "state" (layer = l, sublayer "block") describe x^l over the whole sample:
 
-    - variance: the population variance over all elements.
-    - token_variance: the variance over a token's channels, averaged over tokens.
-    - mean, abs_mean, rms: the mean of x, the mean of |x|, and the root mean square of x.
-    - variance_step: the variance after layer l minus the variance before layer l (Peri-LN Eq 4).
-    - abs_max: the largest |x|. The columns channel, position and token locate this value.
-    - top100_max, top100_min: the largest and the smallest of the 100 largest |x| (Peri-LN Fig 11).
-    - headroom_factor: FP16's limit, 65504, divided by abs_max. headroom_bits is the base-2 logarithm of this factor.
+    ``variance``: the population variance over all elements.
+    ``token_variance``: the variance over a token's channels, averaged over tokens.
+    ``mean``, ``abs_mean``, ``rms``: the mean of x, the mean of |x|, and the root mean square of x.
+    ``variance_step``: the variance after layer l minus the variance before layer l (Peri-LN Eq 4).
+    ``abs_max``: the largest |x|. The columns channel, position and token locate this value.
+    ``top100_max``, ``top100_min``: the largest and the smallest of the 100 largest |x| (Peri-LN Fig 11).
+    ``headroom_factor``: FP16's limit, 65504, divided by abs_max. headroom_bits is the base-2 logarithm of this factor.
 
     These metrics are means over sequences:
 
-    - top_magnitude: the largest |x| of a sequence. ``index`` 2 is the second largest, and so on.
-    - median: the median |x| of a sequence (the lower of two middle values).
-    - max_to_median: the largest |x| divided by the median. If a norm bounds |x|, use this metric to find outliers.
-    - massive_count: the number of massive activations in a sequence. An activation is massive if |x| is above 100 and
-      at least 1000 times the sequence's median (Sun et al. 2024).
+    ``top_magnitude``: the largest |x| of a sequence. ``index`` 2 is the second largest, and so on.
+    ``median``: the median |x| of a sequence (the lower of two middle values).
+    ``max_to_median``: the largest |x| divided by the median. If a norm bounds |x|, use this metric to find outliers.
+    ``massive_count``: the number of massive activations in a sequence. An activation is massive if |x| is above 100 and
+        at least 1000 times the sequence's median (Sun et al. 2024).
 
     A state has at most 20 rows with the metric massive_activation. Each row holds the largest massive activation at one
     channel and position, with its sign. massive_sequences counts the sequences with a massive activation at this

@@ -45,48 +45,49 @@ _PATHS = {
 class JacobianProbe(ShortProbe):
     """Measure the Jacobian of each block at real hidden states.
 
-    J is the Jacobian dx^(l+1) / dx^l over all tokens of a short sequence, [tokens * channels, tokens * channels]. Its
-    spectral norm ||J||_2 is the largest factor by which the block stretches a change of its input, or a gradient in the
-    backward pass. Lamina finds the norm by Lanczos bidiagonalization. Values are means over sequences, with their
-    standard error.
+    J is the Jacobian of a block's output with respect to its input, over all tokens of a short sequence. The spectral
+    norm of J is the largest factor by which the block stretches a change of its input, or a gradient in the backward
+    pass. Lamina finds the norm by Lanczos bidiagonalization. Values are means over sequences, with their standard
+    error.
 
-    Metrics:
+    ``norm``: the spectral norm.
+    ``log10_product``: log10 of the product of the spectral norms of layers 0 to ``layer``.
+    ``typical``: the root mean square factor by which J stretches a random direction, from four directions.
+    ``formula``: a paper's formula for the spectral norm.
+    ``iterations``, ``residual``: the number of iterations, and the remaining relative error of the norm.
 
-    - norm: the spectral norm.
-    - log10_product: log10 of the product of the spectral norms of layers 0 to l.
-    - typical: the root mean square stretch of four random directions. It estimates ||J||_F / sqrt(tokens * channels).
-    - formula: a paper's formula for the spectral norm.
-    - iterations, residual: the number of iterations, and the remaining relative error of the norm.
+    A layer (sublayer "block") has these roles:
 
-    Roles of a layer (sublayer "block"):
-
-    - jacobian: the whole block.
-    - identity: J - I, so that the norm is the distance to the identity (FuseNorm Eq 9). One token of small norm, often
-      the first, can make this norm large.
-    - residual_path: the block with gradients only through skips and the norms on them. This path does not mix tokens,
-      so Lamina takes the geometric mean of the tokens' spectral norms.
-    - keel: the residual path by Keel Eq 14-19, from gains and scales alone. Keel assumes post-norms. For placements
-      without post-norms, the formula is the scale of the skips.
-    - fusenorm: the residual path by FuseNorm Eq 10, 11 and 16. The formula is the product of gain / sigma over the
-      norms on the path, with each token's measured sigma. The row holds the geometric mean over tokens.
+    ``jacobian``: the whole block.
+    ``identity``: J minus the identity, so that the norm is the distance from the identity (FuseNorm Eq 9). One token of
+        small norm, often the first token, can make this norm large.
+    ``residual_path``: the block with gradients only through skips and the norms on them. This path does not mix tokens,
+        so Lamina takes the geometric mean of the tokens' spectral norms.
+    ``keel``: Keel's formula for the residual path (Eq 14-19), from gains and scales alone. Keel assumes post-norms. For
+        placements without post-norms, the formula is the scale of the skips.
+    ``fusenorm``: FuseNorm's formula for the residual path (Eq 10, 11, 16). The formula is the product of gain / sigma
+        over the norms on the path, and sigma is a token's standard deviation before the norm. The row holds the
+        geometric mean over tokens.
 
     In a model with several streams, these roles treat all streams as one vector, without formulas. Two more roles
     follow:
 
-    - stream: from stream number ``index`` before the block to the same stream after the block.
-    - collapsed: from an equal change of all streams to the change of the streams' mean.
+    ``stream``: from stream number ``index`` before the block to the same stream after the block.
+    ``collapsed``: from an equal change of all streams to the change of the streams' mean.
 
     Rows of a sub-layer with role post_norm hold sigma, the number by which the post-norm divides, averaged over tokens.
-    Rows of layer -1 hold the product over all layers. log10_total (role jacobian) is log10 ||dx^N / dx^0||_2 of the
-    whole model, which is at most the product.
+    Rows of layer -1 hold the product over all layers. The metric log10_total (role jacobian) is log10 of the spectral
+    norm of the whole model's Jacobian, which is at most the product.
 
-    Args:
-        sequences: number of sequences to measure (0: all; default: all of your own text, or 1 sequence of a corpus)
-        tokens: number of tokens to measure of each sequence (0: all; default: all of your own text, or 32 tokens of a
-            corpus)
-        tolerance: relative error of a spectral norm at which the iteration stops
-        iterations: largest number of matrix-vector products per spectral norm
-        total: whether to also measure the Jacobian of the whole model (log10_total)
+    Options:
+
+    ``sequences``: the number of sequences to measure (0 for all). The default is all of your own text, or 1 sequence of
+        a corpus.
+    ``tokens``: the number of tokens to measure of each sequence (0 for all). The default is all of your own text, or 32
+        tokens of a corpus.
+    ``tolerance``: the relative error of a spectral norm at which the iteration stops.
+    ``iterations``: the largest number of matrix-vector products per spectral norm.
+    ``total``: whether to also measure the Jacobian of the whole model (log10_total).
     """
 
     name = "jacobian"
@@ -320,7 +321,7 @@ def _power(exponent: float) -> str:
 def log10_total_norm(
     blocks: Sequence[LayerCall], *, tolerance: float, iterations: int
 ) -> tuple[torch.Tensor, SpectralNorm]:
-    """Return log10 ||dx^N / dx^0||_2 of all blocks together [sequences], and how well the search converged.
+    """Return log10 of the spectral norm of the whole model's Jacobian, [sequences], and how well the search converged.
 
     Lamina keeps every block's graph, as a training step does. Many blocks can shrink a vector below the smallest float.
     Lamina therefore divides each block's output by a constant, and adds the constants' logarithms at the end.

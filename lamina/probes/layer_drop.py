@@ -63,37 +63,38 @@ class LayerDrop(Probe):
 
     The column ``meaning`` tells how Lamina drops a layer:
 
-    - "remove": the layer returns its input. With several streams, the layer returns all streams unchanged.
-    - "branch": attention and feed-forward add zero, but skips, skip scales and post-norms stay. With several streams,
-      the layer still mixes the streams. The result is the same as "remove" if no norm acts on the stream, as in Pre-LN.
+    "remove": the layer returns its input. With several streams, the layer returns all streams unchanged.
+    "branch": attention and feed-forward add zero, but skips, skip scales and post-norms stay. With several streams, the
+        layer still mixes the streams. The result is the same as "remove" if no norm acts on the stream, as in Pre-LN.
 
-    Metrics:
+    The metrics:
 
-    - ``loss_increase``: the increase of the loss in nats per predicted token.
-    - ``perplexity_increase``: the increase of exp(loss).
-    - ``accuracy_drop``: the decrease of a task's value (lm-eval). The standard error is usually too large, because it
-      assumes that the two values are independent.
-    - ``score_drop``: the decrease of your own score, or its increase if a lower score is better.
-    - ``angular_distance``: the angle between the hidden states before and after the layers (see the probe
-      angular_distance).
-    - ``loss``, ``perplexity``, ``accuracy``, ``score`` (layer -1, size 0): the whole model's value.
+    ``loss_increase``: the increase of the loss in nats per predicted token.
+    ``perplexity_increase``: the increase of exp(loss).
+    ``accuracy_drop``: the decrease of a task's value (lm-eval). The standard error is usually too large, because it
+        assumes that the two values are independent.
+    ``score_drop``: the decrease of your own score, or its increase if a lower score is better.
+    ``angular_distance``: the angle between the hidden states before and after the layers (see the probe
+        angular_distance).
+    ``loss``, ``perplexity``, ``accuracy``, ``score`` (layer -1, size 0): the whole model's value.
 
-    Args:
-        block: number of consecutive layers to drop together (default: 1)
-        meaning: how to drop a layer: "remove", "branch", or "all" for both (default)
-        metric: loss, perplexity or "all" (default)
-        task: a task of lm-evaluation-harness to use instead of the loss (pip install lm-eval)
-        include_path: a folder with the task's YAML file. The file can hold code, so set run_code.
-        run_code: whether Lamina may run code in task files and code that the model writes
-        task_metric: the task's metric (default: acc)
-        limit: largest number of documents of the task, or of questions in the SQuAD file
-        squad: a file in SQuAD v1.1's format, to use the F1 of the model's question-answering head instead of the loss
-        score: a Python function from the model to a number, to use instead of the loss
-        higher_is_better: whether a higher score is better
-        standard_error: relative standard error of a loss increase at which Lamina stops adding text (0: use all text;
-            default: 0 for your own text, 0.05 for a corpus)
-        sequences: largest number of sequences for the loss (0: all; default: all of your own text, or 4 sequences of a
-            corpus)
+    Options:
+
+    ``block``: the number of consecutive layers to drop together (default: 1).
+    ``meaning``: how to drop a layer: "remove", "branch", or "all" for both (default).
+    ``metric``: loss, perplexity or "all" (default).
+    ``task``: a task of lm-evaluation-harness to use instead of the loss (pip install lm-eval).
+    ``include_path``: a folder with the task's YAML file. The file can hold code, so set run_code.
+    ``run_code``: whether Lamina may run code in task files and code that the model writes.
+    ``task_metric``: the task's metric (default: acc).
+    ``limit``: the largest number of documents of the task, or of questions in the SQuAD file.
+    ``squad``: a file in SQuAD v1.1's format. The F1 of the model's question-answering head then replaces the loss.
+    ``score``: a Python function from the model to a number, to use instead of the loss.
+    ``higher_is_better``: whether a higher score is better.
+    ``standard_error``: the relative standard error of a loss increase at which Lamina stops adding text (0 for all
+        text). The default is 0 for your own text, and 0.05 for a corpus.
+    ``sequences``: the largest number of sequences for the loss (0 for all). The default is all of your own text, or 4
+        sequences of a corpus.
     """
 
     name = "layer_drop"

@@ -33,21 +33,25 @@ Inputs = Mapping[str, torch.Tensor]
 class LayerUse(Probe):
     """Measure how a model uses its layers, with the three scores of DepthBench. Rows have the role "block".
 
-    - causal_score: how much a later layer's update changes if the model skips layer ``layer``. The update of layer
-      ``index`` is u = x^(l+1) - x^l, and u' is the update after the skip. The score is ||u - u'|| / ||u|| over a
-      token's channels, averaged over tokens.
-    - permutation_score: the absolute change of the loss if layer ``layer`` and the next layer change places, divided by
-      the loss. Each layer takes its weights, norms, scales and kind along. A mask of a position in the stack stays.
-    - linear_loss_increase: the increase of the loss in nats per token if the best linear map replaces the layer. Lamina
-      fits the map by least squares, without an intercept, on the second half of the sequences (up to 4 tokens per
-      channel), and measures the loss on the first half. Several streams count as one vector.
+    ``causal_score``: the relative change of a later layer's update if the model skips layer ``layer``. The update of
+        the later layer ``index`` is its output minus its input. Lamina takes norms over a token's channels, and
+        averages over tokens.
+    ``permutation_score``: the absolute change of the loss if layer ``layer`` and the next layer change places, divided
+        by the loss. Each layer takes its weights, norms, scales and kind along. A mask of a position in the stack
+        stays.
+    ``linear_loss_increase``: the increase of the loss in nats per token if the best linear map replaces the layer.
+        Lamina fits the map by least squares, without an intercept, on the second half of the sequences. Lamina measures
+        the loss on the first half.
 
     Standard errors are over sequences. In causal_score, a model with several streams has the update of the streams'
-    mean. Models whose layers share weights or read earlier hidden states have no permutation_score.
+    mean. In linear_loss_increase, several streams count as one vector. Models whose layers share weights or read
+    earlier hidden states have no permutation_score.
 
-    Args:
-        metric: one of the three scores, or "all" (default)
-        sequences: number of sequences to measure (0: all; default: all of your own text, or 4 sequences of a corpus)
+    Options:
+
+    ``metric``: one of the three scores, or "all" (default).
+    ``sequences``: the number of sequences to measure (0 for all). The default is all of your own text, or 4 sequences
+        of a corpus.
     """
 
     name = "layer_use"

@@ -38,10 +38,10 @@ class LogitLens(Probe):
     x^l is the residual stream before layer l, and x^N gives the model's own predictions. Rows have role "state" and
     layer = l. Lamina averages over the predicted tokens of a sequence, then over sequences, with a standard error:
 
-    - cross_entropy: the cross-entropy of the true token in nats. A causal model predicts the next token. A masked model
-      predicts 15 % of the tokens, at the same positions in each sequence.
-    - kl_to_final: the KL divergence in nats from the model's own predictions to the predictions of x^l.
-    - top1_agreement: the share of positions at which x^l and the model predict the same token.
+    ``cross_entropy``: the cross-entropy of the true token in nats. A causal model predicts the next token. A masked
+        model predicts 15 % of the tokens, at the same positions in each sequence.
+    ``kl_to_final``: the KL divergence in nats from the model's own predictions to the predictions of x^l.
+    ``top1_agreement``: the share of positions at which x^l and the model predict the same token.
 
     Early states may predict worse than uniform guessing, because their basis differs from the last state's basis. The
     row "uniform_cross_entropy" (layer -1, sublayer "model") holds the loss of uniform guessing, ln(vocabulary size).

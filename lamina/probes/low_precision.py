@@ -68,14 +68,15 @@ class LowPrecision(Probe):
     sub-layer adds to the residual stream, and "activation" for the input of a dense feed-forward's down-projection.
     Each sequence has its own scale.
 
-    - relative_error: the norm of the rounding error divided by the norm of x, over a sequence, averaged over sequences.
-    - token_error: the same ratio for each token, averaged over tokens.
-    - max_error: the largest absolute rounding error of the sample.
-    - share_lost: the share of elements that become 0 by rounding.
-    - overflow_share: the share of elements that become inf. The errors are then infinite.
-    - loss (layer -1, role "state"): the loss in nats per token if Lamina rounds the hidden states of all layers. The
-      format "none" has the loss without rounding.
-    - loss_increase: the loss with rounding minus the loss without rounding.
+    ``relative_error``: the norm of the rounding error divided by the norm of x, over a sequence, averaged over
+        sequences.
+    ``token_error``: the same ratio for each token, averaged over tokens.
+    ``max_error``: the largest absolute rounding error of the sample.
+    ``share_lost``: the share of elements that become 0 by rounding.
+    ``overflow_share``: the share of elements that become inf. The errors are then infinite.
+    ``loss`` (layer -1, role "state"): the loss in nats per token if Lamina rounds the hidden states of all layers. The
+        format "none" has the loss without rounding.
+    ``loss_increase``: the loss with rounding minus the loss without rounding.
 
     Per-tensor INT8 divides by the largest |x|, so one massive activation (Sun et al. 2024) leaves almost no steps for
     the other elements. token_error and share_lost show this damage. relative_error hides it, because the massive
@@ -92,15 +93,12 @@ class LowPrecision(Probe):
     def __init__(
         self, fp8_scaling: Literal["tensor", "none"] = "tensor", loss: bool = True, sequences: int | None = None
     ):
-        """Set the options of the probe.
+        """Set the options of the probe. Raises UserError for an invalid value.
 
-        Args:
-            fp8_scaling: "tensor" to scale each tensor to FP8's largest value, or "none" to cast directly
-            loss: whether to measure the loss
-            sequences: smallest number of sequences, in whole batches (0: all; default: all of your own text, or 4
-                sequences of a corpus)
-
-        Raises UserError for any other value.
+        ``fp8_scaling``: "tensor" to scale each tensor to FP8's largest value, or "none" to cast directly.
+        ``loss``: whether to measure the loss.
+        ``sequences``: the smallest number of sequences, in whole batches (0 for all). The default is all of your own
+            text, or 4 sequences of a corpus.
         """
         self.sequences = check_most(self.name, "sequences", sequences)
         self.scaled = one_of("low_precision: option 'fp8_scaling'", fp8_scaling, ("tensor", "none")) == "tensor"

@@ -25,10 +25,11 @@ class Ranks(Probe):
     """Measure the stable and the effective rank of each layer's hidden states.
 
     Rows with role state describe the matrix [tokens, channels] of the hidden states before a layer, for one sequence.
-    Lamina does not center the matrix, and averages over sequences. s are the singular values:
+    Lamina does not center the matrix, and averages over sequences.
 
-    - stable_rank: sum s^2 / max s^2.
-    - effective_rank: exp(entropy of s / sum s) (Roy & Vetterli 2007).
+    ``stable_rank``: the sum of the squared singular values, divided by the largest square.
+    ``effective_rank``: the exponential of the entropy of the singular values, normalized to the sum 1 (Roy & Vetterli
+        2007).
 
     In a model with n streams, each layer mixes the streams with a matrix [n, n]. Rows with role streams hold the
     effective rank of the product of these matrices over layers 0 to ``layer``, averaged over tokens. A rank of 1 means
@@ -106,7 +107,7 @@ class Ranks(Probe):
 
 
 def effective_rank(singular: torch.Tensor) -> torch.Tensor:
-    """Return exp(entropy of s / sum s) for singular values s [..., count]."""
+    """Return the exponential of the entropy of the singular values [..., count], normalized to the sum 1."""
     shares = singular.double() / singular.double().sum(-1, keepdim=True)
     return torch.special.entr(shares).sum(-1).exp()
 

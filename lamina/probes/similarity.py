@@ -21,19 +21,20 @@ from lamina.probes.engine.statistics import Ratio
 class Similarity(DirectionsProbe):
     """Measure the cosine between the hidden states of any two layers. x^l is the residual stream before layer l.
 
-    - ``cosine``: the cosine of x^i and x^j, with ``start`` = i and ``size`` = j - i.
-    - ``cosine_by_distance``: the mean cosine of all pairs of layers' outputs at the distance ``size`` (FuseNorm Fig
-      12). The embedding x^0 is no layer's output.
-    - ``block_influence``: 1 minus the cosine of x^l and x^(l+1), with ``start`` = l and ``size`` = 1 (ShortGPT).
+    ``cosine``: the cosine of x^i and x^j, with ``start`` = i and ``size`` = j - i.
+    ``cosine_by_distance``: the mean cosine of all pairs of layers' outputs at the distance ``size`` (FuseNorm Fig 12).
+        The embedding x^0 is no layer's output.
+    ``block_influence``: 1 minus the cosine of x^l and x^(l+1), with ``start`` = l and ``size`` = 1 (ShortGPT).
 
-    x^N is the stream after the last layer, before the final norm. Lamina averages the cosine over all tokens, without
-    padding. Lamina does not center the states, so a direction that all tokens share raises the similarity. Standard
-    errors are over sequences.
+    The last state is the stream after the last layer, before the final norm. Lamina averages the cosine over all
+    tokens, without padding. Lamina does not center the states, so a direction that all tokens share raises the
+    similarity. Standard errors are over sequences.
 
-    Args:
-        tokens: the tokens of a sequence to compare: "all" (default), "last" or "first"
-        tokens_per_batch: for tokens="all", the largest number of tokens per batch (default: all tokens of your own
-            text, or as many tokens of a corpus as fit in a quarter of the model's memory)
+    Options:
+
+    ``tokens``: the tokens of a sequence to compare: "all" (default), "last" or "first".
+    ``tokens_per_batch``: for tokens="all", the largest number of tokens per batch. The default is all tokens of your
+        own text, or as many tokens of a corpus as fit in a quarter of the model's memory.
     """
 
     name = "similarity"

@@ -44,32 +44,34 @@ Key = tuple[int, str]  # layer, pre or post
 class Spectra(Probe):
     """Measure spectra of the embedding, of the feed-forward's weights and of its activations.
 
-    Rows of the model (layer -1):
+    Rows of the whole model (layer -1) with role embedding describe the covariance of the embedding's rows (FuseNorm Fig
+    8). Lamina subtracts the mean over the vocabulary. ``index`` numbers the eigenvalues, the largest first.
 
-    - role embedding: the eigenvalues of the covariance of the embedding's rows, largest first (FuseNorm Fig 8). The
-      metric ``eigenvalue_over_median`` divides an ``eigenvalue`` by the median. Lamina subtracts the mean over the
-      vocabulary.
-    - roles pre and post: the mean of each rank over the layers (FuseNorm Fig 11), and the number of tokens.
+    ``eigenvalue``: an eigenvalue of the covariance.
+    ``eigenvalue_over_median``: the eigenvalue divided by the median eigenvalue.
 
-    Rows of a layer (sublayer feed_forward) with a projection's path as role, such as ``mlp.up_proj``:
+    Rows of a layer (sublayer feed_forward) with a projection's path as role, such as ``mlp.up_proj``, describe the
+    weights:
 
-    - ``condition_number``: the largest singular value divided by the smallest (FuseNorm Fig 10). If one matrix stacks
-      gate and up-projection, the roles ``[0]`` and ``[1]`` are its halves.
+    ``condition_number``: the largest singular value divided by the smallest (FuseNorm Fig 10). If one matrix stacks
+        gate and up-projection, the roles ``[0]`` and ``[1]`` are its halves.
 
-    Rows of a layer with role pre (the nonlinearity's input) or post (the down-projection's input) describe the
-    eigenvalues of the activations' covariance:
+    Rows of a layer with role pre (before the nonlinearity) or post (before the down-projection) describe the
+    eigenvalues of the activations' covariance. Rows of layer -1 hold the means over the layers (FuseNorm Fig 11) and
+    the number of tokens.
 
-    - ``hard_rank``: the participation ratio of the eigenvalues, divided by their number.
-    - ``soft_rank``: the exponential of the eigenvalues' entropy, divided by their number.
-    - ``edr``: the effective dimension ratio, 100 times the harmonic mean of hard and soft rank.
-    - ``eee``: the concentration of the spectrum in the top eigenvalues. Lamina defines edr and eee itself, because the
-      paper does not.
+    ``hard_rank``: the participation ratio of the eigenvalues, divided by their number.
+    ``soft_rank``: the exponential of the eigenvalues' entropy, divided by their number.
+    ``edr``: the effective dimension ratio, 100 times the harmonic mean of hard and soft rank.
+    ``eee``: the concentration of the spectrum in the top eigenvalues. Lamina defines edr and eee itself, because the
+        paper does not.
 
-    Lamina centers the covariance, so massive activations do not dominate the eigenvalues. The ranks of few tokens are
-    too low, so Lamina stops with an error if there are no more tokens than channels (``few_tokens`` "warn": adds a
-    note). If all covariances need more than ``memory`` GiB, Lamina reads the same text several times. Experts have no
-    ranks, because each expert sees few tokens. ``tokens_per_channel`` limits the text (0: all text; default: all of
-    your own text, or 4 tokens of a corpus per channel of the feed-forward).
+    Lamina centers the covariance, so massive activations do not dominate the eigenvalues. With few tokens, the ranks
+    are too low. If there are no more tokens than channels, Lamina stops with an error, or adds a note with
+    ``few_tokens`` "warn". If all covariances need more than ``memory`` GiB, Lamina reads the same text several times.
+    Experts have no ranks, because each expert sees few tokens. ``tokens_per_channel`` is the number of tokens to read
+    per channel of the feed-forward (0 for all). The default is all of your own text, or 4 tokens per channel of a
+    corpus.
     """
 
     name = "spectra"
@@ -355,13 +357,13 @@ class Covariance:
 
 
 def hard_rank(eigenvalues: torch.Tensor) -> float:
-    """Return the participation ratio (sum l)^2 / sum l^2 of D eigenvalues l, divided by D."""
+    """Return the participation ratio of the eigenvalues, divided by their number."""
     values = eigenvalues.double()
     return float(values.sum().square() / values.square().sum() / len(values))
 
 
 def soft_rank(eigenvalues: torch.Tensor) -> float:
-    """Return the exponential of the entropy of D eigenvalues, normalized to the sum 1, divided by D."""
+    """Return the exponential of the entropy of the eigenvalues, divided by their number."""
     shares = eigenvalues.double() / eigenvalues.double().sum()
     return float(torch.exp(-torch.special.xlogy(shares, shares).sum()) / len(shares))
 
@@ -372,12 +374,9 @@ def effective_dimension_ratio(hard: float, soft: float) -> float:
 
 
 def early_enrichment(eigenvalues: torch.Tensor) -> float:
-    """Return how much of the spectrum the top eigenvalues hold: 0 if all are equal, and at most 1 - 1 / D.
+    """Return how much of the spectrum the top eigenvalues hold: 0 if all are equal, and at most 1 - 1 / D for D values.
 
-        2 / D * sum_k (C_k - k / D)
-
-    D is the number of eigenvalues, and C_k is the share of the k largest eigenvalues. The paper gives no definition, so
-    Lamina follows Marbut et al. 2023.
+    The paper gives no definition, so Lamina follows Marbut et al. 2023.
     """
     values = eigenvalues.double().sort(descending=True).values
     count = len(values)

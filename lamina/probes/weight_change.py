@@ -24,17 +24,16 @@ _first: weakref.WeakKeyDictionary[nn.Module, Weights] = weakref.WeakKeyDictionar
 
 @probe
 class WeightChange(Probe):
-    """Measure how far the weights W have moved from the initial weights W_init (FuseNorm Eq 12).
+    """Measure how far the weights have moved from the initial weights (FuseNorm Eq 12).
 
-    - change_norm: the L2 norm of W - W_init.
-    - change_ratio: the norm of W - W_init divided by the norm of W_init, or NaN if all initial weights are 0.
+    ``change_norm``: the L2 norm of the change of the weights.
+    ``change_ratio``: the norm of the change divided by the norm of the initial weights, or NaN if these are all 0.
 
     The column ``role`` names the parameters that a row covers (see ``gradients``). Role ``all`` covers a whole
     sub-layer. With sublayer ``block``, it covers a whole layer. With layer -1, it covers the whole model.
 
-    Args:
-        reference: a checkpoint of the same architecture with the initial weights (default during training: the weights
-            before the first step)
+    The option ``reference`` is a checkpoint of the same architecture with the initial weights. During training, the
+    default is the weights before the first step.
     """
 
     name = "weight_change"

@@ -62,32 +62,19 @@ class Cause:
 
     The texts may contain ``{step}``, ``{where}`` and ``{batch}``, for the step, location and batch of the first
     anomaly.
-
-    Attributes:
-        name: the cause's name in the counts of signs
-        finding: the title of a page, with the cause and its step
-        meaning: a sentence on the mechanism
-        check: a short test that shows whether this cause is right
-        changes: the changes that help, most useful change first
-        claims: Lamina's studies that tested one of these changes
-        unlike: signs that exclude this cause
-        proofs: signs that prove this cause, because they measure the cause itself
-        in_half: another cause that has the same signs in float16 training
-        needs: the metric that a run must record before Lamina names this cause
-        shown: signs, one of which Lamina's own records must contain before Lamina names this cause
     """
 
-    name: str
-    finding: str
-    meaning: str
-    check: str
-    changes: tuple[str | Change, ...]
-    claims: tuple[str, ...] = ()
-    unlike: tuple[str, ...] = ()
-    proofs: tuple[str, ...] = ()
-    in_half: str = ""
-    needs: str = ""
-    shown: tuple[str, ...] = ()
+    name: str  # the cause's name in the counts of signs
+    finding: str  # the title of a page, with the cause and its step
+    meaning: str  # a sentence on the mechanism
+    check: str  # a short test that shows whether this cause is right
+    changes: tuple[str | Change, ...]  # the changes that help, most useful change first
+    claims: tuple[str, ...] = ()  # Lamina's studies that tested one of these changes
+    unlike: tuple[str, ...] = ()  # signs that exclude this cause
+    proofs: tuple[str, ...] = ()  # signs that prove this cause, because they measure the cause itself
+    in_half: str = ""  # another cause that has the same signs in float16 training
+    needs: str = ""  # the metric that a run must record before Lamina names this cause
+    shown: tuple[str, ...] = ()  # signs, one of which Lamina's own records must contain before Lamina names this cause
 
 
 CAUSES = {
@@ -461,13 +448,12 @@ def _loss_around(losses: Mapping[int, float], step: int) -> str:
 
 
 def _jump(losses: Mapping[int, float], step: int) -> str:
-    """Return what the loss did after it jumped at a step.
+    """Return what the loss did after it jumped at a step, or "" for too few losses.
 
-    - back: the loss fell back, as after a bad batch.
-    - stays: the loss stayed up, as on other data.
-    - again: the loss rose again, as after a change of the weights.
-    - no: the loss did not jump.
-    - an empty text: the record has too few losses.
+    ``back``: the loss fell back, as after a bad batch.
+    ``stays``: the loss stayed up, as on other data.
+    ``again``: the loss rose again, as after a change of the weights.
+    ``no``: the loss did not jump.
     """
     before = [losses[at] for at in sorted(losses) if at < step][-_AROUND[0] :]
     after = [losses[at] for at in sorted(losses) if at >= step][: _AROUND[0]]
@@ -485,21 +471,13 @@ def _jump(losses: Mapping[int, float], step: int) -> str:
 
 @dataclass(kw_only=True)
 class Learned:
-    """How often each cause showed each sign, in runs that we broke on purpose.
+    """How often each cause showed each sign, in runs that we broke on purpose."""
 
-    Attributes:
-        runs: the number of runs, by cause
-        seen: the number of runs with a sign, by cause and sign
-        temper: the divisor of the log-likelihoods of signs that depend on each other
-        sharp: the divisor of each cause's total log-likelihood
-        added: the number of pseudo-runs per cause for additive smoothing
-    """
-
-    runs: Counter[str] = field(default_factory=Counter)
-    seen: dict[str, Counter[str]] = field(default_factory=dict)
-    temper: float = TEMPER
-    sharp: float = 1.0
-    added: float = 1.0
+    runs: Counter[str] = field(default_factory=Counter)  # the number of runs, by cause
+    seen: dict[str, Counter[str]] = field(default_factory=dict)  # the number of runs with a sign, by cause and sign
+    temper: float = TEMPER  # the divisor of the log-likelihoods of signs that depend on each other
+    sharp: float = 1.0  # the divisor of each cause's total log-likelihood
+    added: float = 1.0  # the number of pseudo-runs per cause for additive smoothing
 
     @classmethod
     def read(cls, view: str = "") -> Learned:

@@ -24,33 +24,23 @@ Values = Sequence[float | None] | np.ndarray | Frame
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """A line of a chart.
-
-    Attributes:
-        name: the name in the legend, escaped
-        data_name: the name in the page's saved data, escaped (default: ``name``)
-        notes: a text for each point in the saved data
-        group: the group in the legend, whose lines hide together
-        dash: plotly's name of a dash pattern
-        marker: the size of the markers in pixels
-        hover: plotly's template for a point's text, or None for no text
-        band: the x values, lower edge and upper edge of a band around the line
-    """
+    """A line of a chart."""
 
     x: Values
     y: Values
     color: str
-    name: str = ""
-    data_name: str = ""
-    notes: Sequence[str] = ()
-    group: str | None = None
+    name: str = ""  # the name in the legend, escaped
+    data_name: str = ""  # the name in the page's saved data, escaped (default: ``name``)
+    notes: Sequence[str] = ()  # a text for each point in the saved data
+    group: str | None = None  # the group in the legend, whose lines hide together
     legend: bool | None = None
     width: float | None = 2
-    dash: str | None = None
+    dash: str | None = None  # plotly's name of a dash pattern
     markers: bool = False
-    marker: float | None = None
+    marker: float | None = None  # the size of the markers in pixels
     symbol: str | None = None
-    hover: str | None = None
+    hover: str | None = None  # plotly's template for a point's text, or None for no text
+    # the x values, lower edge and upper edge of a band around the line
     band: tuple[Values, Values, Values] | None = None
     opacity: float = 0.14
     customdata: Values | None = None

@@ -21,17 +21,11 @@ _LINES = 7  # steps per panel
 
 @dataclass(frozen=True, kw_only=True)
 class Quantity:
-    """A quantity by layer and step.
+    """A quantity by layer and step."""
 
-    Attributes:
-        label: the name on the axes
-        table: returns a trial's values, one row per layer and one column per step
-        by: the unit of depth, such as layers
-    """
-
-    label: str
-    table: Callable[[Trial], Frame]
-    by: str = "layer"
+    label: str  # the name on the axes
+    table: Callable[[Trial], Frame]  # returns a trial's values, one row per layer and one column per step
+    by: str = "layer"  # the unit of depth, such as layers
     log: bool = True
 
 

@@ -51,35 +51,21 @@ Rows: TypeAlias = Callable[..., list[Row]]
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence(Signs):
-    """The evidence in a run's records.
+    """The evidence in a run's records."""
 
-    Attributes:
-        rows: returns the run's rows of some metrics, by step
-        notable: batches with an unusually large gradient that did no harm
-        status: the run's status in result.json
-        steps: the last step in the record
-        names: the path of each layer in the model
-        settings: the run's settings, from config.yaml or from the training that Lamina watched
-        epochs: the epoch by step, if the run recorded epochs
-        falls: the steps at which the loss fell suddenly, in another tool's record
-        opposed: whether the loss is a GAN's, in another tool's record
-        batches: the rows of the recorded batches, by step
-        watched: whether the user's own loop trained the model
-        unit: "step", or "record" if another tool's record has no steps
-    """
-
-    rows: Rows
-    notable: tuple[Alarm, ...]
-    status: str
-    steps: int
-    names: Mapping[int, str]
+    rows: Rows  # returns the run's rows of some metrics, by step
+    notable: tuple[Alarm, ...]  # batches with an unusually large gradient that did no harm
+    status: str  # the run's status in result.json
+    steps: int  # the last step in the record
+    names: Mapping[int, str]  # the path of each layer in the model
+    # the run's settings, from config.yaml or from the training that Lamina watched
     settings: Json = field(default_factory=dict)
-    epochs: Mapping[int, float] = field(default_factory=dict)
-    falls: tuple[int, ...] = ()
-    opposed: bool = False
-    batches: Mapping[int, Sequence[Json]] = field(default_factory=dict)
-    watched: bool = False
-    unit: str = "step"
+    epochs: Mapping[int, float] = field(default_factory=dict)  # the epoch by step, if the run recorded epochs
+    falls: tuple[int, ...] = ()  # the steps at which the loss fell suddenly, in another tool's record
+    opposed: bool = False  # whether the loss is a GAN's, in another tool's record
+    batches: Mapping[int, Sequence[Json]] = field(default_factory=dict)  # the rows of the recorded batches, by step
+    watched: bool = False  # whether the user's own loop trained the model
+    unit: str = "step"  # "step", or "record" if another tool's record has no steps
 
     @property
     def imported(self) -> bool:
@@ -117,10 +103,7 @@ def _no_records(folder: Path) -> UserError:
 
 
 def gather(folder: Path) -> Evidence:
-    """Read the evidence from a run's folder.
-
-    Raises UserError if the folder has no records, or records of another version.
-    """
+    """Read the evidence from a run's folder. Raises UserError without records, or for records of another version."""
     folder = Path(folder)
     if not folder.is_dir():
         if re.match(r"https?:/", str(folder)):

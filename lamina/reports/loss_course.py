@@ -140,11 +140,11 @@ def loss_rise(
 ) -> int | None:
     """Return the first step at which the loss rose and stayed up, or was not finite. Return None without such a step.
 
-    - A sudden rise: the next 3 losses are above the earlier losses (``risen``).
-    - A slow rise: 20 losses stay 0.5 nats plus the noise above the lowest loss, as in ``DivergenceGuard``.
+    After a sudden rise, the next 3 losses are above the earlier losses (``risen``). After a slow rise, 20 losses stay
+    0.5 nats plus the noise above the lowest loss, as in ``DivergenceGuard``. Lamina counts losses, not steps.
 
-    Lamina counts losses, not steps. If you give the learning rates of another tool's record, the loss's usual drift is
-    no rise, and the loss may rise by up to 1 nat where the learning rate restarts.
+    If you give the learning rates of another tool's record, the loss's usual drift does not count as a rise. Where the
+    learning rate restarts, the loss may then also rise by up to 1 nat.
     """
     steps = sorted(losses)
     if rates is None:

@@ -21,30 +21,19 @@ OVER_STEPS = "The same quantity at every record. The layers go upward, and the s
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric of layers/*.parquet.
+    """A metric of layers/*.parquet."""
 
-    Attributes:
-        name: the name in the table's column ``metric``
-        section: the section of the page that draws the metric, a key of ``SECTIONS``
-        title: the title above the charts
-        quantity: the label of the charts' axes
-        caption: how to read the charts
-        over_steps: how to read the maps over the steps
-        folded: whether the charts start folded, without charts of whole blocks
-        by_index: whether each expert has a value. The charts then show the layer's largest value divided by its mean.
-        limit: a level to mark in the chart, with a name
-    """
-
-    name: str
-    section: str
-    title: str
-    quantity: str
-    caption: str
-    over_steps: str = OVER_STEPS
+    name: str  # the name in the table's column ``metric``
+    section: str  # the section of the page that draws the metric, a key of ``SECTIONS``
+    title: str  # the title above the charts
+    quantity: str  # the label of the charts' axes
+    caption: str  # how to read the charts
+    over_steps: str = OVER_STEPS  # how to read the maps over the steps
     log: bool = True
-    folded: bool = False
+    folded: bool = False  # whether the charts start folded, without charts of whole blocks
+    # whether each expert has a value. The charts then show the layer's largest value divided by its mean
     by_index: bool = False
-    limit: tuple[float, str] | None = None
+    limit: tuple[float, str] | None = None  # a level to mark in the chart, with a name
 
 
 METRICS = {

@@ -32,13 +32,14 @@ def summarize(results: Frame) -> Frame:
 
     The main columns:
 
-    - rank: NaN for a placement without a rank
-    - learning_rates: the number of learning rates of the placement
-    - finished, seeds: the number of finished seeds, and of all seeds
-    - status: the seeds' worst status
-    - status_text: the statuses in words, such as "2/3 finished, 1 diverged"
-    - eval_loss, eval_loss_std: the mean and standard deviation over the finished seeds (ddof 1, NaN for one seed)
-    - reason: the reason for the status
+    ``rank``: NaN for a placement without a rank.
+    ``learning_rates``: the number of learning rates of the placement.
+    ``finished``, ``seeds``: the number of finished seeds, and of all seeds.
+    ``status``: the seeds' worst status.
+    ``status_text``: the statuses in words, such as "2/3 finished, 1 diverged".
+    ``eval_loss``, ``eval_loss_std``: the mean and standard deviation over the finished seeds (ddof 1, NaN for one
+        seed).
+    ``reason``: the reason for the status.
     """
     rows = []
     for _, group in complete(results).groupby("placement", sort=False):

@@ -18,19 +18,12 @@ _MARGIN = 0.1  # nats that still count as at the unigram entropy
 
 @dataclass(frozen=True)
 class Guess:
-    """The words for a baseline model that knows only how often each target occurs.
+    """The words for a baseline model that knows only how often each target occurs."""
 
-    Attributes:
-        name: the name of the baseline's loss
-        target: the predicted item, such as a token
-        source: the input of the prediction
-        unit: the loss's unit
-    """
-
-    name: str
-    target: str
-    source: str
-    unit: str
+    name: str  # the name of the baseline's loss
+    target: str  # the predicted item, such as a token
+    source: str  # the input of the prediction
+    unit: str  # the loss's unit
 
     @classmethod
     def of(cls, row: Mapping[str, object]) -> Guess:

@@ -25,27 +25,17 @@ TWICE = 2.0  # a gradient is back from a spike if its norm is at most so many ti
 
 @dataclass(frozen=True, kw_only=True)
 class Signs:
-    """The observations in a run's records from which Lamina infers a cause.
+    """The observations in a run's records from which Lamina infers a cause."""
 
-    Attributes:
-        alarms: the alarms, oldest first. Within a step, the alarm that explains most comes first.
-        rose: the first step at which the loss rose and stayed up, or was not finite, or None
-        losses: the training loss by step
-        rates: the learning rate by step
-        norms: the norm of the whole model's gradient by step
-        half: whether the model computes in float16, or None if unknown
-        clock: the record's number at each step, if the records have gaps. Lamina then counts records, not steps.
-        view: the kind of another tool's record (``VIEWS``), or "" for Lamina's records
-    """
-
-    alarms: tuple[Alarm, ...]
-    rose: int | None
-    losses: Mapping[int, float] = field(default_factory=dict)
-    rates: Mapping[int, float] = field(default_factory=dict)
-    norms: Mapping[int, float] = field(default_factory=dict)
-    half: bool | None = False
+    alarms: tuple[Alarm, ...]  # the alarms, oldest first. Within a step, the alarm that explains most comes first
+    rose: int | None  # the first step at which the loss rose and stayed up, or was not finite, or None
+    losses: Mapping[int, float] = field(default_factory=dict)  # the training loss by step
+    rates: Mapping[int, float] = field(default_factory=dict)  # the learning rate by step
+    norms: Mapping[int, float] = field(default_factory=dict)  # the norm of the whole model's gradient by step
+    half: bool | None = False  # whether the model computes in float16, or None if unknown
+    # the record's number at each step, if the records have gaps. Lamina then counts records, not steps
     clock: Mapping[int, int] = field(default_factory=dict)
-    view: str = ""
+    view: str = ""  # the kind of another tool's record (``VIEWS``), or "" for Lamina's records
 
     def holds(self, metric: str) -> bool:
         """Return whether the records can contain a metric."""

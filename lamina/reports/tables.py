@@ -28,16 +28,11 @@ _SPIKE_NOTE = (
 
 @dataclass(frozen=True)
 class Field:
-    """A column of a table.
-
-    Attributes:
-        cell: returns a row's cell as HTML, with users' texts escaped
-        kind: the cells' CSS classes. Cells of the class "number" align to the right.
-    """
+    """A column of a table."""
 
     title: str
-    cell: Callable[[Row], str]
-    kind: str = ""
+    cell: Callable[[Row], str]  # returns a row's cell as HTML, with users' texts escaped
+    kind: str = ""  # the cells' CSS classes. Cells of the class "number" align to the right
 
     @property
     def heading(self) -> str:

@@ -255,7 +255,7 @@ def _form(reads: Sequence[StateRead]) -> Form:
 
 
 def _reads_of(plan: Plan) -> list[Form]:
-    """Return the hidden states that the layers and the final norm of a placement read."""
+    """Return the hidden states that a placement's layers and final norm read, in the format of ``_form``."""
     found: list[Form] = []
     kept: tuple[int, ...] = ()
     depth = any(getattr(layer, half).reads_memory for layer in plan.layers for half in SUBLAYERS)

@@ -57,17 +57,16 @@ def run(
     """Run the probes, cheapest first, and return their tables by name.
 
     Args:
-        tolerance: the relative standard error at which the shared forward passes stop (0: use all inputs)
+        tolerance: the relative standard error at which the shared forward passes stop (0: use all inputs).
         strict: whether to raise an error if a probe does not apply to the model. Otherwise, Lamina skips the probe.
-        done: called with each finished probe, its table and its seconds
-        broken: called with a failed probe and its exception, before the next probe runs. By default, Lamina raises the
-            exception.
-        estimated: called with the expected seconds of each probe and of the "forward passes"
-        starting: called with the name of each part when the part begins
-        sampled: whether to add the size of each row's sample as the columns ``sequences`` and ``tokens``
+        done: called with each finished probe, its table and its seconds.
+        broken: called with a failed probe and its exception (default: raise the exception).
+        estimated: called with the expected seconds of each probe and of the "forward passes".
+        starting: called with the name of each part when the part begins.
+        sampled: whether to add the size of each row's sample as the columns ``sequences`` and ``tokens``.
 
     Raises:
-        UserError: if ``strict`` is true and a probe does not apply to the model
+        UserError: if ``strict`` is true and a probe does not apply to the model.
     """
     context.strict = strict
     if context.reads_tokens:  # before there are hooks: it takes forward passes of its own

@@ -652,6 +652,7 @@ def _feed_forward(branch: Branch) -> FeedForward | None:
 
 
 def _feed_forward_within(call: Call, record: Trace) -> FeedForward | None:
+    """Describe the feed-forward inside one module call."""
     layer, branch = TracedLayer(call, record, describe=False), Branch(call)
     layer.describe_branch(branch, [call], layer.ops)
     return _feed_forward(branch)

@@ -34,14 +34,13 @@ def prove(structure: Structure, inputs: Batch, root: nn.Module, *, reads_tokens:
     only the two passes without changed inputs.
 
     Args:
-        structure: the layers to check
-        inputs: a batch for ``root``
-        root: the model, or the model without its head
+        structure: the layers to check.
+        inputs: a batch for the module ``root``, which is the model or the model without its head.
         reads_tokens: whether the hidden states belong to the main input's tokens. For a decoder after an encoder and
             for a second tower, they do not.
 
     Raises:
-        UserError: if the traced tensors are not the residual stream
+        UserError: if the traced tensors are not the residual stream.
     """
     fixed = not all(isinstance(value, torch.Tensor) for value in inputs.values())
     few = dict(inputs) if fixed else few_inputs(inputs, structure.hidden_size)

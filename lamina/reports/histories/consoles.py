@@ -34,22 +34,15 @@ _JUDGED = re.compile(r"(?i)loss|norm\b|norm[^a-z]|\btrl\b|\bxent\b|\bnll\b|\bcos
 
 
 class Form(NamedTuple):
-    """The way in which a trainer prints a record.
+    """The way in which a trainer prints a record."""
 
-    Attributes:
-        name: the form, in words
-        line: a regular expression for the record's first line, with the groups ``step``, ``epoch`` and ``of`` (the
-            number of steps in an epoch) if the line prints them
-        pair: a regular expression with the groups ``name`` and ``value``
-        more: whether the record continues on the following lines
-        general: whether ``pair`` is ``_PAIR``, as in most forms
-    """
-
-    name: str
+    name: str  # the form, in words
+    # a regular expression for the record's first line, with the groups ``step``, ``epoch`` and ``of`` (the number of
+    # steps in an epoch) if the line prints them
     line: re.Pattern[str]
-    pair: re.Pattern[str]
-    more: bool
-    general: bool
+    pair: re.Pattern[str]  # a regular expression with the groups ``name`` and ``value``
+    more: bool  # whether the record continues on the following lines
+    general: bool  # whether ``pair`` is ``_PAIR``, as in most forms
 
 
 def _form(name: str, line: str, pair: str = _PAIR, more: bool = False) -> Form:

@@ -60,29 +60,20 @@ EPOCH = "epoch"
 
 @dataclass(kw_only=True)
 class History:
-    """Another tool's record of a run. Each series belongs to a layer, a sub-layer and a kind of parameter.
+    """Another tool's record of a run. Each series belongs to a layer, a sub-layer and a kind of parameter."""
 
-    Attributes:
-        form: the kind of file, in words
-        clock: the column with the steps ("" if Lamina counts records)
-        series: the series, by owner (layer, sub-layer and role) and metric
-        read: for each metric of the whole model, the name of the series that Lamina uses
-        parameters: the number of parameters with a series, by metric
-        layers: the path of each layer in the model, by the layer's number
-        unused: the names of the series that Lamina does not use
-        opposed: whether the loss is a GAN's
-        notes: lines for the user
-    """
-
-    form: str
-    clock: str
+    form: str  # the kind of file, in words
+    clock: str  # the column with the steps ("" if Lamina counts records)
+    # the series, by owner (layer, sub-layer and role) and metric
     series: dict[Key, Series] = field(default_factory=dict)
+    # for each metric of the whole model, the name of the series that Lamina uses
     read: dict[str, str] = field(default_factory=dict)
-    parameters: dict[str, int] = field(default_factory=dict)
+    parameters: dict[str, int] = field(default_factory=dict)  # the number of parameters with a series, by metric
+    # the path of each layer in the model, by the layer's number
     layers: Mapping[int, str] = field(default_factory=dict)
-    unused: list[str] = field(default_factory=list)
-    opposed: bool = False
-    notes: list[str] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)  # the names of the series that Lamina does not use
+    opposed: bool = False  # whether the loss is a GAN's
+    notes: list[str] = field(default_factory=list)  # lines for the user
 
     @property
     def steps(self) -> list[int]:

@@ -56,15 +56,10 @@ def parts_of(name: str) -> Parts | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Places:
-    """The layer, sub-layer and role of each parameter.
+    """The layer, sub-layer and role of each parameter."""
 
-    Attributes:
-        owners: the layer, sub-layer and role, by the parameter's name
-        layers: the path of each layer in the model, by the layer's number
-    """
-
-    owners: Mapping[str, Owner]
-    layers: Mapping[int, str]
+    owners: Mapping[str, Owner]  # the layer, sub-layer and role, by the parameter's name
+    layers: Mapping[int, str]  # the path of each layer in the model, by the layer's number
 
 
 def places_of(names: Iterable[str]) -> Places:

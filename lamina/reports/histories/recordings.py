@@ -42,40 +42,26 @@ _NOTHING: Series = (np.array([], np.int64), np.array([]))
 
 @dataclass(kw_only=True)
 class Recording:
-    """The content of one run's log.
+    """The content of one run's log."""
 
-    Attributes:
-        form: the kind of file, in words
-        series: the series, by name
-        rows: the number of lines or steps
-        clock: the name of the column with the steps ("" if Lamina counts lines)
-        notes: lines for the user
-        odd: the first text in each column that holds no numbers
-    """
-
-    form: str
-    series: dict[str, Series]
-    rows: int
-    clock: str = "step"
-    notes: list[str] = field(default_factory=list)
-    odd: Mapping[str, str] = field(default_factory=dict)
+    form: str  # the kind of file, in words
+    series: dict[str, Series]  # the series, by name
+    rows: int  # the number of lines or steps
+    clock: str = "step"  # the name of the column with the steps ("" if Lamina counts lines)
+    notes: list[str] = field(default_factory=list)  # lines for the user
+    odd: Mapping[str, str] = field(default_factory=dict)  # the first text in each column that holds no numbers
 
 
 @dataclass(kw_only=True)
 class Columns:
-    """The columns of a table or of a log. Each column holds values and their line numbers.
-
-    Attributes:
-        rows: the number of lines
-        runs: the texts in columns that separate runs, such as run_name, by column and line
-        odd: the first text in each column that holds no numbers
-    """
+    """The columns of a table or of a log. Each column holds values and their line numbers."""
 
     form: str
-    rows: int = 0
+    rows: int = 0  # the number of lines
     values: dict[str, Series] = field(default_factory=dict)
+    # the texts in columns that separate runs, such as run_name, by column and line
     runs: dict[str, dict[int, str]] = field(default_factory=dict)
-    odd: dict[str, str] = field(default_factory=dict)
+    odd: dict[str, str] = field(default_factory=dict)  # the first text in each column that holds no numbers
 
 
 class _Column:

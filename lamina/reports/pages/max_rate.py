@@ -84,11 +84,11 @@ def max_rate_report(folder: Path) -> Path:
 def summarize(results: Frame) -> list[Json]:
     """Return one row per placement from results.csv, highest mean learning rate first.
 
-    - mean, std, low, high: the seeds' largest learning rates (std: ddof 1, NaN for one seed)
-    - seeds: the number of seeds with a largest learning rate
-    - open: the number of seeds that reached the end of the warm-up. If there are any, the mean is a lower bound.
-    - loss: the mean smoothed loss at the largest learning rates
-    - ends: the number of runs that each rule stopped, as a text
+    ``mean``, ``std``, ``low``, ``high``: the seeds' largest learning rates (std: ddof 1, NaN for one seed).
+    ``seeds``: the number of seeds with a largest learning rate.
+    ``open``: the number of seeds that reached the end of the warm-up. If there are any, the mean is a lower bound.
+    ``loss``: the mean smoothed loss at the largest learning rates.
+    ``ends``: the number of runs that each rule stopped, as a text.
     """
     rows = []
     for placement, group in complete(results).groupby("placement", sort=False):
