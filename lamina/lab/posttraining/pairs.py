@@ -181,11 +181,13 @@ class DirectPreferences(PairStage[DpoSettings]):
 
     def wrong(self, row: Fields) -> str:
         """Reject the examples that TRL would drop. TRL drops equal answers, and prompts without room for an answer."""
-        room = self.start.longest - len(row["prompt_ids"])
-        if room < 1 and self.config.truncation_mode == "keep_start":
-            return f"the prompt fills all {self.start.longest} tokens, so none is left for the answer"
+        prompt, longest = row["prompt_ids"], self.start.longest
+        keeps_end = self.config.truncation_mode == "keep_end"
+        if len(prompt) >= longest and not keeps_end:
+            return f"the prompt fills all {longest} tokens, so none is left for the answer"
         better, worse = row["chosen_ids"], row["rejected_ids"]
-        same = better == worse or (room > 0 and better[:room] == worse[:room])
+        cut = slice(-longest, None) if keeps_end else slice(longest)
+        same = better == worse or [*prompt, *better][cut] == [*prompt, *worse][cut]
         return "the two answers are equal, or equal after cutting" if same else ""
 
     def token_ids(self, row: Fields) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -23,6 +24,8 @@ from lamina.training.run import TrainingRun
 
 if TYPE_CHECKING:
     from datasets import Dataset
+
+logger = logging.getLogger(__name__)
 
 
 class SftTrainer(TunedTrainer, SFTTrainer):
@@ -68,12 +71,21 @@ class SupervisedFineTuning(TuningStage[SftSettings]):
         options = {"completion_only_loss": len(form) == 2 if answers is None else answers, "chat_template": template}
         return by_trl(SFTTrainer, rows, self.config, self.start.tokenizer, False, None, "data", **options)
 
+    @property
+    def splits(self) -> bool:
+        """Whether packing puts the end of a long example into the next sequence, so that no token is lost."""
+        return self.settings.packing and self.config.packing_strategy != "bfd"
+
     def wrong(self, row: Fields) -> str:
         labels, longest = row["labels"], self.start.longest
-        kept = labels[-longest:] if self.config.truncation_mode == "keep_end" else labels[:longest]
+        kept, which = labels[:longest], f"first {longest}"
+        if self.splits:
+            kept, which = labels, f"{len(labels)}"
+        elif self.config.truncation_mode == "keep_end" and not self.settings.packing:  # packing cuts the end
+            kept, which = labels[-longest:], f"last {longest}"
         if any(label != IGNORED for label in kept[1:]):
             return ""
-        return f"the first {longest} tokens contain no token to train on. Raise --sequence-length"
+        return f"the {which} tokens contain no token to train on. Raise --sequence-length"
 
     def dataset(self, rows: Dataset, *, train: bool) -> Dataset:
         packing = train and self.settings.packing
@@ -81,12 +93,19 @@ class SupervisedFineTuning(TuningStage[SftSettings]):
         config.max_length = self.start.longest
         if packing:  # by one process, since the packs depend on their number
             config.dataset_num_proc = self.settings.trl.get("dataset_num_proc")
-        return by_trl(SFTTrainer, rows, config, self.start.tokenizer, packing, None, "data")
+        prepared = by_trl(SFTTrainer, rows, config, self.start.tokenizer, packing, None, "data")
+        if not packing and len(prepared) < len(rows):  # TRL drops them. In training, packs that split keep them
+            empty = f"{len(rows) - len(prepared)} of {len(rows)} held-out examples"
+            why = f"{empty} have no token to train on in the first {config.max_length} tokens"
+            if not prepared:
+                raise UserError(f"eval_data: {why}. Raise --sequence-length.")
+            logger.warning("eval_data: %s, so Lamina leaves them out", why)
+        return prepared
 
     def counts(self, *parts: Dataset | None) -> Json:
         answers = sum(label != IGNORED for labels in self.train["labels"] for label in labels)
         cut = sum(len(ids) > self.start.longest for part in parts if part for ids in part["input_ids"])
-        return {"sequences": len(self.train), "answer_tokens": answers, "truncated": cut}
+        return {"sequences": len(self.train), "answer_tokens": answers, "truncated": 0 if self.splits else cut}
 
     def fields(self, run: TrainingRun) -> Json:
         packed = self.settings.packing and self.config.packing_strategy != "wrapped"

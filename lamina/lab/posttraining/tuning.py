@@ -380,7 +380,7 @@ class TuningStage(TrainingStage[S]):
         train, held_out = split(rows, settings, apart)
         self.train, self.held_out = self.dataset(train, train=True), self.dataset(held_out, train=False)
         self.inputs = monitored([self.token_ids(row) for row in cast("Iterator[Json]", self.held_out)])
-        self.notes = {"examples": len(train), **self.counts(rows, apart), "held_out": len(held_out)}
+        self.notes = {"examples": len(train), **self.counts(rows, apart), "held_out": len(self.held_out)}
         self.notes["skipped"] = skipped + others
         data = fingerprint(train, held_out)
         if settings.eval_corpus is not None:

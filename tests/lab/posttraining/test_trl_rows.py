@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 from trl import chat_template_utils
 
 from lamina.data.tokenizers import load_tokenizer
+from lamina.errors import UserError
 from lamina.lab.posttraining.pairs import DirectPreferences, RewardModeling
 from lamina.lab.posttraining.rlhf import PolicyOptimization
 from lamina.lab.posttraining.sft import SupervisedFineTuning
@@ -126,6 +127,7 @@ TABLE = [
     *(("Reward", form, {}) for form in ("pair", "pair of whole texts", "turns of a pair", "whole turns of a pair")),
     ("Reward", "tools of a pair", {}),
     ("Reward", "margins", {}),
+    ("DPO", "turns of a pair", {"max_length": 60, "truncation_mode": "keep_end"}),
 ]
 
 
@@ -140,6 +142,22 @@ def test_rows_are_prepared_and_batched_as_trl_does(job, form, options, start, tm
     for batch in batches[:2]:
         assert batch.keys() == batches[2].keys()
         assert all(torch.equal(batch[name], batches[2][name]) for name in batch)
+
+
+@pytest.mark.parametrize("strategy", ["bfd_split", "wrapped"])
+def test_packs_that_split_long_rows_lose_none_of_them(strategy, start, tmp_path):
+    rows = rows_of("turns")  # of many, the first tokens are all the question's
+    data, held_out = (write_rows(tmp_path / f"{name}.jsonl", rows_of(name)) for name in ("turns", "text"))
+    options = {"packing_strategy": strategy}
+    given = {"packing": True, "sequence_length": 64, "eval_data": str(held_out)}
+    stage = ours("SFT", start, data, tmp_path / "run", options, **given)
+    trainer = theirs("SFT", start, rows, {**options, "packing": True, "max_length": 64})
+    assert sum(map(len, stage.train["input_ids"])) > len(rows) * 64
+    assert list(stage.train["input_ids"]) == list(trainer.train_dataset["input_ids"])
+    assert list(stage.train["labels"]) == list(trainer.train_dataset["labels"])
+    assert stage.notes["truncated"] == stage.notes["skipped"] == 0
+    with pytest.raises(UserError, match="8 of 8 held-out examples have no token to train on in the first 16 tokens"):
+        ours("SFT", start, data, tmp_path / "run", options, packing=True, sequence_length=16)
 
 
 @pytest.mark.parametrize("form", ["prompt", "turns of a prompt", "messages", "pair"])
