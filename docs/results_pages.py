@@ -210,17 +210,13 @@ def _span(values: Sequence[float]) -> str:
 
 
 def _claims_table(heading: str, claims: Sequence[Json]) -> list[str]:
-    """Return the table of these claims, if there are any; ``heading``: of the column between verdict and details."""
-    rows = [
-        [
-            f"**{said.claimed(one)}**" if said.is_whole(one) else said.claimed(one),
-            said.verdict(one),
-            comparisons.in_short(one),
-            f"[{plain(one['claim'])}](#{one['study']})",
-        ]
-        for one in claims
-    ]
-    return [table(["claim", "verdict", heading, "details"], rows)] if rows else []
+    """Return the table of these claims, if there are any. ``heading``: of the last column."""
+    rows = []
+    for one in claims:
+        says = f"**{said.claimed(one)}**" if said.is_whole(one) else said.claimed(one)
+        details = f"[{plain(one['claim'])}](#{one['study']})"
+        rows.append([f"{says} ({details})", said.verdict(one), comparisons.in_short(one)])
+    return [table(["claim", "verdict", heading], rows)] if rows else []
 
 
 def _ran(
