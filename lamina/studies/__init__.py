@@ -1,1 +1,1 @@
-"""Studies: many runs that answer one question."""
+"""Train many models to answer one question."""

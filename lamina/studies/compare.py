@@ -1,4 +1,4 @@
-"""Compare placements of the norms on the same text, or find the learning rate at which their training fails."""
+"""Compare norm placements on the same text, or find the learning rate at which their training fails."""
 
 from __future__ import annotations
 
@@ -43,17 +43,16 @@ OneRun: TypeAlias = PretrainSettings | MaxRateSettings
 def compare(
     settings: CompareSettings | Mapping[str, Any], *, resume: Resume = False, overwrite: bool = False, bar: bool = True
 ) -> pd.DataFrame:
-    """Train every placement at every learning rate and seed. Returns the rows of results.csv, one row per trial.
+    """Train every placement at every learning rate and seed. Returns the table of results.csv.
 
-    ``settings`` is a complete settings object, or a mapping with the settings to change. If a trial fails, diverges or
-    gets stuck, its row shows this as the trial's status. With ``resume``, Lamina skips ended trials, and resumes the
-    other trials from their last checkpoints.
+    Each training run is a row, with the status of failed, diverged and stuck runs. With ``resume``, Lamina skips
+    finished runs and continues the others from their last checkpoints.
 
     Raises:
-        UserError: a setting is invalid, Lamina cannot read the corpus, the output folder holds files, or the study to
-            resume has other settings or placements.
+        UserError: a setting is invalid, Lamina cannot read the corpus, the output folder holds files, or a resumed
+            comparison has other settings.
         OSError: the disk is full.
-        KeyboardInterrupt: Lamina first ends the running trials as `interrupted` and writes results.csv.
+        KeyboardInterrupt: Lamina first ends the current runs as `interrupted` and writes results.csv.
     """
     job, complete, trials = open_study(Kind.COMPARE, CompareSettings, settings, resume, overwrite, bar)
     with job:
@@ -67,9 +66,9 @@ def max_lr(
     overwrite: bool = False,
     bar: bool = True,
 ) -> pd.DataFrame:
-    """Raise the learning rate of every placement and seed until training fails. Returns the rows of results.csv.
+    """Raise the learning rate of every placement and seed until training fails. Returns the table of results.csv.
 
-    For ``settings``, ``resume`` and the errors, see ``compare``.
+    The arguments and errors are the same as in ``compare``.
     """
     job, complete, trials = open_study(Kind.MAX_LR, MaxRateStudySettings, settings, resume, overwrite, bar)
     with job:
@@ -79,14 +78,14 @@ def max_lr(
 def open_study(
     kind: Kind, record: type[G], settings: G | Mapping[str, Any], resume: Resume, overwrite: bool, bar: bool
 ) -> tuple[Job[G], G, Mapping[str, OneRun]]:
-    """Open a study's job, check its trials, and read their data into the cache.
+    """Open a study's folder, check its runs, and cache their data.
 
     Returns:
-        the job, the job's settings with resolved precision and compilation, and the trials' settings by id.
+        the folder's job, the settings with precision and compilation decided, and the runs' settings by name.
 
     Raises:
-        UserError: a launcher (torchrun, accelerate) started several processes, Lamina cannot build a trial or read the
-            data, or an ended trial has other settings.
+        UserError: a launcher started several processes, a run's settings or data are unusable, or a finished run has
+            other settings.
     """
     policy = ResumePolicy(what="study", free=record.free())
     job = open_job(kind, record, settings, resume=resume, overwrite=overwrite, policy=policy, stored=stored_study)
@@ -113,7 +112,7 @@ def open_study(
 
 
 def is_ended(run: PretrainSettings) -> bool:
-    """Return whether a trial has ended. Raises UserError if somebody has altered the trial's result.json."""
+    """Return whether a run has finished. Raises UserError if its result.json was edited."""
     result = read_result(Path(run.output))
     return result is not None and result["status"] in ENDED
 
@@ -127,10 +126,13 @@ def run_missing(
     keys: Sequence[str] = ("placement", "learning_rate", "seed"),
     of_trial: Callable[..., Json] = pretrain,
 ) -> pd.DataFrame:
-    """Run the trials of a study that have not ended yet. Returns the rows of results.csv.
+    """Execute the unfinished runs of a study. Returns the table of results.csv.
 
-    ``complete`` holds the values for study.yaml. ``keys`` names the settings of a trial that become columns of
-    results.csv. ``of_trial`` runs a trial.
+    Args:
+        complete: the settings for study.yaml.
+        trials: the runs' settings, by name.
+        keys: the settings that become columns of results.csv.
+        of_trial: the function that executes a run.
     """
     settings, folder = job.settings, job.folder
     workers = min(settings.workers or usual_workers(), len(trials))
@@ -150,7 +152,7 @@ def run_missing(
     names = list(dict.fromkeys([*columns.names(), *keys]))
 
     def write() -> pd.DataFrame:
-        """Write results.csv with one row per trial that has ended."""
+        """Write results.csv with a row for each finished run."""
         rows = [
             {**dict.fromkeys(names), **results[t], **{k: getattr(s, k) for k in keys}, "trial": t}
             for t, s in trials.items()
@@ -170,12 +172,9 @@ def run_missing(
 
 
 def run_max_rate(settings: MaxRateSettings, *, resume: Resume = False, bar: bool = True) -> Json:
-    """Raise a run's learning rate until the run fails. Writes the run's folder, and returns the content of result.json.
+    """Raise a run's learning rate until training fails. Returns the content of result.json.
 
-    Besides a run's usual columns, the result has ``max_learning_rate``, ``stop_rule`` and ``loss_at_stop``.
-
-    Raises:
-        UserError, OSError: as ``pretrain`` does.
+    Raises UserError and OSError as ``pretrain`` does.
     """
 
     def guard(run: GuardSettings, unigram_entropy: float) -> DivergenceGuard:

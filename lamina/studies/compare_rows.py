@@ -1,4 +1,4 @@
-"""The catalog entries of `lamina compare`, `max-lr`, `coord-check` and `transfer`. Each command trains many models."""
+"""The commands `lamina compare`, `max-lr`, `coord-check` and `transfer` in Lamina's catalog of jobs."""
 
 from __future__ import annotations
 

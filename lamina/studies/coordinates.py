@@ -1,9 +1,8 @@
-"""Check whether any module's output grows with the model's width or depth (the coordinate check).
+"""Check whether a module's output grows with the model's width or depth (the coordinate check).
 
-Models of several widths or depths take a few optimizer steps on the same batch. Lamina records the mean magnitude of
-every module's output before each step and after the last step. With the right scaling, the magnitude is equal at all
-sizes, so the slope of log|x| against log(size) is 0. The muP package also has this check (Yang et al. 2022, Appendix
-D.1).
+Models of several sizes take a few optimizer steps on the same batch. Lamina records the mean magnitude of every
+module's output before each step and after the last one. With the right scaling, the magnitude is equal at all sizes.
+The check comes from the muP package (Yang et al. 2022, Appendix D.1).
 """
 
 from __future__ import annotations
@@ -48,10 +47,11 @@ from lamina.training.short_run import ShortRun
 from lamina.training.source import plan_of
 
 Measurement: TypeAlias = tuple[int, int, str, str, float]
-"""A row: step, layer, module, metric, value. Layers count from 0, and -1 stands for modules outside the blocks. The
-module "block" is a whole block.
+"""One measurement: step, layer, module, metric, value. Layers count from 0, and -1 means outside the blocks.
 
-The metric "size" is mean |x|. The metric "change" is mean |x - x before the first step|."""
+The module "block" is a whole block. The metric "size" is the output's mean magnitude. The metric "change" is the mean
+magnitude of the output's difference from the output before the first step.
+"""
 COLUMNS = ("seed", "step", "layer", "module", "metric", "value")  # after the width or depth
 STREAMS = ("attention", "feed_forward", "block")  # the modules of a block whose output is the stream
 _LAYER = re.compile(r"(?:model\.)?(?:backbone\.)?(?:layers\.(\d+)\.?)?(.*)")
@@ -64,9 +64,7 @@ def coord_check(
     overwrite: bool = False,
     bar: bool = True,
 ) -> Frame:
-    """Run the coordinate check and write its folder. Returns the rows of ``slopes``; the verdict is in result.json.
-
-    ``settings`` is a complete settings object, or a mapping with the settings to change.
+    """Run the coordinate check and write its folder. Returns the table of slopes.
 
     Raises:
         UserError: a setting is invalid, Lamina cannot read the corpus, or the output folder holds files.
@@ -122,9 +120,10 @@ def coord_check(
 def measure(
     settings: PretrainSettings, ids: torch.Tensor, vocab_size: int, tick: Callable[[], object] = lambda: None
 ) -> list[Measurement]:
-    """Measure the model of one size and seed on the batch's token ``ids`` [blocks, tokens].
+    """Measure the model of one size and seed while it trains on one batch at a constant learning rate.
 
-    The model trains at a constant learning rate, on the same batch at each step.
+    Args:
+        ids: the batch's token ids, [blocks, tokens].
     """
     torch.manual_seed(settings.seed)
     config = backbone_config(settings, vocab_size=vocab_size)
@@ -174,7 +173,7 @@ def measure(
 
 
 class OneBatch(ArrayBlocks):
-    """A stream that repeats one batch of token ids [blocks, tokens] endlessly."""
+    """Repeat one batch of token ids [blocks, tokens] endlessly."""
 
     in_order = True
 
@@ -184,7 +183,7 @@ class OneBatch(ArrayBlocks):
 
 @contextmanager
 def outputs_of(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield a mapping that holds each module's latest output in float32 while the context is open."""
+    """Yield a mapping that holds each module's latest output in float32, as long as the context is open."""
     outputs: dict[str, torch.Tensor] = {}
 
     def keep(name: str) -> Callable[[nn.Module, object, object], None]:
@@ -204,13 +203,11 @@ def outputs_of(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def slopes(table: Frame, tolerance: float) -> Frame:
-    """Fit the exponent e in value ~ size^e for each module and step, and judge e. The size is the width or the depth.
+    """Fit the exponent e in |x| ~ size^e for each module and step, where the size is the width or the depth.
 
-    The exponent is the least-squares slope of log(value), averaged over the seeds, against log(size). For modules with
-    the same name, Lamina averages the slopes over the layers. If the depth varies, Lamina averages over ``shares`` of
-    the depth. ``low`` and ``high`` are the smallest and the largest slope. ``verdict`` is flat, grows or shrinks. For
-    the metric "change", ``verdict`` is None, because Lamina does not judge changes. If a value is 0 or not finite, the
-    slope is NaN and the verdict is "broken".
+    The exponent is the least-squares slope of log |x| (averaged over seeds) against log size, averaged over layers.
+    Each row also has the smallest and largest slope, and a verdict: flat, grows, shrinks or broken. "Broken" means that
+    a value is 0 or not finite. The metric "change" has no verdict.
     """
     axis = "depth" if "depth" in table else "width"
     table = shares(table) if axis == "depth" else table
@@ -230,12 +227,10 @@ def slopes(table: Frame, tolerance: float) -> Frame:
 
 
 def shares(table: Frame) -> Frame:
-    """Keep the rows at equal fractions (shares) of each model's depth. Replace the layer's number by the share's
-    number.
+    """Keep one layer for each equal part of the depth, so that models of different depths have the same rows.
 
-    D is the number of blocks in the shallowest model. A model of L blocks has D shares, and the k-th share (k = 1 to D)
-    ends with block ceil(k L / D). Lamina keeps the rows of the last block in each share, and all rows outside the
-    blocks.
+    The shallowest model has D blocks. A model of L blocks has D parts, and part k ends with block ceil(k L / D). The
+    result has the rows of these blocks, with the part's number as the layer.
     """
     depth, layer, count = table["depth"].astype(int), table["layer"].astype(int), int(table["depth"].min())
     share = (layer + 1) * count // depth
@@ -244,11 +239,10 @@ def shares(table: Frame) -> Frame:
 
 
 def verdict(rows: Frame, settings: CoordCheckSettings) -> Json:
-    """Return the content of result.json: the worst verdict (flat, grows, shrinks or broken) and its modules.
+    """Return the content of result.json: the worst verdict and its modules.
 
-    Two outputs may shrink with the size n, down to n^-1/2, because training makes them grow again. These outputs are
-    the logits under muP and the residual stream under CompleteP (initially a sum of L random branches divided by L).
-    Lamina accepts such slopes.
+    Two outputs may shrink with the size n, down to n^-1/2, because training makes them grow again: the logits under
+    muP, and the residual stream under CompleteP.
     """
     sizes = rows[rows["metric"] == "size"]
     smaller: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""The catalog entry of `lamina eval`, which evaluates models or all runs of a study."""
+"""The command `lamina eval` in Lamina's catalog of jobs."""
 
 from __future__ import annotations
 

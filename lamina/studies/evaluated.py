@@ -1,4 +1,4 @@
-"""Find the runs in a study's folder, so that you can evaluate them."""
+"""Find the models in a study's folder, so that you can evaluate them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ from lamina.jobs.seals import refuse_tables
 
 
 def runs_of(path: str) -> list[Candidate] | None:
-    """Return one model to evaluate (a candidate) for each row of results.csv. The candidate's ``arm`` names its
-    placement, and also its width and learning rate if these vary.
+    """Return a model to evaluate for each row of results.csv, or None if the folder holds no study.
 
-    Returns None if the folder holds no study. Raises UserError if the study has no results, or if the study's runs have
-    no models.
+    A model is named by its placement, and by its width and learning rate if these vary. Raises UserError if the study
+    has no results or no models.
     """
     folder = Path(path).expanduser()
     if kind_of(folder) not in (Kind.COMPARE, Kind.CLAIMS, Kind.TRANSFER, Kind.MAX_LR):
@@ -69,7 +68,7 @@ def _candidate(folder: Path, row: Json, rows: pd.DataFrame) -> Candidate:
 
 
 def evaluate_runs(settings: EvalSettings | Mapping[str, object], **modes: Any) -> Json:
-    """Evaluate models, and all runs of each study's folder. See ``lamina.evaluation.job.evaluate``."""
+    """Evaluate models, and all models in studies' folders, as ``lamina.evaluation.job.evaluate`` does."""
     from lamina.evaluation.job import evaluate
 
     return evaluate(settings, expand=runs_of, **modes)

@@ -1,21 +1,21 @@
 """Find the largest learning rate of a run whose learning rate rises at each step.
 
 In Keel's protocol (arXiv 2601.19895), the learning rate rises linearly from 0. The paper names three signs of failure,
-without thresholds: an early plateau, a spike from which the loss does not return, and an anomalously slow descent. We
-chose the rules below. L(s) is the loss of step s. S(s) is the mean of the last ``window`` losses up to step s. low(s)
-is the lowest S up to step s. The run stops at the first step s at which one of these rules holds:
+without thresholds: an early plateau, a spike from which the loss does not return, and an anomalously slow descent.
+Lamina stops the run at the first step at which one of its rules holds:
 
-- non-finite: L(s) or the gradient norm is not finite.
-- spike: L has been above low + ``spike_margin`` at each of the last ``spike_patience`` steps. A shorter rise does not
-  count.
-- plateau: the loss has not fallen since step a, although the learning rate has since grown by ``plateau_factor`` and at
-  least 2 ``window`` steps have passed. Step a is the first step with S less than ``plateau_margin`` above low(s). If
-  low is less than ``stuck_margin`` below the corpus's unigram entropy, Lamina calls the plateau "stuck". The loss
-  hardly changes at the lowest learning rates, so a plateau counts only after the loss has fallen by 2
-  ``plateau_margin`` below S(1). If a run ends before this fall, it is stuck, and its largest learning rate is 0.
+- non-finite: the loss or the gradient norm is not finite.
+- spike: the loss has stayed more than ``spike_margin`` above its minimum for ``spike_patience`` steps.
+- plateau: the loss has fallen by less than ``plateau_margin`` while the learning rate grew by ``plateau_factor``. The
+  plateau also lasts at least two windows of ``window`` steps.
 
-Lamina reports the learning rate just before the failure. For a plateau, Lamina reports the learning rate at step a. For
-the other rules, Lamina reports the learning rate at the last step with S less than ``plateau_margin`` above low.
+The minimum and the plateau use the loss averaged over the last ``window`` steps. A plateau counts only after the loss
+has fallen by two ``plateau_margin`` from its start. Until then, the learning rate may be too low for progress. A
+plateau close to the corpus's unigram entropy is called "stuck". A run without any fall is also stuck, and its largest
+learning rate is 0.
+
+Lamina reports the last learning rate at which the loss was within ``plateau_margin`` of its minimum. For a plateau,
+Lamina reports the learning rate at its start.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from lamina.training.monitor.guard import Diverged, DivergenceGuard
 from lamina.training.monitor.writers import LOSS, Row
 from lamina.training.setting_groups import in_steps
 
-# Why a run stopped; NONE: it reached the end of the warm-up.
+# why a run stopped; NONE means that it reached the end of the warm-up
 NON_FINITE, SPIKE, PLATEAU, STUCK, NONE = "non-finite", "spike", "plateau", "stuck", "none"
 
 
 @dataclass(frozen=True)
 class MaxRateRules:
-    """The thresholds of the rules for a run, and the corpus's unigram entropy in nats per token."""
+    """The thresholds of a run's rules, and the corpus's unigram entropy in nats per token."""
 
     given: RisingSettings
     unigram_entropy: float
 
     def rate(self, step: int) -> float:
-        """Return the learning rate of a step. Steps count from 1, and the learning rate of step 1 is 0."""
+        """Return the learning rate of a step. The first step is step 1 and has learning rate 0."""
         return self.given.max_learning_rate * (step - 1) / self.given.steps
 
 
@@ -54,9 +54,10 @@ class Stop:
     """The point at which a rising learning rate failed.
 
     Attributes:
-        rule: the name of the rule that held, or ``NONE``.
+        rule: the rule that held, or ``NONE``.
         step: the last step before the failure.
-        loss: the smoothed loss at this step.
+        rate: the learning rate at this step.
+        loss: the averaged loss at this step.
         seen: the step at which the rule held.
         reason: the reason in words, for result.json.
     """
@@ -70,8 +71,10 @@ class Stop:
 
 
 def smoothed(losses: Sequence[float] | np.ndarray, window: int) -> np.ndarray:
-    """Return for each step the mean of the last ``window`` losses, or of all losses if there are fewer: [steps] ->
-    [steps].
+    """Return each step's mean over the last losses: [steps] -> [steps].
+
+    Args:
+        window: the largest number of losses in a mean.
     """
     sums = np.concatenate([[0.0], np.cumsum(np.asarray(losses, dtype=np.float64))])
     ends = np.arange(1, len(sums))
@@ -80,9 +83,10 @@ def smoothed(losses: Sequence[float] | np.ndarray, window: int) -> np.ndarray:
 
 
 def find_stop(losses: Sequence[float], rules: MaxRateRules, *, broken: bool = False) -> Stop | None:
-    """Find the first failure in the losses, which begin with step 1. Returns None if there is no failure yet.
+    """Find the first failure in the losses from step 1 on. Returns None without a failure.
 
-    ``broken`` means that the run ended because another value, such as a gradient, was not finite.
+    Args:
+        broken: whether the run ended because another value, such as a gradient, was not finite.
     """
     values = np.asarray(losses, dtype=np.float64)
     finite = np.isfinite(values)
@@ -110,7 +114,7 @@ def find_stop(losses: Sequence[float], rules: MaxRateRules, *, broken: bool = Fa
 
 
 def no_stop(losses: Sequence[float], rules: MaxRateRules) -> Stop:
-    """Return the result of a run in which no rule held. If the loss fell, the learning rate is a lower bound."""
+    """Return the result of a run in which no rule held. Its learning rate is a lower bound if the loss fell."""
     smooth = smoothed(losses, rules.given.window)
     if len(smooth) and not _begun(rules, smooth, smooth.min()):
         reason = f"the loss has not fallen by {2 * rules.given.plateau_margin:g} nats from its start of {smooth[0]:.3f}"
@@ -147,12 +151,16 @@ def _plateau(rules: MaxRateRules, smooth: np.ndarray, low: np.ndarray, step: int
 
 
 def _begun(rules: MaxRateRules, smooth: np.ndarray, low: float) -> bool:
-    """Return whether the smoothed loss has fallen by at least 2 ``plateau_margin``."""
+    """Return whether the averaged loss has fallen by at least two ``plateau_margin``."""
     return bool(low <= smooth[0] - 2 * rules.given.plateau_margin)
 
 
 def _last_low(rules: MaxRateRules, smooth: np.ndarray, low: np.ndarray, until: int) -> int:
-    """Return the last step up to ``until`` at which the smoothed loss was at its minimum; 0 without such a step."""
+    """Return the last step at which the averaged loss was near its minimum, or 0.
+
+    Args:
+        until: the last step to consider.
+    """
     close = np.flatnonzero(smooth[:until] < low[:until] + rules.given.plateau_margin)
     return int(close[-1]) + 1 if len(close) else 0
 
@@ -164,10 +172,7 @@ def _stop(rule: str, rules: MaxRateRules, smooth: np.ndarray, step: int, seen: i
 
 @dataclass(kw_only=True)
 class MaxRateGuard(DivergenceGuard):
-    """A guard that reads the loss of every step. If a rule holds, the guard ends the run at the next record.
-
-    The rules depend only on the loss of each step, so an interruption does not change the result.
-    """
+    """Check the loss of every step, and end the run at the next record if a rule holds."""
 
     rules: MaxRateRules
     losses: list[float] = field(default_factory=list)
@@ -176,7 +181,7 @@ class MaxRateGuard(DivergenceGuard):
         self.losses += [value for _, _, _, _, _, metric, value in rows if metric == LOSS]
 
     def see_loss(self, step: int, loss: float, rows: Sequence[Row] = ()) -> None:
-        """Raise Diverged at a recorded step if a rule holds, or at once if the loss is not finite."""
+        """Raise Diverged if a rule holds at a recorded step, or if the loss is not finite."""
         if not math.isfinite(loss):
             super().see_loss(step, loss, rows)
         if (stop := find_stop(self.losses, self.rules)) is not None:
@@ -190,7 +195,7 @@ class MaxRateGuard(DivergenceGuard):
         self.losses = list(state.get("losses_by_step", []))
 
     def outcome(self, status: Status) -> Json:
-        """Return the columns of result.json about the largest learning rate; empty for an interrupted run."""
+        """Return the columns of result.json about the largest learning rate. An interrupted run has none."""
         if not status.ended:
             return {}
         stop = find_stop(self.losses, self.rules, broken=status == Status.DIVERGED)

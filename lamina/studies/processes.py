@@ -1,6 +1,6 @@
-"""Start a study's trials in separate processes, check whether the trials still run, and stop them.
+"""Start a study's training runs in separate processes, and stop them.
 
-Each process starts with worker.py, so it never imports the caller's script.
+The processes never import the caller's script.
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ _CODE = "import sys; sys.path[:] = {path!r}; from lamina.studies import worker; 
 
 
 def start(task: Task, environment: Mapping[str, str] = MappingProxyType({})) -> Process:
-    """Start a trial in a separate process. ``environment`` replaces environment variables for the trial."""
+    """Start a training run in a separate process.
+
+    Args:
+        environment: environment variables to set in this process.
+    """
     request = {
         **task.to_request(),
         "environment": {**os.environ, **environment},
@@ -35,20 +39,18 @@ def start(task: Task, environment: Mapping[str, str] = MappingProxyType({})) -> 
         "argv": list(sys.argv),
         "directory": os.getcwd(),
     }
-    # Forking a server that has imported torch is safe on Linux only.
+    # a fork after importing torch is safe on Linux only
     return Server.running().start(request) if sys.platform.startswith("linux") else Alone(request)
 
 
 def prepare() -> None:
-    """Start the server early, so that it imports the trials' packages while the study does other work."""
+    """Start the server early, so that it imports packages while the study does other work."""
     if sys.platform.startswith("linux"):
         Server.running()
 
 
 class Server:
-    """A process from which Lamina forks trials. The caller's process has one server for all its studies, and the server
-    ends with the caller's process.
-    """
+    """The process from which Lamina forks training runs. It ends with the caller's process."""
 
     _current: Server | None = None
     _starting = threading.Lock()
@@ -59,7 +61,7 @@ class Server:
         self.codes: dict[int, int] = {}
         self.connection, remote = multiprocessing.Pipe()
         call = f"serve({remote.fileno()}, {self.owner})"
-        # In its own session: Ctrl-C at the terminal goes to the study, which signals its trials once.
+        # in a separate session, so that Ctrl-C reaches only the study, which signals its runs once
         self.process = subprocess.Popen(
             [sys.executable, "-c", _CODE.format(path=sys.path, call=call)],
             stdin=subprocess.DEVNULL,
@@ -71,7 +73,7 @@ class Server:
 
     @classmethod
     def running(cls) -> Server:
-        """Return the server of this process. Start the server if it does not run."""
+        """Return this process's server. Start the server if none is running."""
         with cls._starting:
             server = cls._current
             if server is None or server.owner != os.getpid() or server.process.poll() is not None:
@@ -79,7 +81,7 @@ class Server:
             return server
 
     def start(self, request: Json) -> Forked:
-        """Fork a trial."""
+        """Fork a training run."""
         with self.lock:
             self.count += 1
             trial = Forked(server=self, number=self.count)
@@ -87,14 +89,12 @@ class Server:
         return trial
 
     def send(self, request: Json) -> None:
-        """Send a request. If the server has ended, do nothing, because ``code`` reports this."""
+        """Send a request. Do nothing if the server has ended, because ``code`` reports this."""
         with self.lock, contextlib.suppress(OSError):
             self.connection.send_bytes(json.dumps(request).encode())
 
     def code(self, number: int) -> int | None:
-        """Return a trial's exit code. The code is None while the trial runs, and LOST if the server ended and took the
-        trial with it.
-        """
+        """Return a run's exit code. It is None while the run continues, and LOST if the run ended with the server."""
         with self.lock:
             try:
                 while self.connection.poll():
@@ -119,26 +119,26 @@ class Server:
 
 @dataclass(kw_only=True)
 class Forked:
-    """A trial in a process that the server forked."""
+    """A training run in a process that the server forked."""
 
     server: Server = field(repr=False)
     number: int
 
     def exit_code(self) -> int | None:
-        """Return the trial's exit code, or None while the trial runs."""
+        """Return the run's exit code, or None while it continues."""
         return self.server.code(self.number)
 
     def terminate(self) -> None:
-        """Ask the trial to save a checkpoint and end."""
+        """Ask the run to save a checkpoint and end."""
         self.server.send({"number": self.number, "signal": int(signal.SIGTERM)})
 
     def kill(self) -> None:
-        """End the trial at once."""
+        """End the run at once."""
         self.server.send({"number": self.number, "signal": int(signal.SIGKILL)})
 
 
 class Alone:
-    """A trial in a separate interpreter, with the methods of ``Forked``."""
+    """A training run in a new Python interpreter, with the methods of ``Forked``."""
 
     def __init__(self, request: Json):
         self.process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Write and read study.yaml (the record of a study), and check that the study's trials belong together."""
+"""Write and read study.yaml, and check that the runs in a study's folder belong together."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from lamina.jobs.seals import refuse_altered
 from lamina.jobs.status import ENDED
 from lamina.training.settings import PretrainSettings
 
-# Settings in which a study's trials may differ and still be one experiment.
+# the settings that may differ between the runs of one experiment
 _OF_A_TRIAL = {"placement", "learning_rate", "seed", "hidden_size", "base_width"}
 
 
 def write_study(folder: Path, study: Mapping[str, Any]) -> None:
-    """Write study.yaml with its digest."""
+    """Write study.yaml with a checksum of its content."""
     write_sealed(folder / STUDY, study)
 
 
 def has_study(folder: Path) -> bool:
-    """Return whether the folder holds a study's record. The record may be damaged."""
+    """Return whether the folder holds study.yaml, even if it is damaged."""
     return (folder / STUDY).is_file()
 
 
 def read_record(folder: Path) -> Json:
-    """Return the record of the study in a folder. Raises UserError if study.yaml is missing or incomplete."""
+    """Return the content of study.yaml. Raises UserError if the file is missing or incomplete."""
     if not has_study(folder):
         raise UserError(
             f"output: {str(folder)!r} holds no study to resume: {STUDY} is missing", "Give the study's folder."
@@ -44,14 +44,15 @@ def read_record(folder: Path) -> Json:
 
 
 def stored_study(folder: Path) -> Json:
-    """Return the settings of the study in a folder. Raises UserError if the folder holds no complete record."""
+    """Return the settings in study.yaml. Raises UserError if the file is missing or incomplete."""
     return read_record(folder)["settings"]
 
 
 def refuse_another_trial(trial: PretrainSettings, plan: Json) -> None:
-    """Raise UserError if a trial's plan has changed, or if the trial's settings differ from the study's settings.
+    """Raise UserError if a run's folder has another norm placement or other settings than the study.
 
-    ``plan`` is the content of plan.json for a new training of the trial.
+    Args:
+        plan: the content of plan.json for a new run with the study's settings.
     """
     folder = Path(trial.output)
     try:
@@ -86,10 +87,12 @@ def refuse_another_trial(trial: PretrainSettings, plan: Json) -> None:
 def refuse_mixture(
     trials: Mapping[str, Mapping[str, Any]], expected: Mapping[str, Any], free: Collection[str] = _OF_A_TRIAL
 ) -> None:
-    """Raise UserError if the trials' stored settings do not belong to one experiment.
+    """Raise UserError if runs with the given settings do not belong to one experiment.
 
-    All trials must have the values in ``expected``. Trials may differ in the ``free`` settings, and in settings that
-    affect only how a trial runs. Any other setting must be the same in all trials.
+    Args:
+        trials: the stored settings of each run.
+        expected: values that all runs must have.
+        free: settings that may differ between runs.
     """
     shared = {name: ("the study", value) for name, value in expected.items()}
     for trial, settings in trials.items():

@@ -1,4 +1,4 @@
-"""Run tasks in separate processes, with a progress bar. A failed trial becomes a row, and does not stop the study."""
+"""Execute training runs in separate processes, with a progress bar. A failed run does not stop the study."""
 
 from __future__ import annotations
 
@@ -26,9 +26,7 @@ from lamina.studies.worker import BUSY, DISK_FULL
 
 
 class Progress:
-    """Show the progress of all trials' steps, as a bar or as a line every 30 seconds. Each ended trial also prints a
-    line.
-    """
+    """Show the progress of all runs as a bar, or as a line every 30 seconds. Each finished run prints a line."""
 
     def __init__(self, trials: Mapping[str, Task], *, done: int, waiting: int = 0, show: bool):
         self.trials, self.show = trials, show
@@ -78,19 +76,22 @@ BUSY_SECONDS = 2.0  # between two attempts at a trial that another driver runs
 
 
 Ended: TypeAlias = Callable[[str, Json], None]
-"""A function that Lamina calls with a trial's name and result."""
+"""A function that Lamina calls with a run's name and result."""
 
 
 def run_trials(trials: Mapping[str, Task], *, workers: int, ended: Ended, tick: Callable[[list[str]], None]) -> None:
-    """Run every trial, ``workers`` at a time.
+    """Execute runs in separate processes, several at a time, each on the GPU with the fewest runs.
 
-    Lamina calls ``ended`` with each trial's id and result, and ``tick`` with the ids of the running trials. On
-    KeyboardInterrupt, the running trials save a checkpoint and end as `interrupted`. Lamina then raises the exception
-    again. If a trial's process dies, the trial's result has the status `failed`. Each trial gets the GPU with the
-    fewest trials.
+    If a run's process dies, the run's result has the status `failed`. At KeyboardInterrupt, the current runs save a
+    checkpoint and end as `interrupted`.
+
+    Args:
+        workers: the number of simultaneous runs.
+        ended: a function that Lamina calls with the name and result of each finished run.
+        tick: a function that Lamina calls repeatedly with the names of the current runs.
 
     Raises:
-        OSError: the disk is full; Lamina keeps the finished trials.
+        OSError: the disk is full. Lamina keeps the finished runs.
     """
     waiting, running = list(trials), dict[str, Process]()
     devices, uses = gpus(), dict[str, str]()
@@ -136,9 +137,7 @@ def run_trials(trials: Mapping[str, Task], *, workers: int, ended: Ended, tick: 
 
 @contextlib.contextmanager
 def _stop_signals() -> Iterator[list[int]]:
-    """Handle Ctrl-C and SIGTERM. The first signal acts after the current round of checks, and the second signal acts at
-    once.
-    """
+    """Handle Ctrl-C and SIGTERM: the first signal stops after the current checks, and the second one at once."""
     stopped: list[int] = []
 
     def stop(number: int) -> None:
@@ -151,7 +150,7 @@ def _stop_signals() -> Iterator[list[int]]:
 
 
 def _reap(running: dict[str, Process], trials: Mapping[str, Task], ended: Ended, missing: str = "failed") -> list[str]:
-    """Report the trials whose processes have ended. Return the trials that another process already runs."""
+    """Report the runs whose processes have ended. Return the runs that another process already executes."""
     busy = []
     for trial, process in list(running.items()):
         if (code := process.exit_code()) is None:
@@ -173,21 +172,17 @@ def _reap(running: dict[str, Process], trials: Mapping[str, Task], ended: Ended,
 
 
 class Executor(Protocol):
-    """A function that runs tasks, several at a time."""
+    """A function that executes runs, with the arguments of ``run_trials``."""
 
     def __call__(
         self, trials: Mapping[str, Task], *, workers: int, ended: Ended, tick: Callable[[list[str]], None]
-    ) -> None:
-        """Run every task. Calls ``ended`` with each task's name and result, and ``tick`` with the names of running
-        tasks.
-        """
-        ...
+    ) -> None: ...
 
 
 def gpus() -> list[str]:
-    """Return the GPUs that trials may use, as CUDA_VISIBLE_DEVICES names them, without starting CUDA.
+    """Return the names of the usable GPUs, as in CUDA_VISIBLE_DEVICES, without starting CUDA.
 
-    The list is empty if PyTorch is built only for the CPU.
+    The list is empty if PyTorch was built without CUDA.
     """
     import torch
 
@@ -200,7 +195,7 @@ def gpus() -> list[str]:
 
 
 def usual_workers(device: str = "auto") -> int:
-    """Return the default number of simultaneous trials: one per GPU, or one per CPU core without a GPU."""
+    """Return the default number of simultaneous runs: one per GPU, or one per CPU core without a GPU."""
     return (0 if device == "cpu" else len(gpus())) or cores()
 
 
@@ -214,17 +209,17 @@ def run_tasks(
     ended: Ended,
     execute: Executor = run_trials,
 ) -> None:
-    """Run every task. When a task ends, call ``ended`` with the task's name and result.
+    """Execute runs with a progress bar.
 
     Args:
-        done: number of trials that had ended before this call, for the progress bar.
-        waiting: number of trials that start after the trials in ``tasks``, for the progress bar.
-        workers: number of simultaneous tasks (None: one per GPU, or one per CPU core without a GPU).
-        ended: called after each task.
+        done: number of runs that had finished before, for the progress bar.
+        waiting: number of runs that will start later, for the progress bar.
+        workers: number of simultaneous runs (default: one per GPU, or one per CPU core without a GPU).
+        ended: a function that Lamina calls with the name and result of each finished run.
 
     Raises:
-        OSError: the disk is full; Lamina keeps the finished trials.
-        KeyboardInterrupt: Lamina first ends the running trials as `interrupted`.
+        OSError: the disk is full. Lamina keeps the finished runs.
+        KeyboardInterrupt: Lamina first ends the current runs as `interrupted`.
     """
     progress = Progress(tasks, done=done, waiting=waiting, show=bar)
 

@@ -44,7 +44,7 @@ _ONE_INIT = (
 
 @takes(Numbers)
 def seed_list(name: str, value: object) -> str:
-    """Check that the list has at least one seed and no seed twice. Returns the seeds, separated by commas."""
+    """Check that a list has at least one seed and no seed twice. Returns the seeds, separated by commas."""
     listed = comma_separated(name, value)
     for seed in numbers(name, listed, int):
         seed_number(name, seed)
@@ -62,9 +62,7 @@ class SeedsSettings(Settings, group="steps and learning rate"):
 
 
 def rates_by_placement(name: str, value: object) -> str | dict[str, str]:
-    """Check learning rates by placement. ``value`` is a text, or a mapping from placements to comma-separated learning
-    rates.
-    """
+    """Check a mapping from placements to learning rates, or the same as a text."""
     if isinstance(value, str):
         return value
     if not isinstance(value, Mapping):
@@ -76,7 +74,7 @@ def rates_by_placement(name: str, value: object) -> str | dict[str, str]:
 
 
 class CompareSettings(RunSettings, PlacementsSettings, RatesSettings, SeedsSettings, OutputSettings, WorkerSettings):
-    """A comparison, with one trial for each placement, learning rate and seed."""
+    """The settings of a comparison: each placement, learning rate and seed is a training run."""
 
     command_name = "compare"
     main = (
@@ -103,7 +101,7 @@ class CompareSettings(RunSettings, PlacementsSettings, RatesSettings, SeedsSetti
     output: str = changed("runs/compare")
 
     def check(self) -> None:
-        """Normalize the text of ``learning_rates_of``. Raises UserError for a placement outside the comparison."""
+        """Normalize ``learning_rates_of``. Raises UserError for a placement outside the comparison."""
         super().check()
         rates_by_placement = self._own_rates()
         object.__setattr__(
@@ -111,16 +109,14 @@ class CompareSettings(RunSettings, PlacementsSettings, RatesSettings, SeedsSetti
         )
 
     def rates(self, spec: str) -> list[float]:
-        """Return a placement's learning rates from ``learning_rates_of``, or otherwise from ``learning_rates``."""
+        """Return the learning rates of a placement: its own, or the learning rates of the comparison."""
         rates_text = self._own_rates().get(spec)
         return numbers(
             "learning_rates" if rates_text is None else "learning_rates_of", rates_text or self.learning_rates, float
         )
 
     def _own_rates(self) -> dict[str, str]:
-        """Read ``learning_rates_of``. Raises UserError for an invalid learning rate, and for a placement outside the
-        comparison.
-        """
+        """Read ``learning_rates_of``. Raises UserError for an invalid learning rate or placement."""
         rates_of = self.learning_rates_of
         if isinstance(rates_of, str):  # the last "=": a placement's options contain others
             parts = [part.rpartition("=") for part in rates_of.split(";") if part.strip()]
@@ -143,10 +139,7 @@ class CompareSettings(RunSettings, PlacementsSettings, RatesSettings, SeedsSetti
         return rates_by_placement
 
     def trials(self) -> dict[str, PretrainSettings]:
-        """Return the trials by id. A trial's folder has the id as its name.
-
-        Raises UserError for an invalid value in a trial.
-        """
+        """Return the settings of all runs, by the name of the run's folder. Raises UserError for invalid values."""
         trials: dict[str, PretrainSettings] = {}
         common = self.shared_with(PretrainSettings) | {"init": self.init.removeprefix(SAME)}
         rates = {spec: self.rates(spec) for spec in self.specs}
@@ -162,7 +155,7 @@ class CompareSettings(RunSettings, PlacementsSettings, RatesSettings, SeedsSetti
 
 
 def slug(spec: str) -> str:
-    """Turn a spec into the name of a folder: ``mix_ln(alpha=0.5)`` becomes ``mix_ln-alpha-0.5``."""
+    """Convert a placement to a folder's name, such as "mix_ln(alpha=0.5)" to "mix_ln-alpha-0.5"."""
     target = re.sub(r"[^(]*/", "", spec)
     slug = re.sub(r"[^\w.]+", "-", target).strip("-.")
     # Two specs that differ only in signs or folders must not share a folder, whatever their order.
@@ -170,7 +163,7 @@ def slug(spec: str) -> str:
 
 
 class RisingSettings(RunSettings):
-    """The highest learning rate of a rising run, and the rules that find the step at which training fails."""
+    """The settings of a run whose learning rate rises until training fails."""
 
     without = frozenset(
         (
@@ -221,7 +214,7 @@ class RisingSettings(RunSettings):
 class MaxRateSettings(
     RisingSettings, PlacementSettings, OutputSettings, SeedSettings, ParallelSettings, StreamSettings
 ):
-    """A trial of `lamina max-lr`: one run whose learning rate rises until training fails."""
+    """The settings of one run of `lamina max-lr`."""
 
     order = (*RisingSettings.names(), "placement")
 
@@ -229,13 +222,13 @@ class MaxRateSettings(
     seed: int = changed(0, help="seed of the weights, the data's order and everything else that is random")
 
     def run(self) -> PretrainSettings:
-        """Return the run's settings, with a warm-up over all steps. Raises UserError for an invalid value."""
+        """Return the settings of a pretraining run whose warm-up lasts to the end."""
         shared = self.shared_with(PretrainSettings)
         return PretrainSettings(**shared, learning_rate=self.max_learning_rate, warmup=float(self.steps))
 
 
 class MaxRateStudySettings(RisingSettings, PlacementsSettings, SeedsSettings, OutputSettings, WorkerSettings):
-    """A search for the largest learning rate of several placements, with one trial per placement and seed."""
+    """The settings of `lamina max-lr`: each placement and seed is a training run."""
 
     command_name = "max-lr"
     main = (
@@ -250,16 +243,13 @@ class MaxRateStudySettings(RisingSettings, PlacementsSettings, SeedsSettings, Ou
     output: str = changed("runs/max-lr")
 
     def check(self) -> None:
-        """Raise UserError for an invalid value in a trial."""
+        """Raise UserError for an invalid value in a run."""
         super().check()
         for trial in self.trials().values():
             trial.run()
 
     def trials(self) -> dict[str, MaxRateSettings]:
-        """Return the trials by id. A trial's folder has the id as its name.
-
-        Raises UserError for an invalid value in a trial.
-        """
+        """Return the settings of all runs, by the name of the run's folder. Raises UserError for invalid values."""
         common: Json = self.shared_with(MaxRateSettings) | {"init": self.init.removeprefix(SAME)}
         trials = {}
         # Seeds outermost: a study that stops early has every placement once before any twice.
@@ -272,7 +262,7 @@ class MaxRateStudySettings(RisingSettings, PlacementsSettings, SeedsSettings, Ou
 
 @takes(Numbers)
 def sizes_list(name: str, value: object) -> str:
-    """Check that the list has at least two widths or depths. Returns the list, separated by commas."""
+    """Check that a list has at least two widths or depths. Returns the list, separated by commas."""
     listed = comma_separated(name, value)
     if len(numbers(name, listed, int)) < 2:
         raise UserError(
@@ -283,7 +273,7 @@ def sizes_list(name: str, value: object) -> str:
 
 @takes(Numbers)
 def depths_or_none(name: str, value: object) -> str:
-    """Check that the list has at least two depths. An empty text means that the user gave no depths."""
+    """Check that a list has at least two depths, or is empty."""
     return sizes_list(name, value) if comma_separated(name, value) else ""
 
 
@@ -299,7 +289,7 @@ class CoordCheckSettings(
     OutputSettings,
     ThreadSettings,
 ):
-    """The settings of a coordinate check: for each size and seed, a model takes a few steps on one batch."""
+    """The settings of a coordinate check: models of several sizes take a few steps on one batch."""
 
     command_name = "coord-check"
     main = (
@@ -344,7 +334,7 @@ class CoordCheckSettings(
     output: str = changed("runs/coord-check")
 
     def check(self) -> None:
-        """Raise UserError for a value that is invalid at a size, or that has no effect in a check of depths."""
+        """Raise UserError for a value that is invalid at one of the sizes, or that would have no effect."""
         if self.depths and self.base_width is None and self.width_scaling == self.default("width_scaling"):
             object.__setattr__(self, "width_scaling", "none")
         super().check()
@@ -356,7 +346,7 @@ class CoordCheckSettings(
 
     @property
     def axis(self) -> Literal["width", "depth"]:
-        """Return the dimension in which the models differ: "width" or "depth"."""
+        """Return "width" or "depth": the dimension in which the models differ."""
         return "depth" if self.depths else "width"
 
     @property
@@ -375,7 +365,7 @@ class CoordCheckSettings(
         return self.base_depth or (self.all_sizes[0] if self.depths else None)
 
     def runs(self) -> dict[tuple[int, int], PretrainSettings]:
-        """Return the run of each size and seed. Raises UserError if a run has an invalid value."""
+        """Return the settings of each size and seed. Raises UserError for invalid values."""
         common = self.shared_with(PretrainSettings)
         if self.width_scaling != "none":
             common["base_width"] = self.reference_width
@@ -391,13 +381,13 @@ class CoordCheckSettings(
 
 @takes(Numbers)
 def rates_or_none(name: str, value: object) -> str:
-    """Check learning rates. An empty text means that the user gave no learning rates."""
+    """Check a list of learning rates, which may be empty."""
     listed = comma_separated(name, value)
     return rate_list(name, listed) if listed else listed
 
 
 class TransferSettings(RunSettings, PlacementSettings, RatesSettings, SeedsSettings, OutputSettings, WorkerSettings):
-    """The settings of a transfer: Lamina tries learning rates on a narrow proxy and converts them for a wide target."""
+    """The settings of `lamina transfer`, which tries learning rates on a narrow model for a wide one."""
 
     command_name = "transfer"
     main = (
@@ -441,7 +431,7 @@ class TransferSettings(RunSettings, PlacementSettings, RatesSettings, SeedsSetti
     output: str = changed("runs/transfer")
 
     def check(self) -> None:
-        """Raise UserError if the widths contradict each other, or if a trial has an invalid value."""
+        """Raise UserError if the widths contradict each other, or a run has an invalid value."""
         if self.width_scaling == "none":
             raise UserError(
                 "width_scaling: 'none' transfers nothing. Set width_scaling to standard, mup, "
@@ -467,7 +457,7 @@ class TransferSettings(RunSettings, PlacementSettings, RatesSettings, SeedsSetti
         self.trials()
 
     def trials(self) -> dict[str, PretrainSettings]:
-        """Return the trials by id, the proxy's trials first. Raises UserError for an invalid value in a trial."""
+        """Return the settings of all runs, by the name of the run's folder, with the narrow models first."""
         grid = [(self.proxy_width, rate) for rate in numbers("learning_rates", self.learning_rates, float)]
         if self.verify_rates:
             wide = self.verify_width or self.target_width
@@ -485,7 +475,7 @@ class TransferSettings(RunSettings, PlacementSettings, RatesSettings, SeedsSetti
 
     @property
     def target_width(self) -> int:
-        """The target's hidden size. Raises UserError for a backbone that does not exist."""
+        """The wide model's hidden size. Raises UserError for an unknown backbone."""
         if self.hidden_size is not None:
             return self.hidden_size
         from lamina.modeling.backbones import resolve_backbone
@@ -493,7 +483,5 @@ class TransferSettings(RunSettings, PlacementSettings, RatesSettings, SeedsSetti
         return int(resolve_backbone(self.backbone).hidden_size)
 
     def command(self) -> str:
-        """Return the command line for these settings. The line omits the base width, because the proxy's width implies
-        the base width.
-        """
+        """Return the command line for these settings, without the base width, which equals the proxy's width."""
         return super().command().replace(f" --base-width {self.base_width}", "")

@@ -1,4 +1,4 @@
-"""Describe a trial, so that another process can run it."""
+"""Describe a training run, so that another process can execute it."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ from lamina.training.pretrain_row import pretrain
 
 
 class Busy(UserError):
-    """Another process runs this trial."""
+    """Another process executes this run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A trial that runs in a separate process.
+    """A training run for a separate process.
 
     Attributes:
-        settings: the job's settings. Their ``output`` is the trial's folder.
-        job: a function that runs a trial. The function takes the settings, ``resume`` and ``bar``, and returns the
-            result. Define the function at the top level of a module, because the trial's process imports the function
+        settings: the job's settings, with the run's folder as ``output``.
+        job: the function that executes the run. It must be at the top level of a module, because the process imports it
             by name.
         trains: whether the job trains for ``settings.steps`` steps.
     """
@@ -38,12 +37,11 @@ class Task:
 
     @property
     def folder(self) -> Path:
-        """The trial's folder."""
         return Path(self.settings.to_dict()["output"])
 
     @property
     def steps(self) -> int:
-        """Return the number of steps that the trial adds to a progress bar."""
+        """The number of steps that the run adds to a progress bar."""
         return max(1, int(getattr(self.settings, "steps", 1))) if self.trains else 1
 
     def to_request(self) -> Json:
@@ -60,22 +58,20 @@ class Task:
         )
 
     def claim(self) -> AbstractContextManager[None]:
-        """Return a context that locks the trial, if several processes may run it. Raises Busy if another process runs
-        the trial.
-        """
+        """Return a context that locks the run against other processes. Raises Busy if one of them executes it."""
         return nullcontext()
 
     def run(self) -> Json:
-        """Run or resume the trial, and return its result."""
+        """Execute or resume the run, and return its result."""
         return self.job(self.settings, resume="auto", bar=False)
 
 
 def _named(name: str) -> Any:
-    """Import and return the object with the name "module:name"."""
+    """Import an object by its name "module:name"."""
     module, _, qualname = name.partition(":")
     return reduce(getattr, qualname.split("."), import_module(module))
 
 
 def task_of(request: Json) -> Task:
-    """Build a task from the driver's request. The request names the task's class."""
+    """Build a task from a request, which names the task's class."""
     return _named(request["task"]).from_request(request)

@@ -1,4 +1,4 @@
-"""Find learning rates on a narrow proxy and convert them for a wide target (FuseNorm Section 4.2 and Figure 4)."""
+"""Find learning rates on a narrow model and convert them for a wide model (FuseNorm Section 4.2 and Figure 4)."""
 
 from __future__ import annotations
 
@@ -31,11 +31,13 @@ HEADROOM = 2.0  # a rate more than this factor below the first failing rate is s
 
 @dataclass(frozen=True, kw_only=True)
 class Rate:
-    """The results of a learning rate at one width. ``status`` is the seeds' worst status, and ``eval_loss`` is the
-    seeds' mean loss if all seeds finished.
+    """The results of a learning rate at one width.
 
-    ``best`` is true if the loss is within the margin of the lowest loss. ``risk`` describes, in words, what to expect
-    from this learning rate at another width.
+    Attributes:
+        status: the worst status of the seeds.
+        eval_loss: the mean loss, if all seeds finished.
+        best: whether the loss is within the margin of the lowest loss.
+        risk: what to expect from this learning rate at another width, in words.
     """
 
     learning_rate: float
@@ -52,9 +54,9 @@ class Rate:
 def transfer(
     settings: TransferSettings | Mapping[str, Any], *, resume: Resume = False, overwrite: bool = False, bar: bool = True
 ) -> pd.DataFrame:
-    """Train the proxy at every learning rate, and a wider model at verify_rates. Returns the rows of results.csv.
+    """Train the narrow model at every learning rate, and optionally a wider one. Returns the table of results.csv.
 
-    For ``settings``, ``resume`` and the errors, see ``compare``.
+    The arguments and errors are the same as in ``compare``.
     """
     job, complete, trials = open_study(Kind.TRANSFER, TransferSettings, settings, resume, overwrite, bar)
     factors = role_rates(complete)  # fails before hours of training if the target cannot be built
@@ -69,7 +71,7 @@ def transfer(
 
 
 def role_rates(settings: TransferSettings) -> dict[str, float]:
-    """Return the learning rate's factor at the target's width, by kind of weight."""
+    """Return the factor on the learning rate at the target's width, for each kind of weight."""
     trial = next(iter(settings.trials().values()))
     target = PretrainSettings(**{**trial.to_dict(), "hidden_size": settings.target_width})
     resolve_run(target, trained=False)
@@ -87,7 +89,7 @@ def role_rates(settings: TransferSettings) -> dict[str, float]:
 
 
 def summarize(results: Frame, settings: TransferSettings, factors: dict[str, float]) -> Json:
-    """Summarize the results of a transfer as the content of transfer.json."""
+    """Return the content of transfer.json."""
     narrow = judged(results[results["hidden_size"] == settings.proxy_width], settings.best_margin)
     wide = sorted(set(results["hidden_size"]) - {settings.proxy_width})
     best_by_width = {int(w): judged(results[results["hidden_size"] == w], settings.best_margin) for w in wide}
@@ -126,7 +128,7 @@ def summarize(results: Frame, settings: TransferSettings, factors: dict[str, flo
 
 
 def judged(results: Frame, margin: float) -> list[Rate]:
-    """Return each learning rate's status, loss and risk at other widths, in ascending order of the learning rates."""
+    """Return each learning rate's status, loss and risk, in ascending order of the learning rates."""
     rates = []
     for rate, trials in results.groupby("learning_rate"):
         worst = max(trials["status"], key=severity)
@@ -157,9 +159,7 @@ def _risk(rates: list[Rate], rate: Rate) -> str:
 
 
 def _stable(rates: list[Rate]) -> list[Rate]:
-    """Return the best learning rate and its neighbors on both sides, up to the first learning rate with an unfinished
-    run.
-    """
+    """Return the best learning rate and its neighbors on both sides, up to the first one with an unfinished run."""
     best = min((r for r in rates if r.best), key=lambda r: r.eval_loss, default=None)
     if best is None:
         return []
@@ -170,7 +170,7 @@ def _stable(rates: list[Rate]) -> list[Rate]:
 
 
 def _agrees(narrow: list[Rate], wide: Rate) -> bool | None:
-    """Return whether a learning rate has the same outcome on the wide model and the proxy; None if we cannot tell."""
+    """Return whether a learning rate has the same outcome on both models, or None if we cannot tell."""
     status = _status(narrow, wide.learning_rate)
     if status is None or {"failed", "interrupted", "short"} & {status, wide.status}:
         return None

@@ -1,7 +1,6 @@
-"""Code for a study's processes: the server, which forks a process for each trial, and the trials.
+"""The processes that execute a study's training runs, and the server that forks them.
 
-The driver (processes.py) starts this module in a new interpreter. So Lamina never imports your script or notebook a
-second time.
+A new Python interpreter starts this module, so Lamina never imports your script or notebook a second time.
 """
 
 from __future__ import annotations
@@ -36,10 +35,13 @@ ROUND_SECONDS = 0.05
 
 
 def serve(descriptor: int, driver: int) -> NoReturn:
-    """Fork a trial for each request, and send each trial's exit code to the driver. Stop when the driver ends.
+    """Fork a training run for each request, and report each run's exit code. Stop when the calling process ends.
 
-    ``descriptor`` is the server's end of a pipe, and ``driver`` is the id of the process at the other end. The server
-    imports torch and transformers once, so a trial starts in milliseconds.
+    The server imports torch and transformers once, so that a run starts in milliseconds.
+
+    Args:
+        descriptor: the server's end of a pipe.
+        driver: the process id of the caller.
     """
     for number in STOP_SIGNALS:  # the driver signals each trial; the server ends when the driver does
         signal.signal(number, signal.SIG_IGN)
@@ -74,10 +76,7 @@ def serve(descriptor: int, driver: int) -> NoReturn:
 
 
 def alone() -> int:
-    """Run the trial that standard input describes.
-
-    Lamina calls this function on systems where a fork after importing torch is not safe.
-    """
+    """Execute the run that standard input describes, where a fork after importing torch is not safe."""
     request = json.loads(sys.stdin.readline())
 
     def wait() -> None:
@@ -89,9 +88,7 @@ def alone() -> int:
 
 
 def run(request: Json) -> int:
-    """Run the trial of ``request`` and return the exit code. The trial's output goes to log.txt in the trial's
-    folder.
-    """
+    """Execute a run, with its output in log.txt. Returns the exit code."""
     folder = Path(request["directory"]) / request["settings"]["output"]
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -125,15 +122,13 @@ def run(request: Json) -> int:
 
 
 def _note(folder: Path, status: str, reason: str) -> None:
-    """Write a trial's status and reason to result.json, unless result.json already has a final status."""
+    """Write a run's status and reason to result.json, unless it already has a final status."""
     if (read_result(folder) or {}).get("status") not in ENDED:
         write_result(folder, {"status": status, "reason": reason})
 
 
 def _end_with(request: Json) -> NoReturn:
-    """Run a trial, then end this process without freeing memory. Freeing memory would take longer than starting the
-    trial.
-    """
+    """Execute a run, then end the process without freeing memory, which would take longer than the start."""
     code = 1
     try:
         code = run(request)
@@ -145,7 +140,7 @@ def _end_with(request: Json) -> NoReturn:
 
 
 def _like_the_driver(request: Json) -> None:
-    """Copy the driver's environment, sys.path and directory, because the driver may have changed them."""
+    """Copy the caller's environment variables, sys.path and folder, which may have changed."""
     os.environ.clear()
     os.environ.update(request["environment"])
     sys.path[:], sys.argv[:] = request["path"], request["argv"]
