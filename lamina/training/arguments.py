@@ -74,7 +74,7 @@ OPTIONS: dict[str, Check] = {
 
 
 def check_value(name: str, value: Any) -> None:
-    """Raise UserError if a run does not accept the option or its value."""
+    """Raise UserError if a run does not support a Trainer argument or its value."""
     if name not in OPTIONS:
         raise UserError(f"trainer.{name} has no effect in a run of Lamina (allowed: {', '.join(OPTIONS)})")
     if name == "lr_scheduler_type" and value == "warmup_stable_decay":
@@ -85,7 +85,7 @@ def check_value(name: str, value: Any) -> None:
 
 
 def check_together(options: Mapping[str, Any], schedule: str) -> None:
-    """Raise UserError for options that contradict each other or the run's schedule."""
+    """Raise UserError for Trainer arguments that contradict each other or the run's schedule."""
     clash = [name for name in ("lr_scheduler_type", "lr_scheduler_kwargs") if name in options]
     if schedule != "cosine" and clash:
         raise UserError(
@@ -101,7 +101,7 @@ def check_together(options: Mapping[str, Any], schedule: str) -> None:
 
 
 def try_out(arguments: TrainingArguments, options: Mapping[str, Any]) -> None:
-    """Build the requested optimizer and schedule, and take one step. Raises UserError if the step fails."""
+    """Build the optimizer and the schedule, and take one step. Raises UserError if this fails."""
     chosen = "optim" in options or "optim_args" in options
     weight = torch.nn.Parameter(torch.ones(2, 2, device=arguments.device if chosen else None))
     name = str(getattr(arguments.optim, "value", arguments.optim))
@@ -158,9 +158,12 @@ A = TypeVar("A", bound=TrainingArguments)
 
 
 def training_arguments(settings: PretrainSettings, processes: int = 1) -> TrainingArguments:
-    """Build the Trainer's arguments for each of ``processes`` processes, including ``settings.trainer``.
+    """Build the Trainer's arguments for each process.
 
-    If a field is invalid, raises a UserError that names the field.
+    Raises a UserError that names the invalid setting.
+
+    Args:
+        processes: the number of processes.
     """
     if settings.batch_size == processes:
         for name in ("mixup", "cutmix"):
@@ -173,10 +176,10 @@ def training_arguments(settings: PretrainSettings, processes: int = 1) -> Traini
 
 
 def check_arguments(trainer: Json, schedule: str, record: type[Settings]) -> None:
-    """Raise UserError for an argument under ``trainer`` that this kind of job does not accept.
+    """Raise UserError for a Trainer argument that this kind of job does not accept.
 
-    A job rejects unknown arguments and arguments that the job sets. A job also rejects values that would change how
-    Lamina records the training.
+    A job rejects unknown arguments, arguments that the job sets, and values that would change how Lamina records the
+    training.
     """
     for name, value in trainer.items():
         if name in _FIXED:
@@ -195,10 +198,10 @@ def check_arguments(trainer: Json, schedule: str, record: type[Settings]) -> Non
 
 
 def arguments_of(kind: type[A], settings: PretrainSettings, processes: int = 1, **own: object) -> A:
-    """Build an instance of ``kind``, a subclass of TrainingArguments such as GRPOConfig. ``own`` sets more fields."""
+    """Build a subclass of TrainingArguments, such as GRPOConfig, from a run's settings and more arguments."""
     if settings.batch_size % processes:
         raise UserError(
-            f"batch_size: {settings.batch_size} blocks can't be split evenly over {processes} processes. Choose a "
+            f"batch_size: {settings.batch_size} blocks cannot be split evenly over {processes} processes. Choose a "
             f"multiple of {processes}, or another number of processes"
         )
     check_arguments(settings.trainer, settings.schedule, PretrainSettings)

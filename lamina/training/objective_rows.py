@@ -1,4 +1,4 @@
-"""List the settings that only some objectives use, and the modules of lamina.lab that define more objectives."""
+"""The settings that only some objectives use, and the modules of lamina.lab that define more objectives."""
 
 from __future__ import annotations
 

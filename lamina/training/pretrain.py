@@ -63,15 +63,16 @@ def pretrain(
     bar: bool = True,
     guard: MakeGuard = usual_guard,
 ) -> Json:
-    """Train a model, from scratch or from a checkpoint. See ``lamina.training.run.train``.
+    """Train a model from scratch or from a checkpoint, as ``lamina.training.run.train`` describes.
 
-    ``guard`` is a function that makes the divergence guard. The guard may end the run early.
+    Args:
+        guard: a function that returns the divergence guard, which may end the run early.
     """
     return train(Pretraining(guard), settings, resume=resume, overwrite=overwrite, bar=bar)
 
 
 class Pretraining(TrainingStage[PretrainSettings]):
-    """The stage that pretrains a model on packed blocks of text or on images."""
+    """The kind of run that pretrains a model on text or images."""
 
     kind = Kind.RUN
     record = PretrainSettings
@@ -196,7 +197,7 @@ class Pretraining(TrainingStage[PretrainSettings]):
         return Subset(items, spread(len(items), self.settings.eval_blocks or len(items)))
 
     def _task_measure(self, processes: Processes) -> Callable[[PreTrainedModel], dict[str, float]] | None:
-        """Return the function that scores eval_tasks without affecting the training, or None without tasks."""
+        """Return the function that scores eval_tasks, or None without tasks. It does not affect the training."""
         measure = task_measure(self.settings) if processes.first else None
         if measure is None:
             return None
@@ -227,7 +228,7 @@ class Pretraining(TrainingStage[PretrainSettings]):
         )
 
     def outcome(self, run: TrainingRun, status: Status, reason: str) -> Json:
-        """Return the numbers for result.json: a value for each measured column of ``lamina.jobs.columns``."""
+        """Return the values for result.json."""
         settings, recorder, stats = self.settings, run.recorder, self.splits.stats
         steps = run.trainer.state.global_step
         tokens = recorder.tokens_at(steps)
@@ -286,15 +287,18 @@ class Pretraining(TrainingStage[PretrainSettings]):
 
 
 MOST_TOKENS = 2**24
-"""The bigram table uses at most this many tokens: the first tokens that the run has read."""
+"""The number of tokens that the bigram table uses at most: the first ones that the run has read."""
 
 
 def entropy_of(splits: Splits, settings: PretrainSettings, order: TrainOrder, steps: int) -> float | None:
-    """Return the held-out loss, in nats, of a bigram table of the tokens from the first ``steps`` steps.
+    """Return the held-out loss of a bigram table in nats. The table counts the tokens that the run has read.
 
-    A model with a loss above the table's loss may not use its depth. A block that the run has read several times counts
-    once. If Lamina streams the corpus, the table uses the same sample of text as the unigram entropy. Returns None if
-    the objective does not predict the next token, or if the run has read nothing.
+    A model with a higher loss may not use its depth. Repeated text counts once. If Lamina streams the corpus, the table
+    counts the text sample that the unigram entropy uses. Returns None if the objective does not predict the next token,
+    or if the run has read nothing.
+
+    Args:
+        steps: the number of steps that the run has taken.
     """
     if not isinstance(splits, Blocks) or steps < 1:
         return None
@@ -307,40 +311,39 @@ def entropy_of(splits: Splits, settings: PretrainSettings, order: TrainOrder, st
 
 
 class StreamPosition:
-    """The position at which a resumed run continues in a streamed corpus. Checkpoints store this position."""
+    """The position in a streamed corpus, which checkpoints store so that a run can resume."""
 
     def __init__(self, run: TrainingRun):
         self.run = run
 
     def state_dict(self) -> Json:
-        """Return the position of the first block after the current step. The result is empty without streaming."""
+        """Return the position of the next unread text block, or {} without streaming."""
         following = self.run.order.start(self.run.trainer.state.global_step + 1)
         position = self.run.items.state_dict(following)
         return {} if position is None else {"stream": position}
 
     def load_state_dict(self, state: RunState) -> None:
-        """Start reading at the checkpoint's position, or at the beginning if the checkpoint has no position."""
+        """Continue reading at the checkpoint's position, or at the beginning if it has none."""
         self.run.items.load_state_dict(state.get("stream"), verbose=self.run.processes.first)
 
 
 class Branches(TrainerCallback):
-    """Trains decay branches: shorter runs that start from the main run (the trunk). The branches' losses go into
-    metrics.jsonl.
+    """Train decay branches: shorter runs that share the main run's steps until their decay begins.
 
-    Under the wsd schedule, runs of different length are equal until the decay of the shorter run begins. So a branch
-    starts from the trunk's state when its decay begins. The branch trains on the next blocks while its learning rate
-    decays. The trunk then continues undisturbed (Hägele et al., arXiv 2405.18392, Section 4).
+    Under the wsd schedule, runs of different lengths are equal until the shorter one's learning rate decays. A branch
+    therefore starts from the main run's state, and decays to its own end. The main run then continues undisturbed
+    (Hägele et al., arXiv 2405.18392, Section 4). Lamina writes the branches' losses to metrics.jsonl.
 
     Args:
-        run: the trunk, whose training order selects the branches' items.
+        run: the main run.
 
     Attributes:
-        rows: the records of the finished branches: ``branch_steps``, ``tokens``, ``branch_loss`` and
-            ``branch_bigram_entropy`` (a bigram table's loss on the branch's text).
-        trainer: the trunk's Trainer. Set this attribute before the training begins.
+        rows: the finished branches' records: branch_steps, tokens, branch_loss, and branch_bigram_entropy (a bigram
+            table's loss on the branch's text).
+        trainer: the main run's Trainer. Set it before training.
 
     Raises:
-        UserError: for several processes, or for a model with experts.
+        UserError: the run has several processes, or the model has experts.
     """
 
     def __init__(self, settings: PretrainSettings, splits: Splits, run: TrainingRun):
@@ -367,7 +370,7 @@ class Branches(TrainerCallback):
                 recorder.write({"step": state.global_step, **row})
 
     def _train(self, steps: int) -> Json:
-        """Train the branch that ends after ``steps``, evaluate it, and restore the trunk's state."""
+        """Train and evaluate the branch that ends at a step, then restore the main run's state."""
         trainer = self.trainer
         self.run.recorder.stop_clock()
         model, optimizer = trainer.model, trainer.optimizer
@@ -386,7 +389,7 @@ class Branches(TrainerCallback):
         return {"branch_loss": float(loss), "branch_bigram_entropy": table}
 
     def _decay(self, steps: int) -> None:
-        """Take the branch's steps, from the trunk's next step to ``steps``."""
+        """Take a branch's steps, from the main run's next step to the branch's last one."""
         settings, trainer = self.settings, self.trainer
         model, optimizer = trainer.model, trainer.optimizer
         decay, begun = in_steps(settings.decay, steps), trainer.state.global_step

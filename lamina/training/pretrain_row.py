@@ -1,4 +1,4 @@
-"""Define the command `lamina pretrain`."""
+"""The command `lamina pretrain` in Lamina's catalog of jobs."""
 
 from __future__ import annotations
 

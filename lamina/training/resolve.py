@@ -1,4 +1,4 @@
-"""Resolve a run: compute and check its final settings, plan and backbone."""
+"""Complete and check a run's settings, norm placement and backbone."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ SHARDED_OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "sgd", "adagrad", "rms
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """A run with final settings, plan and backbone, which are equal in every process.
+    """A run with final settings, which are equal in every process.
 
     Attributes:
-        settings: the complete, checked settings. Lamina has replaced ``auto`` in precision and compilation.
+        settings: the checked settings. Precision and compilation are decided.
         plan: the placement of the norms.
         backbone: the backbone's configuration with the settings' sizes. The objective later adds sizes that depend on
             the data.
@@ -59,12 +59,12 @@ class ResolvedRun:
 
     @property
     def device(self) -> str:
-        """The run's type of device: cpu, cuda or mps."""
+        """The type of the run's device: cpu, cuda or mps."""
         return device_of(self.settings.device)
 
     @property
     def scaling(self) -> Scaling | None:
-        """The schemes that scale learning rates and weights with width and depth, or None without a scheme."""
+        """The width and depth scaling of learning rates and weights, or None."""
         return scaling_of(self.settings)
 
     @property
@@ -73,7 +73,7 @@ class ResolvedRun:
 
     @property
     def item_tokens(self) -> int:
-        """The number of tokens per item: a block's tokens, or an image's patches and class token."""
+        """The number of tokens per item. An image has a token for each patch and one for the class."""
         return self.objective.item_tokens(self.backbone, self.settings)
 
     @property
@@ -82,22 +82,22 @@ class ResolvedRun:
         return self.settings.batch_size * self.settings.gradient_accumulation * self.item_tokens
 
     def read(self, *, bar: bool = False) -> tuple[Splits, Processor]:
-        """Read the data and their tokenizer or image processor. ``bar`` shows progress. Raises UserError."""
+        """Read the data, and the tokenizer or image processor. Raises UserError if they are unusable."""
         return self.objective.read(self.settings, self.backbone, bar=bar)
 
 
 def resolve_run(
     settings: PretrainSettings, processes: int = 1, *, parallel: str = "ddp", trained: bool = True
 ) -> ResolvedRun:
-    """Determine a run's plan and backbone, and check everything that can be checked without the corpus.
+    """Complete a run's settings, and check everything that does not need the corpus.
 
     Args:
         processes: the number of processes that share a batch.
-        parallel: how the processes share the work, "ddp" or "fsdp2".
-        trained: whether this machine will train the model at this size, so that Lamina also checks the memory.
+        parallel: how the processes share the work: "ddp" or "fsdp2".
+        trained: whether this machine will train the model, so that Lamina checks the memory.
 
     Raises:
-        UserError: for an invalid setting. The message names the field.
+        UserError: a setting is invalid.
     """
     settings = decided(settings)
     config = backbone_config(settings)
@@ -116,7 +116,7 @@ def resolve_run(
 
 
 def backbone_config(settings: PretrainSettings, vocab_size: int | None = None) -> PreTrainedConfig:
-    """Build the backbone's configuration with the settings' sizes, adjusted to the objective. Raises UserError."""
+    """Build the backbone's configuration with the settings' sizes. Raises UserError for invalid sizes."""
     if settings.from_model is not None:
         config = source.config_of(settings.from_model, vocab_size)
         objective_of(config, settings.objective, settings.from_model).fit(config, settings)
@@ -137,7 +137,7 @@ def backbone_config(settings: PretrainSettings, vocab_size: int | None = None) -
 def initial_model(
     resolved: ResolvedRun, splits: Splits, processor: Processor
 ) -> tuple[PreTrainedModel, dict[str, StepFactors] | None]:
-    """Build a run's model. Also return each parameter's factors, or None without scaling and Muon."""
+    """Build a run's model. Also return each parameter's learning rate factors, or None if all are equal."""
     settings, scaling, objective = resolved.settings, resolved.scaling, resolved.objective
     config = objective.complete(resolved.backbone, splits, processor, settings.from_model)
     torch.manual_seed(settings.seed)
@@ -159,18 +159,18 @@ def initial_model(
 
 
 def training_flops(model: PreTrainedModel, plan: Plan, sequence_length: int) -> float:
-    """Count forward and backward FLOPs per token: 6 P + 12 N d T.
+    """Count the FLOPs of the forward and backward pass per token:
 
-    MFU is the FLOPs per second divided by the GPUs' peak.
+        6 P + 12 N d T
 
-    P is the number of weights in matrix products: the blocks' and the output head's weights. Gains do not count, and
-    only an embedding that is tied to the head counts. If the model has routed experts, only the weights of the experts
-    that one token uses count. N blocks of width d attend to T tokens. As in PaLM (2204.02311) and nanoGPT, attention
-    counts all T tokens, even with a causal mask or a window. Recomputation by gradient checkpointing does not count.
+    P is the number of weights in the matrix products of the blocks and the output head. Of routed experts, only the
+    weights for one token count. N is the number of blocks, d is the width, and T is the sequence length. As in PaLM
+    (2204.02311) and nanoGPT, attention counts all T tokens despite a causal mask. The recomputation of gradient
+    checkpointing does not count.
     """
     config = backbone_of(model.config)
     embedding = model.get_input_embeddings()
-    # A parameter with a first axis of 1 is added to every item: a position's embedding, the class token.
+    # A parameter with a first axis of 1 is added to every item, as position embeddings and the class token are.
     matrices = [(name, p.numel()) for name, p in model.named_parameters() if p.ndim >= 2 and p.shape[0] > 1]
     weights = sum(int(size * used_by_a_token(name, config)) for name, size in matrices)
     if isinstance(embedding, torch.nn.Embedding) and not config.tie_word_embeddings:
@@ -180,7 +180,7 @@ def training_flops(model: PreTrainedModel, plan: Plan, sequence_length: int) -> 
 
 
 def wiring_multiplications(plan: Plan) -> int:
-    """Count the multiplications per token for mixing several residual streams and for reading earlier hidden states."""
+    """Count the multiplications per token for several residual streams and reads of earlier states."""
     total = memory = 0
     for layer in plan.layers:
         memory += layer.boundary
@@ -194,7 +194,7 @@ def wiring_multiplications(plan: Plan) -> int:
 
 
 def check_settings(settings: PretrainSettings, plan: Plan, processes: int = 1) -> TrainingArguments:
-    """Return the Trainer's arguments. Raises UserError for settings that this machine or the placement rules out."""
+    """Return the Trainer's arguments. Raises UserError if this machine or the placement rules out a setting."""
     if settings.push_to_hub is not None:
         check_repository(settings.push_to_hub)
     if settings.eval_corpus is not None:
@@ -229,7 +229,7 @@ def check_settings(settings: PretrainSettings, plan: Plan, processes: int = 1) -
 
 
 def task_measure(settings: PretrainSettings) -> TaskMeasure | None:
-    """Return the function that scores eval_tasks, or None without tasks. Raises UserError for missing tasks or data."""
+    """Return the function that scores eval_tasks, or None. Raises UserError for missing tasks or data."""
     if settings.eval_tasks is None:
         return None
     from lamina.evaluation.job import TaskMeasure  # needs the harness only now
@@ -253,10 +253,12 @@ def check_modules(
     *,
     trained: bool = True,
 ) -> None:
-    """Raise UserError for faults that Lamina finds only by building modules.
+    """Raise UserError for faults that show only when modules are built, such as too little memory.
 
-    Examples are too little memory, and a norm whose number of groups does not divide the width. Lamina builds one layer
-    of each kind on the meta device. For ``trained``, see ``resolve_run``.
+    Lamina builds one layer of each kind on the meta device.
+
+    Args:
+        trained: whether this machine will train the model, so that Lamina checks the memory.
     """
     kinds = tuple(replace(layer, sources=None) for layer, _ in plan.kinds()[:4])  # which would name other layers
     with torch.device("meta"):
@@ -287,9 +289,11 @@ def _check_memory(
     arguments: TrainingArguments,
     processes: int,
 ) -> None:
-    """Raise UserError if the blocks' weights or the hidden states between blocks need more than the memory.
+    """Raise UserError if the weights, or the hidden states between blocks, need more than the memory.
 
-    ``whole`` is the backbone's configuration. ``small`` is a model with fewer layers on the meta device.
+    Args:
+        whole: the backbone's configuration.
+        small: a model with fewer layers, on the meta device.
     """
     num_layers, length = whole.num_hidden_layers, objective_of(whole, settings.objective).item_tokens(whole, settings)
     config = backbone_of(small.config)
@@ -313,7 +317,7 @@ def _check_memory(
 
 
 def check_tensor_parallel(settings: PretrainSettings, config: PreTrainedConfig) -> None:
-    """Raise UserError if ``tensor_parallel`` processes can't share the model's matrices."""
+    """Raise UserError if the processes cannot share the model's matrices."""
     size, text = settings.tensor_parallel, config.get_text_config()
     if size == 1:
         return
@@ -331,7 +335,7 @@ def check_tensor_parallel(settings: PretrainSettings, config: PreTrainedConfig) 
 
 
 def check_sharded(settings: TrainerSettings) -> None:
-    """Raise UserError for settings that do not work with a model sharded over processes."""
+    """Raise UserError for settings that do not work with FSDP2."""
     for name, none, command in (("eval_tasks", "none", "eval"), ("probe_every", "0", "probe")):
         if value := getattr(settings, name, None):
             raise UserError(

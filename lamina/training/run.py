@@ -1,7 +1,7 @@
 """Train one run: read its settings, and write a folder with records, checkpoints, a result and a model.
 
-The stage supplies the model, the data and the Trainer. This module does the work that all kinds of runs (stages) share.
-This module locks the folder, finds the checkpoint, writes records, decides the run's status and uploads the model.
+Each kind of run (a "stage", such as pretraining or fine-tuning) supplies the model, the data and the Trainer. This
+module does the rest.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ logger = logging.getLogger(__name__)
 
 S = TypeVar("S", bound=Settings)
 Options: TypeAlias = Any
-"""The settings of any stage. Stages share groups of settings (output, steps, precision, ...), but no base class."""
+"""The settings of any kind of run."""
 
 
 class Identity(Stateful, Protocol):
-    """The content that identifies a run, such as its data. Checkpoints store this content to check a resumed run."""
+    """The content that identifies a run, such as its data. Checkpoints store it to check a resumed run."""
 
     @property
     def text(self) -> Mapping[str, str]:
@@ -75,22 +75,22 @@ class Identity(Stateful, Protocol):
         ...
 
     def refuse_changes(self, folder: Path) -> None:
-        """Raise UserError if the content has changed since the run in ``folder`` began."""
+        """Raise UserError if the content has changed since the run in the folder began."""
         ...
 
 
 class TrainingStage(ABC, Generic[S]):
-    """A kind of training run. A stage reads its data once per run, and builds a model for each attempt.
+    """A kind of training run, such as pretraining.
 
     Attributes:
         kind: the kind of the run's folder.
         policy: the settings that a resumed run may change.
-        evaluates_first: whether a new run is evaluated before its first step.
-        tokens_per_step: the number of tokens in an optimizer step, or 0 if the stage counts tokens during the run.
-        unit: the name for tokens in progress lines.
-        settings: the complete settings. ``read`` sets this attribute and the attributes below.
-        plan: the placement of the norms, or None for a transformers model that Lamina does not convert.
-        processor: the tokenizer or image processor that is saved with the model.
+        evaluates_first: whether Lamina evaluates a new run before its first step.
+        tokens_per_step: the number of tokens in an optimizer step, or 0 if Lamina counts tokens during the run.
+        unit: the word for tokens in progress lines.
+        settings: the complete settings, which ``read`` sets, like the attributes below.
+        plan: the placement of the norms, or None for a model that keeps its transformers class.
+        processor: the tokenizer or image processor to save with the model.
         identity: the content that a resumed run must match.
     """
 
@@ -107,16 +107,16 @@ class TrainingStage(ABC, Generic[S]):
     identity: Identity
 
     def given(self, settings: S | Mapping[str, Any]) -> S | Mapping[str, Any]:
-        """Adjust the user's settings before Lamina opens the job's folder."""
+        """Adjust the user's settings before Lamina opens the run's folder."""
         return settings
 
     @abstractmethod
     def check(self, job: Job[S], processes: Processes) -> None:
-        """Complete and check the settings before Lamina reads any data. Raises UserError."""
+        """Complete and check the settings before Lamina reads any data. Raises UserError if one is invalid."""
 
     @abstractmethod
     def read(self, processes: Processes, *, bar: bool) -> None:
-        """Read all data that the run needs before Lamina changes the run's folder. Raises UserError."""
+        """Read all data before Lamina changes the run's folder. Raises UserError if the data are unusable."""
 
     @abstractmethod
     def model(self, run: TrainingRun) -> PreTrainedModel:
@@ -124,7 +124,7 @@ class TrainingStage(ABC, Generic[S]):
 
     @abstractmethod
     def guard(self) -> DivergenceGuard:
-        """Make the guard that decides whether the run has diverged."""
+        """Build the guard that decides whether the run has diverged."""
 
     @abstractmethod
     def order(self, run: TrainingRun) -> TrainOrder:
@@ -132,26 +132,26 @@ class TrainingStage(ABC, Generic[S]):
 
     @abstractmethod
     def monitor_inputs(self) -> torch.Tensor:
-        """Return held-out items for the layer monitor, as the model's main input: [items, ...]."""
+        """Return held-out inputs for the layer monitor: [items, ...]."""
 
     @abstractmethod
     def trainer(self, run: TrainingRun) -> Any:
-        """Make the Trainer."""
+        """Build the Trainer."""
 
     def callbacks(self, run: TrainingRun) -> list[TrainerCallback]:
         """Return further callbacks.
 
-        Each callback gets the Trainer as its attribute ``trainer``. If a callback has ``load_state_dict``, a resumed
-        run restores the callback's state.
+        Lamina sets each callback's attribute ``trainer``. A resumed run restores callbacks that have
+        ``load_state_dict``.
         """
         return []
 
     def states(self, run: TrainingRun) -> list[Stateful]:
-        """Return further objects whose states the checkpoints store."""
+        """Return further objects whose states checkpoints store."""
         return []
 
     def tokens(self, run: TrainingRun, steps: int) -> int:
-        """Return the number of tokens in the first ``steps`` steps, without padding."""
+        """Return the number of tokens that the run has trained on after a number of steps, without padding."""
         return steps * self.tokens_per_step
 
     def derived(self, loss: float) -> dict[str, float]:
@@ -159,27 +159,27 @@ class TrainingStage(ABC, Generic[S]):
         return {}
 
     def realized(self, run: TrainingRun, steps: int) -> dict[str, PartShare]:
-        """Return each corpus's contribution to the first ``steps`` steps, or {} for a single corpus."""
+        """Return each corpus's share of the training data so far, or {} for a single corpus."""
         return {}
 
     def full_speed(self, run: TrainingRun) -> float | None:
-        """Return the tokens per second at the GPUs' peak, or None if the peak is unknown."""
+        """Return the tokens per second at the GPUs' peak speed, or None if it is unknown."""
         return None
 
     @abstractmethod
     def verdict(self, run: TrainingRun) -> tuple[Status, str] | Diverged:
-        """Return the status of an uninterrupted run, and the reason. Only the first process calls this method."""
+        """Return the status of an uninterrupted run, and the reason. Only the first process calls this."""
 
     @abstractmethod
     def outcome(self, run: TrainingRun, status: Status, reason: str) -> Json:
-        """Return the numbers of result.json."""
+        """Return the values for result.json."""
 
     @abstractmethod
     def trained(self, run: TrainingRun, result: Json) -> tuple[PreTrainedModel, ModelCard]:
-        """Return the model to save and its card. The method may add entries to ``result``."""
+        """Return the model to save and its card. The method may add entries to the result."""
 
     def saved(self) -> None:
-        """Clean up after the model was saved. Only the first process calls this method."""
+        """Clean up after the model is saved. Only the first process calls this."""
 
 
 GRACE_SECONDS = 30.0  # for a killed study's worker that still writes its checkpoint
@@ -195,17 +195,17 @@ def train(
 ) -> Json:
     """Train a run, write its folder, and return the content of result.json.
 
-    ``settings`` is a complete settings object, or a mapping of only the user's settings. If a run diverges, gets stuck
-    or is interrupted, the result's ``status`` says so, and the function raises no exception. With ``resume``, a
-    finished run stays unchanged. Any other run resumes from its newest intact checkpoint.
+    If a run diverges, gets stuck or is interrupted, the result's status says so, and the function raises no exception.
+    With ``resume``, a finished run stays unchanged, and any other run continues from its newest intact checkpoint. With
+    torchrun or accelerate launch, every process calls this function with the same settings and gets the same result.
 
-    If torchrun or accelerate launch started several processes, all of them call this function with the same settings.
-    The first process writes the folder, and all processes return the same result.
+    Args:
+        settings: all settings, or a mapping of the settings to change.
 
     Raises:
-        UserError: for invalid settings, an unreadable corpus or model, an output folder with files, or settings or
-            data that differ from the run to resume.
-        OSError: if the disk is full.
+        UserError: a setting is invalid, the corpus or the model is unreadable, the output folder has files, or the
+            settings or data differ from the run to resume.
+        OSError: the disk is full.
     """
     policy = stage.policy
     job = reported_once(
@@ -246,7 +246,7 @@ def train(
 
 
 def _claim(held: ExitStack, job: Job[S], stage: TrainingStage[S]) -> bool:
-    """Claim the folder and write the run's settings, plan and data. Return whether the run resumes."""
+    """Lock the folder, and write the run's settings, placement and data. Return whether the run resumes."""
     if job.resumes:
         stage.identity.refuse_changes(job.folder)
     held.enter_context(job)
@@ -259,7 +259,11 @@ def _claim(held: ExitStack, job: Job[S], stage: TrainingStage[S]) -> bool:
 
 
 def _recorded(run: Callable[[], Json], folder: Path, processes: Processes, *, seconds: float) -> Json:
-    """Run, and write result.json unless a UserError ends the run. ``seconds`` is the time of earlier attempts."""
+    """Execute a run, and write result.json unless a UserError ends the run.
+
+    Args:
+        seconds: the time of earlier attempts.
+    """
     began = time.monotonic()
 
     def write(result: Json) -> Json:
@@ -293,7 +297,7 @@ def _push(settings: Options) -> None:
 
 
 def _run(stage: TrainingStage[S], processes: Processes, *, resume: bool, bar: bool) -> Json:
-    """Train until the run ends, rolling back after divergences up to ``rollback`` times."""
+    """Train until the run ends. After a divergence, roll back, at most as often as the settings allow."""
     settings: Options = stage.settings
     if settings.threads:
         torch.set_num_threads(settings.threads)
@@ -322,7 +326,7 @@ def _run(stage: TrainingStage[S], processes: Processes, *, resume: bool, bar: bo
 
 
 def _roll_back(settings: Options, rollbacks: Rollbacks, diverged: Diverged) -> None:
-    """Choose the checkpoint to roll back to, and record the rollback."""
+    """Choose the checkpoint to return to, and record the rollback."""
     folder = Path(settings.output)
     checkpoints = Checkpoints(folder / "checkpoints")
     checkpoint = checkpoints.newest(
@@ -346,19 +350,18 @@ def _roll_back(settings: Options, rollbacks: Rollbacks, diverged: Diverged) -> N
 
 
 class TrainingRun:
-    """One attempt at a run in this process, new or resumed from a checkpoint.
+    """One attempt at a run in this process, from the beginning or from a checkpoint.
 
     Args:
-        stage: the stage, which has read its data.
+        stage: the kind of run, which has read its data.
         rollbacks: the run's rollbacks so far.
-        resume: whether to resume from the newest good checkpoint.
+        resume: whether to continue from the newest good checkpoint.
 
     Attributes:
-        average: the average of the weights. The stage sets this attribute and the attributes below when it builds the
-            model.
-        step_factors: each parameter's factors, with width or depth scaling.
-        followed: the layers that Lamina found in a transformers model, or None for a Lamina model.
-        items: the training items, for a stage that reads them during training.
+        average: the moving average of the weights, which is set with the model, like the attributes below.
+        step_factors: each parameter's learning rate factors.
+        followed: the layers that Lamina found in a model with a transformers class, or None.
+        items: the training items, if the run reads them during training.
     """
 
     average: WeightAverage | None = None
@@ -424,7 +427,7 @@ class TrainingRun:
         return trainer
 
     def train(self) -> tuple[Status, str] | Diverged:
-        """Train, and return the run's status and the reason, which are equal in every process."""
+        """Train. Returns the run's status and the reason, which are equal in every process."""
         trainer, recorder, steps = self.trainer, self.recorder, self.settings.steps
         self._warn_of_repetition()
         with stop_signals(recorder), ExitStack() as ending:
@@ -455,7 +458,7 @@ class TrainingRun:
         return self.processes.by_first(verdict)
 
     def _warn_of_repetition(self) -> None:
-        """Log a warning for each corpus of a mix that the run sees more than once."""
+        """Log a warning for each corpus of a mix that the run trains on more than once."""
         if not self.processes.first or self.checkpoint is not None:
             return
         for name, part in self.stage.realized(self, self.settings.steps).items():

@@ -75,7 +75,7 @@ class ModelSettings(Settings, group="model"):
 
 
 class BlockSettings(TextSettings, group="data"):
-    """The training text and the evaluation text, in blocks."""
+    """The training text and the evaluation text."""
 
     corpus: str = changed(
         "embedded",
@@ -89,7 +89,7 @@ class BlockSettings(TextSettings, group="data"):
     eval_fraction: float = setting(0.05, "share of the corpus that is held out", between(0.0, 0.5, open_low=True))
 
     def check_names(self) -> None:
-        """Raise UserError for a missing corpus or tokenizer."""
+        """Raise UserError if the corpus or the tokenizer is missing."""
         super().check_names()
         from lamina.data.corpus import check_corpus
         from lamina.data.tokenizers import validate_spec
@@ -99,7 +99,7 @@ class BlockSettings(TextSettings, group="data"):
 
 
 class PackingSettings(Settings, group="data"):
-    """How Lamina packs documents into blocks of tokens."""
+    """The packing of documents into text blocks."""
 
     packing: Literal["on", "off"] = setting(
         "on",
@@ -109,7 +109,7 @@ class PackingSettings(Settings, group="data"):
 
 
 class StreamSettings(Settings, group="data"):
-    """Whether Lamina reads the text before or during the run."""
+    """The choice whether Lamina reads the text before or during training."""
 
     streaming: bool = setting(
         False, "read, tokenize and pack the corpus during training instead of before (for very large corpora)"
@@ -198,7 +198,7 @@ class ScheduleSettings(StepSettings, group="steps and learning rate"):
     )
 
     def check(self) -> None:
-        """Raise UserError for a warm-up or decay longer than the run, and for a decay without the wsd schedule."""
+        """Raise UserError for a warm-up or decay longer than the run, or for a decay without the wsd schedule."""
         super().check()
         if self.warmup >= 1 and self.warmup > self.steps:
             raise UserError(
@@ -230,7 +230,7 @@ class OptimizerSettings(Settings, group="optimizer"):
 
 
 class ScalingSettings(Settings, group="width and depth scaling"):
-    """How learning rates, weights and branches scale with width and depth."""
+    """The scaling of learning rates, weights and branches with width and depth."""
 
     width_scaling: str = setting(
         "none",
@@ -272,7 +272,7 @@ class ScalingSettings(Settings, group="width and depth scaling"):
         return self.base_depth
 
     def check(self) -> None:
-        """Raise UserError for a scaling scheme without a base size, and for options of a scheme that is off."""
+        """Raise UserError for a scaling without a base size, or for options of a scaling that is off."""
         super().check()
         for scheme, base, of_reference, schemes, numbers in (
             ("width_scaling", "base_width", "hidden size", SCHEMES, ("k_embedding", "k_hidden", "k_readout")),
@@ -339,7 +339,7 @@ class RecordSettings(Settings, group="records"):
 
 
 class GuardSettings(Settings, group="divergence"):
-    """The limits at which a run counts as diverged or stuck."""
+    """The limits beyond which a run counts as diverged or stuck."""
 
     divergence_margin: float = setting(
         1.0, "how far the loss must rise above its lowest value to count as diverged, in nats", not_below(0.0)
@@ -357,7 +357,7 @@ class GuardSettings(Settings, group="divergence"):
 
 
 class ExpertSettings(Settings, group="experts"):
-    """How Lamina balances a model's experts."""
+    """The method that balances a model's experts."""
 
     expert_balance: Balance = setting(
         "auto",
@@ -391,7 +391,7 @@ class SpeedSettings(Settings, group="machine"):
 
 
 def trackers(name: str, value: object) -> str:
-    """Check ``none`` or a comma-separated list of trackers."""
+    """Check a setting that is "none" or a comma-separated list of trackers."""
     listed = text(name, value)
     for target in entries(listed):
         one_of(name, target, ("none", *TRACKERS))
@@ -412,5 +412,5 @@ class TrainerSettings(Settings, group="trackers and the Trainer"):
 
 
 def in_steps(span: float, steps: int) -> int:
-    """Convert a span to steps, rounded up. A span is a number (1 or more) or a share of all steps (below 1)."""
+    """Convert a span to steps, rounded up. A span below 1 is a fraction of all steps."""
     return int(span) if span >= 1 else math.ceil(steps * span)

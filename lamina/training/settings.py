@@ -1,4 +1,4 @@
-"""The settings of training runs, as frozen records. Lamina makes the flags and config.yaml from these records."""
+"""The settings of training runs. Lamina derives the flags and config.yaml from these classes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class RunSettings(
 
 
 class SourceSettings(Settings, group="model"):
-    """The model whose weights a run starts from."""
+    """The model from which a run starts."""
 
     from_model: str | None = setting(
         None,
@@ -75,7 +75,7 @@ class SourceSettings(Settings, group="model"):
 
 
 class ParallelSettings(DeviceSettings, group="machine"):
-    """The device of a run, and how several processes share its work."""
+    """The device of a run, and the way in which several processes share its work."""
 
     order = ("parallel", "tensor_parallel")
 
@@ -118,7 +118,7 @@ class RollbackSettings(Settings, group="divergence"):
 
 
 def shares_or_steps(name: str, value: object) -> str | None:
-    """Check comma-separated spans, each a number of steps (1 or more) or a share of all steps (below 1)."""
+    """Check comma-separated spans. A span is a number of steps, or a fraction of all steps if it is below 1."""
     if value is None:
         return None
     listed = rate_list(name, value)
@@ -128,7 +128,7 @@ def shares_or_steps(name: str, value: object) -> str | None:
 
 
 class BranchSettings(Settings, group="steps and learning rate"):
-    """Shorter runs that branch off this run."""
+    """Shorter runs that share the beginning of this run."""
 
     branches: str | float | tuple[float, ...] | None = setting(
         None,
@@ -139,7 +139,7 @@ class BranchSettings(Settings, group="steps and learning rate"):
 
 
 class EndSettings(Settings, group="output"):
-    """The step at which a run pauses, and the hub repository for its model."""
+    """The step at which a run pauses, and the Hub repository for its model."""
 
     pause_step: int | None = setting(
         None,
@@ -210,7 +210,7 @@ class PretrainSettings(
             self._check_graphs()
 
     def _check_graphs(self) -> None:
-        """Raise UserError for settings that do not work with CUDA graphs, and for untested settings."""
+        """Raise UserError for settings that do not work with CUDA graphs, or were never tested with them."""
         ruled_out = {
             "compile": self.compile == "on",
             "precision": self.precision == "float8",
@@ -229,7 +229,7 @@ class PretrainSettings(
         return sorted({in_steps(span, self.steps) for span in spans})
 
     def _check_branches(self) -> None:
-        """Raise UserError for branches outside the constant phase, and for settings that rule out branches."""
+        """Raise UserError for branches that start outside the constant phase, and for settings that rule them out."""
         if self.branches is None:
             return
         ruled_out = {
@@ -257,7 +257,7 @@ class PretrainSettings(
 
 @takes(Names)
 def placement_list(name: str, value: object) -> str:
-    """Check a comma-separated list of placements. The list needs at least one placement, each only once."""
+    """Check a comma-separated list of placements: at least one, and none twice."""
     for entry in value if isinstance(value, list | tuple) else ():
         if not isinstance(entry, str | os.PathLike):
             raise UserError(
@@ -291,7 +291,7 @@ class PlacementsSettings(Settings, group="model"):
 
 @takes(Numbers)
 def rate_list(name: str, value: object) -> str:
-    """Check a comma-separated list of learning rates. The list needs at least one learning rate, each only once."""
+    """Check a comma-separated list of learning rates: at least one, and none twice."""
     listed = comma_separated(name, value)
     for rate in numbers(name, listed, float):
         if rate <= 0:

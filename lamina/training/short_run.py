@@ -1,7 +1,7 @@
 """Train a run's first steps, without a folder, records, evaluations or checkpoints.
 
-Jobs use a short run to check a run before it starts. A short run uses the whole run's Trainer. So batches, losses,
-clipping, precision, accumulation, expert balance, optimizer and learning rates are the same.
+Lamina checks a run in this way before it starts. A short run uses the same Trainer as the whole run, so its batches,
+losses and updates are the same.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from lamina.training.settings import PretrainSettings
 from lamina.training.trainer import LaminaTrainer
 
 AfterStep = Callable[[int], bool]
-"""Decides from the number of finished steps whether to take another step."""
+"""A function that decides from the number of finished steps whether to take another step."""
 
 
 class ShortRun(TrainerCallback):
-    """A run that ends when ``after_step`` returns False, or when a loss or a gradient is not finite.
+    """A run that ends when you ask for it, or when a loss or a gradient is not finite.
 
     Args:
-        settings: the run's settings. ``auto`` means fp32, without compilation.
-        model: a new model, built as for the run, which Lamina moves to ``device``.
-        train: the blocks to train on.
+        settings: the run's settings. A precision of "auto" means fp32.
+        model: a new model, which Lamina moves to the device.
+        train: the text blocks to train on.
         device: cpu or cuda.
-        step_factors: each parameter's factors, with width or depth scaling.
-        schedule: a function that maps the number of finished steps to a share of the peak learning rate. With None, the
-            settings decide the schedule.
+        step_factors: each parameter's learning rate factors.
+        schedule: a function that maps the number of finished steps to a fraction of the peak learning rate (default:
+            the schedule in the settings).
 
     Attributes:
-        losses: the training loss of every step so far, averaged over the micro-batches.
+        losses: the training loss of every step.
         gradient_norms: the gradient norm of every step, before clipping.
-        learning_rates: the learning rate of every step, without a factor of width or depth scaling.
+        learning_rates: the learning rate of every step, without width and depth scaling.
         stopped: the reason why the run ended early, or "".
     """
 
@@ -80,7 +80,7 @@ class ShortRun(TrainerCallback):
         self._series = _StepNumbers()
 
     def train(self, after_step: AfterStep) -> None:
-        """Take steps while ``after_step`` returns True, but at most the run's number of steps."""
+        """Take steps until ``after_step`` returns False, or until the run's last step."""
         settings, self._after = self.settings, after_step
         with TemporaryDirectory() as folder:  # Trainer creates its output folder even if it is unused
             arguments = training_arguments(replace(settings, output=folder))
@@ -106,7 +106,7 @@ class ShortRun(TrainerCallback):
 
     @contextmanager
     def full_precision(self) -> Iterator[None]:
-        """Inside the context, run the model's forward pass without autocast to lower precision."""
+        """Run the model without mixed precision inside the context."""
         plain = vars(self.model).get("_original_forward")
         with nullcontext() if plain is None else patched(self.model, forward=plain):
             yield
@@ -134,7 +134,7 @@ class ShortRun(TrainerCallback):
 
 
 class _StepNumbers(StepSeries):
-    """The current step's loss and gradient norm as plain numbers."""
+    """Collect the current step's loss and gradient norm as plain numbers."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Train from a checkpoint: load its model, and fill in the settings that the checkpoint decides."""
+"""Train from a checkpoint: load its model, and complete the settings from it."""
 
 from __future__ import annotations
 
@@ -29,17 +29,19 @@ _SHAPE = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers",
 
 
 def _folder(source: str) -> str:
-    """Return the model's folder if ``source`` is a run's folder. Return any other ``source`` unchanged."""
+    """Return the model's folder if the source is a run's folder. Return any other source unchanged."""
     inner = model_folder(source)
     return source if inner == Path(source) else str(inner)
 
 
 def with_checkpoint(settings: PretrainSettings, given: Mapping[str, Any] | None = None) -> PretrainSettings:
-    """Fill in the settings that the checkpoint of ``from_model`` decides. Without ``from_model``, fill in nothing.
+    """Complete the settings from the checkpoint of ``from_model``, if there is one.
 
-    ``given`` holds the settings that the user gave (None: all settings that differ from their defaults). Raises
-    UserError if a user's setting differs from the checkpoint's setting, or if Lamina can't read the checkpoint. Also
-    raises UserError if the checkpoint is in the output folder.
+    Raises UserError if a setting contradicts the checkpoint, the checkpoint is unreadable, or it is in the output
+    folder.
+
+    Args:
+        given: the settings from the user (default: all settings that differ from their defaults).
     """
     if settings.from_model is None:
         return settings
@@ -73,7 +75,7 @@ def with_checkpoint(settings: PretrainSettings, given: Mapping[str, Any] | None 
 
 
 def _same(name: str, value: Any, stored: Json, plan: Plan, config: Any) -> bool:
-    """Return whether a setting's value has the same effect as the checkpoint's value, despite a different spelling."""
+    """Return whether a setting has the same effect as the checkpoint's value, even if it is written differently."""
     if value is None:
         return True
     if name == "placement":
@@ -98,7 +100,7 @@ def _same(name: str, value: Any, stored: Json, plan: Plan, config: Any) -> bool:
 
 
 def plan_of(settings: PretrainSettings, num_layers: int) -> Plan:
-    """Return the checkpoint's plan. Without a checkpoint, build the placement's plan with the depth scaling."""
+    """Return the norm placement of the checkpoint, or of the settings if there is no checkpoint."""
     scaling = scaling_of(settings) or Scaling()
     if settings.from_model is None:
         return make_plan(settings.placement, num_layers, **scaling.placement_options)
@@ -112,7 +114,7 @@ def stored_plan(source: str) -> Plan:
 
 
 def config_of(source: str, vocab_size: int | None = None) -> PreTrainedConfig:
-    """Return the checkpoint's backbone configuration. Raises UserError if the vocabulary is too small."""
+    """Return the checkpoint's configuration. Raises UserError if its vocabulary is too small."""
     config: Any = resolve_backbone(_read(_folder(source))[1])
     if vocab_size is not None:
         check_vocabulary(config, vocab_size, source)
@@ -129,10 +131,13 @@ def check_vocabulary(config: PreTrainedConfig, vocab_size: int, source: str) -> 
 
 
 def load(source: str, config: PreTrainedConfig, head: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Load a checkpoint as a Lamina model with the head ``head``, in training mode.
+    """Load a checkpoint as a Lamina model in training mode.
 
-    ``config`` is the run's backbone, which decides the number of positions. Raises UserError if Lamina cannot convert
-    the checkpoint.
+    Raises UserError if Lamina cannot convert the checkpoint.
+
+    Args:
+        config: the run's backbone, which decides the number of positions.
+        head: the name of the model's head.
     """
     folder = _folder(source)
     loaded: Any = conversion.load(folder, dtype=dtype, head=head)
@@ -149,11 +154,11 @@ def _read(folder: str) -> _Read:
 
 @lru_cache(maxsize=4)
 def _read_once(folder: str, changed: int | None) -> _Read:
-    """Read a checkpoint's plan and configuration. The cache key has ``changed``, the time of the last change."""
+    """Read a checkpoint's norm placement and configuration, and cache them until the checkpoint changes."""
     with local_when_unreachable():
         config: Any = conversion.read_config(folder, field="from")
     if isinstance(config, LaminaConfig):
         if config.plan is None:
-            raise UserError(f"from: {folder!r} has no plan in its config.json. Choose a whole Lamina checkpoint.")
+            raise UserError(f"from: {folder!r} has no plan in its config.json. Choose a complete Lamina checkpoint.")
         return Plan.from_dict(config.plan), backbone_of(config)
     return conversion.own_plan(config), config

@@ -36,22 +36,21 @@ from lamina.training.optimization.order import TrainOrder
 
 
 class RunTrainer(MonitoredTrainer):
-    """A mixin for Trainer and TRL's trainers with Lamina's monitor, checkpoints, training order, weight decay and
-    schedules.
+    """Add the layer monitor, checkpoints, training order and schedules to Trainer and TRL's trainers.
 
     Attributes:
         processes: the run's processes.
-        guard: the divergence guard, which checks every step's loss and gradient norm. On a GPU, the checks wait for the
-            next recorded step.
-        states: further objects whose states Lamina stores in checkpoints and restores from checkpoints.
-        keep_also: a function that decides from an older checkpoint's run state whether to keep the checkpoint.
+        guard: the divergence guard, which checks every step's loss and gradient norm. On a GPU, it does so at each
+            record.
+        states: further objects whose states checkpoints store.
+        keep_also: a function that decides from an old checkpoint's run state whether to keep the checkpoint.
         rate_factor: the factor on all learning rates after rollbacks.
-        average: the average of the weights, which checkpoints store and evaluations use.
+        average: the moving average of the weights, which checkpoints store and evaluations use.
         background: the thread that writes checkpoints, or None if training waits for each checkpoint.
-        sharded: whether each process holds a part of the model.
-        order: the order of the training examples. With None, Trainer's sampler decides the order.
-        schedule: a function that maps the number of finished steps to a share of the peak learning rate. With None, the
-            arguments decide the schedule.
+        sharded: whether each process holds only a part of the model.
+        order: the order of the training examples, or None for Trainer's sampler.
+        schedule: a function that maps the number of finished steps to a fraction of the peak learning rate, or None for
+            the schedule in the arguments.
     """
 
     states: Sequence[Stateful] = ()
@@ -65,7 +64,7 @@ class RunTrainer(MonitoredTrainer):
     _resumed: RunState = MappingProxyType({})
 
     def keep_sharded(self) -> None:
-        """Set ``sharded``. If ``sharding.shard`` has sharded the model, keep Trainer from wrapping the model in DDP."""
+        """Set ``sharded``. Keep Trainer from wrapping a sharded model in DDP."""
         self.sharded = sharding.is_sharded(self.bare_model())
         if self.sharded:
             prepare = self.accelerator.prepare_model
@@ -73,7 +72,7 @@ class RunTrainer(MonitoredTrainer):
             self.accelerator.prepare_model = lambda model, *_, **__: unwrapped(model)  # pyright: ignore
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Reshard parameters that an evaluation left gathered, and then create Trainer's optimizer."""
+        """Create Trainer's optimizer, after resharding parameters that an evaluation has gathered."""
         sharding.reshard(self.bare_model())
         optimizer = super().create_optimizer(model)
         self._one_by_one(optimizer)
@@ -94,7 +93,7 @@ class RunTrainer(MonitoredTrainer):
         return super().training_step(model, inputs, num_items_in_batch)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Write a complete checkpoint or none, and then delete old checkpoints. Use ``background`` if it is set."""
+        """Write a complete checkpoint, in the background if possible, and then delete old ones."""
         step, checkpoints = self.state.global_step, Checkpoints(Path(str(self.args.output_dir)))
         background, processes = self.background, self.processes
         if background is not None:
@@ -122,7 +121,7 @@ class RunTrainer(MonitoredTrainer):
             background.begin(finish)
 
     def state_dict(self) -> Json:
-        """Return the trainer's run state: losses since the last record, the factor on learning rates, overflows."""
+        """Return the trainer's state: losses since the last record, learning rate factor, and overflows."""
         return {
             "step": self.state.global_step,
             "losses": self.processes.everyones(float(self._tr_loss)),
@@ -132,7 +131,7 @@ class RunTrainer(MonitoredTrainer):
         }
 
     def load_state_dict(self, state: RunState) -> None:
-        """Restore the guard and ``states``. Lamina restores the sums of losses when training begins."""
+        """Restore the guard and the other states. The losses follow when training begins."""
         self._resumed = state
         self.overflows, self.overflows_in_a_row = state.get("overflows", [0, 0])
         for stateful in (self.guard, *self.states):
@@ -153,10 +152,7 @@ class RunTrainer(MonitoredTrainer):
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ) -> torch.optim.lr_scheduler.LRScheduler:
-        """Create the run's schedule. Without ``schedule``, create Trainer's schedule.
-
-        After a rollback to step 0, the schedule has the reduced learning rates.
-        """
+        """Create the run's schedule, with the reduced learning rates after a rollback to step 0."""
         if self.lr_scheduler is None and self.schedule is not None:
             chosen: Any = self.optimizer if optimizer is None else optimizer
             self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(chosen, self.schedule)
@@ -167,7 +163,7 @@ class RunTrainer(MonitoredTrainer):
         return schedule
 
     def continue_records(self) -> None:
-        """Restore the sum of losses that the run collected between its last record and the checkpoint."""
+        """Restore the losses between the run's last record and the checkpoint."""
         losses = self._resumed.get("losses")
         if losses is None or self._resumed["step"] != self.state.global_step:
             return
@@ -197,7 +193,7 @@ class RunTrainer(MonitoredTrainer):
         return super()._prepare_input(data)
 
     def _get_num_items_in_batch(self, batch_samples: list[Json], device: torch.device) -> torch.Tensor | int | None:
-        """Count the labels. If the batch is on the CPU, copy the count to the GPU asynchronously."""
+        """Count the labels. If they are on the CPU, copy the count to the GPU asynchronously."""
         first = batch_samples[0] if batch_samples else None
         labels = first.get("labels") if isinstance(first, Mapping) else None  # a policy's are lists of rows
         here = device.type == "cuda" and self.args.world_size == 1
@@ -211,23 +207,19 @@ class RunTrainer(MonitoredTrainer):
 
 
 Scores = Callable[[torch.Tensor, torch.Tensor], dict[str, torch.Tensor]]
-"""A function from logits and labels to a tensor [batch] for each score, by the score's name."""
+"""A function from logits and labels to named scores, each a tensor [batch]."""
 
 
 class LaminaTrainer(RunTrainer, Trainer):
-    """The Trainer of pretraining. LaminaTrainer decays only matrices, checks every loss, and balances experts.
-
-    LaminaTrainer takes Trainer's arguments, the attributes of its mixins, and the arguments below.
+    """The Trainer of pretraining.
 
     Args:
         experts: the callback that counts and balances the experts' tokens.
-        step_factors: each parameter's factors, with width or depth scaling.
-        second: the items of a second corpus. Every evaluation also measures the mean loss of these items.
-        collate_eval: the function that joins held-out items to a batch (default: ``data_collator``).
-        scores: a function that computes further measures of each held-out item from logits and labels. ``evaluation``
-            holds the means by name.
-        measure_tasks: a function that scores the bare model on tasks. The first process calls this function at every
-            evaluation.
+        step_factors: each parameter's learning rate factors.
+        second: the items of a second corpus, whose mean loss every evaluation measures.
+        collate_eval: the function that collates held-out items (default: ``data_collator``).
+        scores: a function that computes further metrics of each held-out item from logits and labels.
+        measure_tasks: a function that scores the model on tasks, which the first process calls at every evaluation.
     """
 
     def __init__(
@@ -267,17 +259,14 @@ class LaminaTrainer(RunTrainer, Trainer):
         self._operations: dict[int, int] = {}  # of a micro-batch, by the size of its main input
 
     def floating_point_ops(self, inputs: Json) -> int:
-        """Return Trainer's estimate of the FLOPs, cached by the input's size.
-
-        The estimate is slow, because it counts the parameters of all modules.
-        """
+        """Return Trainer's estimate of the FLOPs, cached by the input's size because it is slow."""
         size = inputs[self.bare_model().main_input_name].numel()
         if size not in self._operations:
             self._operations[size] = super().floating_point_ops(inputs)
         return self._operations[size]
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Create Trainer's optimizer or Muon. With scaling, each learning rate has a separate group."""
+        """Create Trainer's optimizer or Muon, with a parameter group for each learning rate."""
         if self.optimizer is None and self.step_factors is not None:
             whole: Any = self.model if model is None else model
             groups = parameter_groups(
@@ -294,7 +283,7 @@ class LaminaTrainer(RunTrainer, Trainer):
     def compute_loss(
         self, model: nn.Module, inputs: Json, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Return the model's loss. In training, add the experts' auxiliary loss if there is one."""
+        """Return the model's loss, with the experts' auxiliary loss in training."""
         if self.experts is None or not model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         sequences = len(inputs[self.bare_model().main_input_name])
@@ -303,7 +292,7 @@ class LaminaTrainer(RunTrainer, Trainer):
         extra = self.experts.loss(sequences)
         if extra is None:
             return result
-        # Trainer does not divide a loss over the whole step's tokens by the micro-batches, so we average ours here.
+        # Trainer does not divide a loss over the whole step's tokens by the number of micro-batches.
         if (self.model_accepts_loss_kwargs and num_items_in_batch is not None) or self.compute_loss_func is not None:
             extra = extra / self.current_gradient_accumulation_steps
         return (result[0] + extra, result[1]) if return_outputs else result + extra
@@ -319,10 +308,9 @@ class LaminaTrainer(RunTrainer, Trainer):
         return loss
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Measure the loss over the held-out blocks. Each token counts once, for any number of processes.
+        """Measure the mean loss over all held-out tokens, for any number of processes.
 
-        Trainer's own evaluation pads the processes' last batch with blocks that it has already counted. Before Trainer
-        calls the callbacks, ``evaluation`` gets all results except the loss.
+        Trainer's evaluation would count some items twice, so that all processes have full batches.
         """
         second = None if self.second is None else self._measured(self.second)["eval_loss"]
         tasks = None
@@ -344,10 +332,7 @@ class LaminaTrainer(RunTrainer, Trainer):
         return metrics
 
     def _measured(self, held_out: Any) -> dict[str, float]:
-        """Return the mean loss over all predictions and the mean scores over all items. Each item counts once.
-
-        The means are over all processes. The method draws no random number.
-        """
+        """Return the mean loss over all predictions and the mean scores over all items, over all processes."""
         model: Any = self.model if self.average is None else self.average.model
         rank, size = self.processes.data_rank, self.processes.data_size
         batch = self.args.per_device_eval_batch_size * size
@@ -373,6 +358,6 @@ class LaminaTrainer(RunTrainer, Trainer):
         return {name: self.processes.mean(total) / counted[name] for name, total in totals.items()}
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
-        """Run Trainer's evaluation uncompiled, because evaluations are rare and their batches vary in shape."""
+        """Run Trainer's evaluation without compilation, because evaluations are rare and their shapes vary."""
         with uncompiled(self.bare_model()):
             return super().evaluation_loop(*args, **kwargs)

@@ -1,1 +1,1 @@
-"""Checkpoints: writing, verifying, resuming and rolling back."""
+"""Write, verify and resume from checkpoints."""

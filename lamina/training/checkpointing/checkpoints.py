@@ -1,7 +1,7 @@
 """Write and verify checkpoints.
 
-Lamina writes each checkpoint as a draft, then hashes it, syncs it to disk and renames it. So every checkpoint is
-complete.
+Lamina writes a checkpoint under a temporary name, hashes it, syncs it to disk and renames it. A checkpoint is therefore
+always complete.
 """
 
 from __future__ import annotations
@@ -39,42 +39,39 @@ RUN_STATE = "run_state.json"
 
 
 class Stateful(Protocol):
-    """An object whose state a checkpoint stores. Add an object to ``TrainingRun.states`` to store its state."""
+    """An object whose state checkpoints store, if it is in ``TrainingRun.states``."""
 
     def state_dict(self) -> Json:
-        """Return this object's part of the run state, as JSON values under unique names."""
+        """Return this object's state as JSON values. Its names must be unique in the run."""
         ...
 
     def load_state_dict(self, state: RunState) -> None:
-        """Restore this object from a checkpoint's complete run state. ``state["step"]`` is the checkpoint's step."""
+        """Restore this object from the run's state in a checkpoint, which also has the checkpoint's step."""
         ...
 
 
 def collected(states: Iterable[Stateful]) -> Json:
-    """Merge the run states of several objects, in order."""
+    """Merge the states of several objects."""
     return {name: value for stateful in states for name, value in stateful.state_dict().items()}
 
 
 class Checkpoints:
-    """The checkpoints of a run. A checkpoint is written completely or not at all.
+    """The checkpoints of a run.
 
     Args:
-        folder: the folder of the checkpoints, checkpoints/ in the run's folder.
+        folder: the folder "checkpoints" in the run's folder.
     """
 
     def __init__(self, folder: Path):
         self.folder = folder
 
     def paths(self) -> list[Path]:
-        """Return the paths of all checkpoints, even broken ones, by step. Raises OSError for an unreadable folder."""
+        """Return the paths of all checkpoints, by step. Raises OSError if the folder is unreadable."""
         children = self.folder.iterdir() if self.folder.is_dir() else ()  # glob finds nothing in an unreadable folder
         return sorted((p for p in children if re.fullmatch(r"checkpoint-(0|[1-9]\d*)", p.name)), key=step_of)
 
     def newest(self, allowed: Callable[[Json], bool] = lambda state: True) -> Path | None:
-        """Return the newest intact checkpoint whose run state passes ``allowed``. Warn about broken checkpoints.
-
-        The log also names files in the checkpoint that its manifest does not list. Lamina does not read these files.
-        """
+        """Return the newest intact checkpoint whose run state passes a test. Log a warning about broken ones."""
         for path in reversed(self.paths()):
             broken = what_is_broken(path)
             if broken is not None:
@@ -91,11 +88,10 @@ class Checkpoints:
 
     @contextmanager
     def save(self, step: int, processes: Processes) -> Iterator[Path]:
-        """Yield a folder for a new checkpoint. Rename the folder to checkpoint-STEP at the end, or delete the folder
-        after an error.
+        """Yield a folder in which every process writes its part of a new checkpoint.
 
-        Every process writes its part. The checkpoint gets its name only after all files are hashed and synced to disk.
-        An error in one process is raised in all processes.
+        After the context, Lamina hashes and syncs the files, then names the checkpoint. After an error, Lamina deletes
+        the folder, and all processes raise the error.
         """
         path, final = self.folder / f".draft-{step}", self.folder / f"checkpoint-{step}"
 
@@ -123,12 +119,14 @@ class Checkpoints:
             raise
 
     def prune(self, step: int, keep: int, keep_also: Callable[[Json], bool] | None = None) -> None:
-        """Delete all checkpoints except the last ``keep`` checkpoints up to ``step``.
+        """Delete all checkpoints except the newest ones. Checkpoints from later steps are invalid, so they go too.
 
-        Checkpoints after ``step`` are invalid after a rollback, so the method deletes these checkpoints.
+        Checkpoints with a wrong step in their name stay, because their content may exist nowhere else.
 
-        Also keep the newest checkpoint for whose run state ``keep_also`` returns true. A checkpoint whose name has the
-        wrong step also stays, because it may be the only copy of its content.
+        Args:
+            step: the run's current step.
+            keep: the number of checkpoints to keep.
+            keep_also: a test on a checkpoint's run state. The newest checkpoint that passes stays too.
         """
         named_right = [path for path in self.paths() if _of_its_step(path)]
         retained = [p for p in named_right if step_of(p) <= step][-keep:]
@@ -146,10 +144,10 @@ class Checkpoints:
 
 
 class Background:
-    """Completes one checkpoint at a time in a separate thread, while training continues.
+    """Complete one checkpoint at a time in a thread, while training continues.
 
     Attributes:
-        processes: the run's processes, with collectives that are separate from the training's collectives.
+        processes: the run's processes, which communicate in a separate group.
     """
 
     def __init__(self, processes: Processes):
@@ -158,11 +156,11 @@ class Background:
         self._written: Future[None] | None = None
 
     def begin(self, act: Callable[[], None]) -> None:
-        """Run ``act`` in the thread. Call ``wait`` before you call this method again."""
+        """Call a function in the thread. Call ``wait`` before the next call."""
         self._written = self._thread.submit(act)
 
     def look(self) -> None:
-        """Once the threads of all processes have ended, raise the error of a thread that failed.
+        """Raise the error of a failed thread, once the threads of all processes have ended.
 
         All processes must call this method after the same step.
         """
@@ -170,7 +168,7 @@ class Background:
             self.wait()
 
     def wait(self) -> None:
-        """Wait until the checkpoint is complete. If a thread failed, raises its error in all processes."""
+        """Wait until the checkpoint is complete. All processes raise the error of a failed thread."""
         written, self._written = self._written, None
         if written is not None:
             written.result()
@@ -182,12 +180,12 @@ def step_of(path: Path) -> int:
 
 
 def run_state(path: Path) -> Json:
-    """Read the run state of an intact checkpoint, such as the state of its records and rollbacks, without tensors."""
+    """Read the run state of an intact checkpoint, such as the state of its records, without tensors."""
     return read_json(path / RUN_STATE)
 
 
 def listed_state(path: Path) -> Json | None:
-    """Return a checkpoint's run state, or None if run_state.json is damaged. Damage to other files does not matter."""
+    """Return a checkpoint's run state, or None if its file is damaged. Other files may be damaged."""
     try:
         state = run_state(path) if listed(path)[RUN_STATE][1] == sha256(path / RUN_STATE) else None
         return state if state is not None and state["step"] == step_of(path) else None
@@ -196,9 +194,9 @@ def listed_state(path: Path) -> Json | None:
 
 
 def what_is_broken(path: Path) -> str | None:
-    """Describe the first missing, cut or altered file of a checkpoint. Return None for an intact checkpoint.
+    """Describe the first missing, shortened or altered file of a checkpoint. Returns None for an intact one.
 
-    A checkpoint whose folder name has the wrong step also counts as broken.
+    A checkpoint with a wrong step in its name also counts as broken.
     """
     broken = manifest.what_is_broken(path)
     if broken is None and (step := run_state(path)["step"]) != step_of(path):
@@ -207,7 +205,7 @@ def what_is_broken(path: Path) -> str | None:
 
 
 def _discard(path: Path) -> None:
-    """Delete a checkpoint. Rename its folder first, so that a killed process leaves no incomplete checkpoint behind."""
+    """Delete a checkpoint. Rename it first, so that a killed process leaves no incomplete checkpoint behind."""
     doomed = path.with_name(f".gone-{path.name}")
     shutil.rmtree(doomed, ignore_errors=True)
     os.replace(path, doomed)
@@ -230,7 +228,7 @@ def _publish(path: Path, final: Path, entries: dict[str, Entry]) -> None:
 
 
 def _of_its_step(path: Path) -> bool:
-    """Return whether the step in a checkpoint's name is right, or True if the run state can't be read."""
+    """Return whether the step in a checkpoint's name is right, or True if the run state is unreadable."""
     try:
         return run_state(path)["step"] == step_of(path)
     except (OSError, *NOT_A_MANIFEST):

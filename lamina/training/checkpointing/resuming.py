@@ -1,7 +1,4 @@
-"""Find the settings, the result, the checkpoint and the rollbacks from which a run resumes.
-
-Lamina checks that settings, result, checkpoint and rollbacks belong to the same run.
-"""
+"""Find the settings, result, checkpoint and rollbacks from which a run resumes, and check that they fit together."""
 
 from __future__ import annotations
 
@@ -37,25 +34,25 @@ ROLLBACKS = "rollbacks.json"
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """The settings, plan and data of a run, as its checkpoints and its folder store them."""
+    """The settings, norm placement and data of a run, as its checkpoints and its folder store them."""
 
     settings: PretrainSettings
     plan: Plan
     fingerprint: str
 
     def state_dict(self) -> Json:
-        """Return the settings, the plan's digest, and the fingerprint of text and tokenizer."""
+        """Return the settings, and hashes of the norm placement, the text and the tokenizer."""
         return {"settings": self.settings.to_dict(), "plan": plan_digest(self.plan), "text": self.fingerprint}
 
     def load_state_dict(self, state: RunState) -> None:
-        """Do nothing: ``refuse_changes`` has already compared the settings, the plan and the data."""
+        """Do nothing, because ``refuse_changes`` compares the state."""
 
     @property
     def text(self) -> dict[str, str]:
         return {"corpus": self.settings.corpus, "fingerprint": self.fingerprint}
 
     def refuse_changes(self, folder: Path) -> None:
-        """Raise UserError if the text or the placement has changed since the run in ``folder`` began."""
+        """Raise UserError if the text or the placement has changed since the run began."""
         known = known_of(folder)
         refuse_another_text(self.settings, folder, self.fingerprint, known)
         before = known.get("plan") or noted(folder / PLAN)
@@ -67,7 +64,12 @@ class RunIdentity:
 
 
 def refuse_another_text(settings: PretrainSettings, folder: Path, fingerprint: str, known: Json | None = None) -> None:
-    """Raise UserError if the text has changed since the run in ``folder`` began. ``known`` comes from ``known_of``."""
+    """Raise UserError if the text has changed since the run began.
+
+    Args:
+        fingerprint: a hash of the current text and tokenizer.
+        known: the stored hashes from ``known_of``.
+    """
     known = known_of(folder) if known is None else known
     stored = known["text"] if "text" in known else noted(folder / DATA).get("fingerprint")
     if stored is not None and stored != fingerprint:
@@ -79,12 +81,12 @@ def refuse_another_text(settings: PretrainSettings, folder: Path, fingerprint: s
 
 
 def plan_digest(plan: Plan) -> str:
-    """Return the SHA-256 of a plan's whole content."""
+    """Return the SHA-256 hash of a norm placement."""
     return hashlib.sha256(json.dumps(plan.to_dict(), sort_keys=True).encode()).hexdigest()
 
 
 def known_of(folder: Path) -> Json:
-    """Return the newest state of ``RunIdentity`` that a checkpoint stores, or {} if no checkpoint stores one."""
+    """Return the newest ``RunIdentity`` state in a run's checkpoints, or {} without a checkpoint."""
     for path in reversed(Checkpoints(folder / "checkpoints").paths()):
         state = listed_state(path)
         if state is not None and "settings" in state:
@@ -94,7 +96,7 @@ def known_of(folder: Path) -> Json:
 
 
 def _changed(settings: PretrainSettings, data: Path) -> str:
-    """Return a clause that names the corpus files that changed after the run's last start, or "" without such files."""
+    """Return a clause with the corpus files that changed after the run's last start, or ""."""
     if not data.is_file():
         return ""
     newer = [str(path) for path in Corpus.parse(settings.corpus).changed_since(data.stat().st_mtime)]
@@ -113,9 +115,9 @@ class Rollback:
     Attributes:
         number: the rollback's number, from 1.
         step: the step of the restored checkpoint, or 0 for the initial weights.
-        diverged_at: the step at which the guard stopped the run.
-        skipped: the positions of the first and the last skipped step in the training order.
-        ahead: the total number of steps whose data the training order has skipped after ``step``.
+        diverged_at: the step at which the run diverged.
+        skipped: the positions of the first and last skipped step in the training order.
+        ahead: the number of steps of data that the run has skipped in total after this step.
         learning_rate_factor: the product of the factors of all rollbacks so far.
     """
 
@@ -130,14 +132,14 @@ class Rollback:
 
 @dataclass(kw_only=True)
 class Rollbacks:
-    """All rollbacks of a run. A file in the run's folder lists the rollbacks, for a killed run to resume from."""
+    """All rollbacks of a run, which a file in the run's folder lists."""
 
     folder: Path
     done: list[Rollback] = field(default_factory=list)
 
     @classmethod
     def read(cls, folder: Path) -> Rollbacks:
-        """Read the rollbacks of the run in a folder. Raises UserError if their file is damaged."""
+        """Read a run's rollbacks. Raises UserError if their file is damaged."""
         path = folder / ROLLBACKS
         try:
             entries = cast("list[Json]", read_json(path))
@@ -154,7 +156,7 @@ class Rollbacks:
         return {"rollbacks": len(self.done)}
 
     def load_state_dict(self, state: RunState) -> None:
-        """Raise UserError if the checkpoint was saved after more rollbacks than rollbacks.json lists."""
+        """Raise UserError if the checkpoint is from after more rollbacks than rollbacks.json lists."""
         if (taken_after := int(state.get("rollbacks", 0))) > len(self.done):
             raise UserError(
                 f"resume: checkpoint-{state['step']} was saved after {taken_after} rollbacks, but "
@@ -164,7 +166,7 @@ class Rollbacks:
 
     @property
     def skips(self) -> list[Skip]:
-        """The data to skip, as pairs (step, ahead). After ``step``, training skips ``ahead`` steps of data in total."""
+        """The data to skip, as pairs (step, ahead): after the step, training is this many steps of data further."""
         kept: list[Skip] = []
         for entry in self.done:
             kept = [skip for skip in kept if skip[0] < entry.step] + [(entry.step, entry.ahead)]
@@ -175,14 +177,16 @@ class Rollbacks:
         return self.done[-1].learning_rate_factor if self.done else 1.0
 
     def allows(self, state: RunState) -> bool:
-        """Return whether the checkpoint is still valid. A rollback to an earlier step makes a checkpoint invalid."""
+        """Return whether a checkpoint is still valid, because no rollback has gone back to an earlier step."""
         return all(state["step"] <= entry.step for entry in self.done[int(state["rollbacks"]) :])
 
     def add(self, *, step: int, diverged_at: int, reason: str, factor: float, skip: int | None) -> Rollback:
-        """Add a rollback to ``step``, and write the file of rollbacks before the rollback has any effect.
+        """Add a rollback, and write the file of rollbacks before it has any effect.
 
-        ``factor`` multiplies the learning rate. ``skip`` is the number of steps whose data the run skips. None skips
-        all data up to ``diverged_at``.
+        Args:
+            step: the step of the checkpoint to restore.
+            factor: the factor on the learning rate.
+            skip: the number of steps whose data the run skips (default: all up to the divergence).
         """
         before = ahead(self.skips, step + 1)
         until = diverged_at + ahead(self.skips, diverged_at) if skip is None else step + before + skip
@@ -206,8 +210,11 @@ class Rollbacks:
 def stored_settings(folder: Path, free: Collection[str]) -> Json | None:
     """Return a run's settings from config.yaml and the newest checkpoint, or None if both are missing.
 
-    If config.yaml is damaged, Lamina logs a warning and uses the checkpoint's settings. Raises UserError if there is no
-    checkpoint. Also raises UserError if config.yaml and checkpoint differ in a setting that is not in ``free``.
+    If config.yaml is damaged, Lamina logs a warning and uses the checkpoint. Raises UserError if that is missing, too,
+    or if both files differ in a setting that must not change.
+
+    Args:
+        free: the settings that may change.
     """
     path, known = folder / CONFIG, known_of(folder)
     settings = known.get("settings", {})
@@ -233,9 +240,7 @@ def stored_settings(folder: Path, free: Collection[str]) -> Json | None:
 
 
 def result_to_keep(folder: Path) -> Json | None:
-    """Return the result of the run in a folder.
-
-    If the function returns None or a result without a final status, Lamina can resume the run.
+    """Return the result in a run's folder. Without a final result, Lamina can resume the run.
 
     Raises UserError if the run's records were damaged, altered or replaced.
     """
@@ -252,7 +257,11 @@ def result_to_keep(folder: Path) -> Json | None:
 
 
 def is_model_damaged(folder: Path, *, missing: bool = False) -> bool:
-    """Return whether a run's model is damaged, and log a warning if so. With ``missing``, a missing model counts."""
+    """Return whether a run's model is damaged, and log a warning if so.
+
+    Args:
+        missing: whether a missing model counts as damaged.
+    """
     try:
         if (folder / MODEL).is_dir():
             refuse_damaged(folder / MODEL)
@@ -265,9 +274,9 @@ def is_model_damaged(folder: Path, *, missing: bool = False) -> bool:
 
 
 def checkpoint_to_resume(folder: Path, rollbacks: Rollbacks) -> Path | None:
-    """Return the checkpoint to resume from, or None if the run begins at step 0.
+    """Return the checkpoint from which to resume, or None to begin at step 0.
 
-    Raises UserError if all existing checkpoints are unusable, because a start at step 0 would lose the progress.
+    Raises UserError if all checkpoints are unusable, because a new beginning would lose the progress.
     """
     checkpoint = Checkpoints(folder).newest(rollbacks.allows)
     if checkpoint is not None:

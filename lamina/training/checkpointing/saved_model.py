@@ -1,4 +1,4 @@
-"""Write a trained model and its card into the run's folder, and upload both to the Hugging Face hub."""
+"""Write a trained model and its card into the run's folder, and upload both to the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class ModelCard:
 
     Attributes:
         head: the name of the model's head in ``HEADS``.
-        data: facts about the data (name and value), in the order of the card.
-        result: the run's result, as in result.json.
-        command: the command line that trains the model again. The card leaves out this machine's folders.
-        base_model: the folder or hub name of the model that the training began with, or None for a new model.
-        measures: the title and format of each measure to print (default: pretraining's measures).
+        data: facts about the data, by name.
+        result: the content of result.json.
+        command: the command line that trains the model again.
+        base_model: the folder or Hub name of the starting model, or None for a new model.
+        measures: the title and format of each metric to print (default: pretraining's metrics).
     """
 
     head: str
@@ -69,7 +69,11 @@ class ModelCard:
         (folder / CARD).write_text(self.text(model, plan), encoding="utf-8")
 
     def text(self, model: PreTrainedModel, plan: Plan | None) -> str:
-        """Return the card: the hub's fields, then Markdown. ``plan`` is None for a transformers model."""
+        """Return the card as YAML fields and Markdown.
+
+        Args:
+            plan: the placement of the norms, or None for a model with a transformers class.
+        """
         backbone = backbone_of(model.config)
         tags, about = ["lamina", backbone.model_type], [f"# {_plain(backbone.model_type)}", "", "A model"]
         placed, used = [], []
@@ -109,7 +113,7 @@ class ModelCard:
         return "\n".join(lines) + "\n"
 
     def _results(self) -> dict[str, object]:
-        """Return the run's measures as text, by title, without measures that have no value."""
+        """Return the run's metrics as text, by title."""
         shown: dict[str, object] = {}
         for name, (title, form) in (_MEASURES if self.measures is None else self.measures).items():
             value = self.result.get(name)
@@ -126,7 +130,7 @@ _MEASURES = {
 
 
 def _is_on_hub(model: str | None) -> bool:
-    """Return whether a name is a model on the hub. The hub rejects a card with a folder as its base model."""
+    """Return whether a name is a model on the Hub, which rejects folders as base models."""
     try:
         validate_repo_id(model)
     except HFValidationError:
@@ -148,22 +152,22 @@ def _table(name: str, value: str, rows: Mapping[str, object]) -> list[str]:
 
 
 def _named(value: object) -> str:
-    """Return a value as text. Shorten each absolute path to its last part, to hide this machine's folders."""
+    """Return a value as text. Absolute paths become their last part, to hide this machine's folders."""
     return re.sub(r"(?<![^\s=:,;('\"])/[^:,;()'\"]*", lambda path: PurePath(path[0]).name, str(value))
 
 
 def _plain(value: str) -> str:
-    """Escape a text so that Markdown shows it literally: no HTML, no markup."""
+    """Escape a text so that Markdown shows it literally."""
     return re.sub(r"([\\`*_\[\]|#])", r"\\\1", html.escape(" ".join(value.split()), quote=False))
 
 
 def _code(value: object) -> str:
-    """Quote a value as Markdown code, and replace characters that would end the code."""
+    """Quote a value as Markdown code."""
     return "`" + " ".join(str(value).replace("`", "'").replace("|", "\\|").split()) + "`"
 
 
 def check_repository(name: str) -> None:
-    """Raise UserError for a malformed repository name or a missing hub token. Call this function before training."""
+    """Raise UserError for a malformed repository name or a missing Hub token. Call this before training."""
     from huggingface_hub import get_token
 
     try:
@@ -177,11 +181,9 @@ def check_repository(name: str) -> None:
 
 
 def push(folder: Path, name: str) -> bool:
-    """Upload a model's folder to a repository. Return whether the upload worked.
+    """Upload a model's folder to a repository, which is private if it is new. Returns whether the upload worked.
 
-    If the repository does not exist, Lamina creates a private repository.
-
-    If the upload fails, Lamina logs the command that uploads the folder later. The model is on disk in any case.
+    If the upload fails, Lamina logs the command for a later upload.
     """
     from huggingface_hub import HfApi
 
@@ -201,7 +203,7 @@ def push(folder: Path, name: str) -> bool:
 def save_model(
     model: PreTrainedModel, processor: Processor, folder: Path, processes: Processes, card: ModelCard | None = None
 ) -> None:
-    """Write a model with its tokenizer or image processor, completely or not at all. All processes must call this."""
+    """Write a model with its tokenizer or image processor, completely or not at all. Call this in all processes."""
     state = full_state(model) if is_sharded(model) else None
 
     def write() -> None:

@@ -1,4 +1,4 @@
-"""Shard a model over processes with FSDP2. Write and read its weights and optimizer states by name."""
+"""Shard a model over processes with FSDP2, and store its weights and optimizer state by name."""
 
 from __future__ import annotations
 
@@ -42,16 +42,15 @@ def local_part(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def shard(model: PreTrainedModel, processes: Processes, device: str, *, bf16: bool) -> None:
-    """Shard a model's parameters with FSDP2. Each block is a unit, and all other parameters form one more unit.
+    """Shard a model's parameters with FSDP2, block by block.
 
-    The optimizer's weights stay in float32. With ``bf16``, FSDP2 gathers the blocks' matrices in bfloat16 and reduces
-    their gradients in float32. So sharded training gives the same result as autocast in one process. Norms, learned
-    scales and the residual stream stay in float32. The embedding also stays in float32, because the embedding decides
-    the residual stream's dtype. FSDP2 can't shard a scalar, so learned scalars become vectors of one element.
-    Checkpoints and saved models still store scalars.
+    The optimizer's weights stay in float32, as do norms, learned scales, the residual stream and the embedding. Learned
+    scalars become vectors of one element, because FSDP2 cannot shard scalars. Checkpoints still store them as scalars.
+    With tensor parallelism, groups of processes first split the matrices of linear layers, as transformers does.
 
-    If n = ``processes.tensor`` is above 1, each group of n processes first splits the linear layers' matrices. The
-    split follows transformers' plan for tensor parallelism.
+    Args:
+        bf16: whether to gather the blocks' matrices in bfloat16, which gives the same result as mixed precision in one
+            process.
     """
     whole = init_device_mesh(device, (processes.data_size, processes.tensor), mesh_dim_names=("data", "tensor"))
     if processes.tensor > 1:
@@ -79,12 +78,12 @@ def shard(model: PreTrainedModel, processes: Processes, device: str, *, bf16: bo
 
 
 def _share_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Split the linear layers by columns or rows over the processes, by transformers' plan for tensor parallelism."""
+    """Split the linear layers by columns or rows over the processes, as transformers' tensor parallelism does."""
     from transformers.distributed.configuration_utils import DistributedConfig
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism  # since transformers 5.22
 
     plan, *_ = model._resolve_parallel_plans(DistributedConfig(tp_plan="auto", tp_size=mesh.size()))
-    # transformers would add up these gradients after each micro-batch, the earlier ones' once more
+    # transformers would sum these gradients after each micro-batch, and count the earlier ones again
     inside = {name for name, style in plan.items() if style == "replicated_with_grad_allreduce"}
     apply_tensor_parallelism(model, mesh, {name: style for name, style in plan.items() if name not in inside})
     model.tie_weights()
@@ -92,14 +91,14 @@ def _share_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
 
 def sum_partial(model: nn.Module) -> None:
-    """Sum the gradients of norms in attention heads over the processes that share a norm. Call this once per step."""
+    """Sum the gradients of norms in attention heads over the processes that share a norm, once per step."""
     norms, group = getattr(model, _PARTIAL, ((), None))
     for gradient in [p.grad for norm in norms for p in norm.parameters() if p.grad is not None]:
         torch.distributed.all_reduce(gradient.to_local(), group=group)
 
 
 def _blocks(model: PreTrainedModel) -> list[nn.Module]:
-    """Return a Lamina model's blocks, or another model's modules of the types in ``_no_split_modules``."""
+    """Return a Lamina model's blocks, or the modules that a transformers model does not want split."""
     if isinstance(body := getattr(model, "model", model), LaminaModel):
         return list(body.layers)
     kinds = set(getattr(model, "_no_split_modules", None) or ())
@@ -117,23 +116,23 @@ def _scalars_to_vectors(model: nn.Module) -> None:
 
 
 def _scalars(model: nn.Module) -> frozenset[str]:
-    """Return the names of the scalar parameters that ``shard`` has made vectors."""
+    """Return the names of the scalar parameters that ``shard`` has turned into vectors."""
     return getattr(model, _SCALARS, frozenset())
 
 
 def _scalar(vector: torch.Tensor) -> torch.Tensor:
-    """Return a copy of a sharded tensor's only element, on every process."""
+    """Return a copy of a sharded tensor's only element, in every process."""
     return (vector.full_tensor() if isinstance(vector, DTensor) else vector).detach().reshape(())
 
 
 def _set_scalar(vector: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Set a sharded tensor's only element, in place."""
+    """Set a sharded tensor's only element in place."""
     local_part(vector).fill_(value.item())  # most processes' part is empty
     return vector
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Return whether ``shard`` was called on a model."""
+    """Return whether a model is sharded."""
     return isinstance(model, FSDPModule)
 
 
@@ -145,12 +144,10 @@ def reshard(model: nn.Module) -> None:
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the state dict, which contains each tied weight only once.
+    """Return the state dict, with each tied weight only once. Call this in all processes.
 
-    The tensors are the model's own tensors, except scalars, which are copies.
-
-    If ``only_trained`` was called on the model, the result has only the trained weights. All processes of a sharded
-    model must call this function. If you change the tensors, call ``set_scalars``.
+    The tensors are the model's own, except that scalars are copies. After changing them, call ``set_scalars``. If
+    ``only_trained`` was called, the result has only the trained weights.
     """
     reshard(model)
     tied: dict[int, str] = {}
@@ -165,7 +162,7 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def only_trained(model: nn.Module) -> None:
-    """Make checkpoints of this model store only the trained weights. A run loads frozen weights from their source."""
+    """Let checkpoints store only the trained weights, because a run loads frozen weights from their source."""
     setattr(model, _TRAINED, True)
 
 
@@ -175,7 +172,7 @@ def is_only_trained(model: nn.Module) -> bool:
 
 
 def set_scalars(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Set a model's sharded scalars to the values in ``tensors``, a result of ``model_tensors``."""
+    """Copy scalars from the result of ``model_tensors`` into a sharded model."""
     for name in _scalars(model):
         _set_scalar(model.get_parameter(name), tensors[name])
 
@@ -191,14 +188,14 @@ def full_state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def whole(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return copies of tensors on the CPU. Lamina gathers sharded tensors, so all processes must call this function."""
+    """Copy tensors to the CPU, and gather sharded ones. Call this in all processes."""
     parts = {name: tensor.detach() for name, tensor in tensors.items()}
     return {name: (p.full_tensor() if isinstance(p, DTensor) else p).cpu().contiguous() for name, p in parts.items()}
 
 
 @torch.no_grad()
 def set_whole(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Copy an unsharded tensor into a tensor that may be sharded. All processes must call this function."""
+    """Copy a whole tensor into a tensor that may be sharded. Call this in all processes."""
     value = value.reshape(tensor.shape)  # a sharded scalar is a vector
     if isinstance(tensor, DTensor):
         value = distribute_tensor(value.to(tensor.device), tensor.device_mesh, tensor.placements)
@@ -207,7 +204,7 @@ def set_whole(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 @contextmanager
 def own_class(model: nn.Module) -> Iterator[None]:
-    """Restore the model's original class inside the context, because FSDP2's subclass must not be saved."""
+    """Restore the model's class inside the context, because FSDP2's subclass must not be saved."""
     kind = type(model)
     if isinstance(model, FSDPModule):
         object.__setattr__(model, "__class__", kind.__mro__[kind.__mro__.index(FSDPModule) + 1])
@@ -218,10 +215,7 @@ def own_class(model: nn.Module) -> Iterator[None]:
 
 
 def copies(tensors: Mapping[str, torch.Tensor]) -> Tensors:
-    """Copy tensors to the CPU.
-
-    If a tensor is sharded, Lamina copies this process's part. A tensor with two names is copied once.
-    """
+    """Copy tensors, or this process's part of sharded ones, to the CPU. A tensor with two names is copied once."""
     copied: dict[tuple[int, torch.Size], torch.Tensor] = {}
     made: Tensors = {}
     for name, tensor in tensors.items():
@@ -233,10 +227,12 @@ def copies(tensors: Mapping[str, torch.Tensor]) -> Tensors:
 
 
 def write_shards(tensors: Mapping[str, torch.Tensor], folder: Path, group: ProcessGroup | None = None) -> None:
-    """Write sharded tensors with torch.distributed.checkpoint into a folder, one safetensors file per process.
+    """Write sharded tensors into a folder, with one safetensors file per process.
 
-    ``group`` is the process group of the collectives (default: the process group of the training). Raises the first
-    process's error in all processes, and OSError if a disk is full.
+    Raises the first process's error in all processes, and OSError if a disk is full.
+
+    Args:
+        group: the process group to communicate in (default: the training's group).
     """
     storage = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     try:
@@ -246,7 +242,7 @@ def write_shards(tensors: Mapping[str, torch.Tensor], folder: Path, group: Proce
 
 
 class _Reader(HuggingFaceStorageReader):
-    """Reads only the given safetensors files, whereas the base class reads all files in the folder."""
+    """Read only the given safetensors files, and not all files in the folder."""
 
     def __init__(self, files: Sequence[Path]):
         super().__init__(str(files[0].parent) if files else ".")
@@ -254,7 +250,7 @@ class _Reader(HuggingFaceStorageReader):
 
 
 def read_tensors(tensors: dict[str, torch.Tensor], files: Sequence[Path], *, alone: bool) -> None:
-    """Fill tensors in place from safetensors files. The checkpoint may be sharded over another number of processes."""
+    """Fill tensors in place from safetensors files, which any number of processes may have written."""
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that one process loads alone is intended
         try:
@@ -264,7 +260,7 @@ def read_tensors(tensors: dict[str, torch.Tensor], files: Sequence[Path], *, alo
 
 
 def check_shapes(tensors: Mapping[str, torch.Tensor], files: Sequence[Path], folder: Path) -> None:
-    """Raise UserError if a checkpoint's files lack a tensor, or hold a tensor with the wrong shape."""
+    """Raise UserError if a checkpoint's files lack a tensor, or hold it with another shape."""
     stored = shapes(files)
     for name, tensor in tensors.items():
         if name not in stored:
@@ -285,7 +281,7 @@ def shapes(files: Sequence[Path]) -> dict[str, tuple[int, ...]]:
 
 
 def optimizer_tensors(model: nn.Module, optimizer: Any) -> tuple[dict[str, torch.Tensor], Json]:
-    """Return an optimizer's state by parameter name, in two parts: tensors that can be sharded, and other values."""
+    """Return an optimizer's state by parameter name: first the shardable tensors, then all other values."""
     reshard(model)
     names, scalars = _names(model), _scalars(model)
     tensors: dict[str, torch.Tensor] = {}
@@ -314,7 +310,7 @@ def optimizer_tensors(model: nn.Module, optimizer: Any) -> tuple[dict[str, torch
 def load_optimizer(
     model: nn.Module, optimizer: Any, files: Sequence[Path], rest: Mapping[str, Any], *, alone: bool
 ) -> None:
-    """Load the result of ``optimizer_tensors`` into an optimizer. Raises UserError for different weights."""
+    """Load the result of ``optimizer_tensors`` into an optimizer. Raises UserError if the weights differ."""
     reshard(model)
     names, scalars = _names(model), _scalars(model)
     state: dict[int, Json] = {}

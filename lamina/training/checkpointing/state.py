@@ -1,8 +1,8 @@
-"""Write and read the contents of a checkpoint: a Trainer's state.
+"""Write and read a checkpoint: a Trainer's weights, optimizer and run state.
 
-A run in one process or with DDP writes optimizer/states.safetensors and a model.safetensors that transformers can load.
-A run with FSDP2 writes one safetensors file per process into model/ and optimizer/, with torch.distributed.checkpoint.
-Any number of processes can read both kinds of checkpoints: Lamina finds tensors by name and splits them.
+Runs in one process or with DDP write a model.safetensors that transformers can load, and optimizer/states.safetensors.
+Runs with FSDP2 write one safetensors file per process into model/ and optimizer/. Any number of processes can read both
+kinds of checkpoints.
 """
 
 from __future__ import annotations
@@ -38,10 +38,12 @@ def write(
     *,
     copied: bool = False,
 ) -> Callable[[], None]:
-    """Write this process's part of a checkpoint's small files, and return a function that writes the tensors.
+    """Write this process's part of a checkpoint's small files. Returns a function that writes the tensors.
 
-    An error in one process is raised in all processes. With ``copied``, Lamina copies the tensors to the CPU now.
-    Another thread may then write the copies later.
+    All processes raise an error that occurs in one of them.
+
+    Args:
+        copied: whether to copy the tensors to the CPU now, so that another thread can write them later.
     """
     model = bare(trainer)
     sharded, writes = sharding.is_sharded(model), processes.first
@@ -87,7 +89,11 @@ def write(
 
 
 def _write_rest(trainer: Trainer, folder: Path, rest: Json, state: Json) -> None:
-    """Write the small files of the first process. ``rest`` is the optimizer's state without tensors."""
+    """Write the first process's small files.
+
+    Args:
+        rest: the optimizer's state without tensors.
+    """
     torch.save(rest, folder / "optimizer.pt")
     schedule: Any = trainer.lr_scheduler
     torch.save(schedule.state_dict(), folder / "scheduler.pt")
@@ -105,7 +111,7 @@ def bare(trainer: Trainer) -> PreTrainedModel:
 
 
 def read_model(trainer: Trainer, processes: Processes, checkpoint: Path) -> None:
-    """Load a checkpoint's weights into the trainer's model. Raises UserError for a checkpoint of another model."""
+    """Load a checkpoint's weights into the trainer's model. Raises UserError for another model's checkpoint."""
     model = bare(trainer)
     files = _tensor_files(checkpoint, "model") or _tensor_files(checkpoint, ".")
     tensors = sharding.model_tensors(model)
@@ -115,13 +121,13 @@ def read_model(trainer: Trainer, processes: Processes, checkpoint: Path) -> None
 
 
 def _tensor_files(checkpoint: Path, folder: str) -> list[Path]:
-    """Return the safetensors files that a checkpoint's manifest lists in one of its folders."""
+    """Return the safetensors files in one of a checkpoint's folders, as its manifest lists them."""
     names = [Path(name) for name in listed(checkpoint)]
     return [checkpoint / name for name in names if name.suffix == ".safetensors" and name.parent == Path(folder)]
 
 
 def read_optimizer(trainer: Trainer, checkpoint: Path) -> None:
-    """Restore the optimizer and the schedule. Raises UserError for a checkpoint of another model."""
+    """Restore the optimizer and the schedule. Raises UserError for another model's checkpoint."""
     model = bare(trainer)
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     rest = torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True)
@@ -143,7 +149,7 @@ def scale_learning_rate(trainer: Trainer, factor: float) -> None:
 
 
 def renew_random_state(trainer: Trainer, processes: Processes, checkpoint: Path, step: int) -> None:
-    """Seed the random generators if the number of processes changed. Otherwise, Trainer restores these generators."""
+    """Seed the random generators if the number of processes changed. Otherwise, Trainer restores them."""
     name = f"rng_state_{processes.rank}.pth" if processes.size > 1 else "rng_state.pth"
     written = sum(name.startswith("rng_state") for name in listed(checkpoint))
     if written == processes.size and (checkpoint / name).is_file():

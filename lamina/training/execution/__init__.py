@@ -1,1 +1,1 @@
-"""How a run uses its machines: processes, precision and compilation."""
+"""Choose a run's devices, precision and compilation."""

@@ -1,9 +1,7 @@
-"""Compile blocks in place with torch.compile, one block at a time, so that more depth costs no compile time.
+"""Compile a model's blocks with torch.compile, so that deeper models take no longer to compile.
 
-All blocks share the code of one forward function. Weights, indices and scales, which differ between layers, are inputs
-of the function's graph. So torch compiles one graph for each kind of layer. Layers of one kind have the same structure
-and, in some backbones, the same kind of attention. If the layers have different scales, such as 1/sqrt(l), torch
-compiles one more graph that accepts any scale.
+Torch compiles one graph for each kind of layer. Weights and scales, which differ between layers, are inputs of the
+graph.
 """
 
 from __future__ import annotations
@@ -24,10 +22,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 
 def prepare(model: nn.Module, *, compiled: bool, replayed: bool = False, device: str = "cpu") -> None:
-    """Prepare ``model`` for training on ``device``: compile its blocks, replay them as CUDA graphs, or do neither.
-
-    Trainer sets the precision.
-    """
+    """Prepare a model for training: compile its blocks, replay them as CUDA graphs, or leave it unchanged."""
     keep_freed_memory()
     if hasattr(model, "linear_loss"):
         model.linear_loss = LinearLoss(compiled=compiled)  # type: ignore[assignment]
@@ -39,10 +34,9 @@ def prepare(model: nn.Module, *, compiled: bool, replayed: bool = False, device:
 
 
 def keep_freed_memory() -> None:
-    """Make glibc keep freed memory for the next step, in allocations of up to 32 MiB (glibc's maximum).
+    """Let glibc keep freed memory for the next step, in allocations of up to 32 MiB (glibc's maximum).
 
-    By default, glibc returns the memory of freed activations to the system. The next step allocates the memory again,
-    and the system must zero each page. Zeroing takes 3 to 8 % of a step on a CPU. Does nothing without glibc.
+    Otherwise, the system must zero the memory at each step, which takes 3 to 8 % of a step on a CPU.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -55,18 +49,17 @@ def keep_freed_memory() -> None:
 
 
 def compile_blocks(model: nn.Module, *, backend: str = "inductor", recomputed: bool = True) -> int:
-    """Compile each Block of ``model`` in place. Return the number of different block structures.
+    """Compile each block of a model in place. Returns the number of different block structures.
 
-    With ``recomputed``, the backward pass recomputes the inputs of matrix products from tensors that stay in memory.
-    The recomputed inputs are norms' outputs and gated activations. Recomputing saves a quarter of the activations'
-    memory, and costs a little elementwise work. This work takes relatively more time on a GPU.
+    The first step compiles graphs for the shape of its batch. Run a batch of another shape inside `parts.uncompiled`.
 
-    The parameters keep their names. The first step compiles graphs for the shape of its batch. Run a batch of another
-    shape under `parts.uncompiled`.
+    Args:
+        recomputed: whether the backward pass recomputes the outputs of norms and gates. This saves a quarter of the
+            activations' memory, and costs relatively more time on a GPU.
     """
     blocks = _blocks(model)
     kinds = len({structure(block) for block in blocks})
-    # A plan may have more than 8 kinds; after 8 graphs, dynamo gives up and runs the rest uncompiled.
+    # A model may have more than 8 kinds of layers. By default, dynamo compiles only 8 graphs.
     dynamo: Any = torch._dynamo.config
     dynamo.recompile_limit = max(dynamo.recompile_limit, 2 * kinds + 2)
     dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, 4 * dynamo.recompile_limit)
@@ -85,10 +78,9 @@ def discard(model: nn.Module) -> None:
 
 
 def structure(block: Block) -> tuple:
-    """Return a key for a block's graph. The key contains the block's modules, shapes and settings, but no values of
-    weights or scales.
+    """Return a key that is equal for blocks that can share a graph.
 
-    Two blocks with equal keys share a graph.
+    The key has the block's modules, shapes and settings, but no weights or scales.
     """
     parts: list[Any] = [getattr(block, "attention_type", None)]
     for name, module in block.named_modules():

@@ -1,4 +1,4 @@
-"""Look up a GPU's peak speed, and choose the precision and the compilation for the setting ``auto``."""
+"""Look up a GPU's peak speed, and choose precision and compilation for "auto"."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lamina.training.setting_groups import COMPILED_FROM, SpeedSettings
 
 S = TypeVar("S", bound=SpeedSettings)
 
-# Dense bf16 FLOP/s by the maker's data sheet, of the first row whose words are all in the card's name.
+# dense bf16 FLOP/s from data sheets, for the first row whose words are all in the GPU's name
 _PEAKS: tuple[tuple[str, float], ...] = (
     ("gb200", 2.5e15),
     ("b300", 2.25e15),
@@ -44,9 +44,9 @@ _PEAKS: tuple[tuple[str, float], ...] = (
 
 
 def peak_flops(card: str) -> float | None:
-    """Return a GPU's dense bf16 FLOP/s by its name, such as "NVIDIA H100 80GB HBM3", or None for an unknown GPU.
+    """Return a GPU's dense bf16 FLOP/s by its name, such as "NVIDIA H100 80GB HBM3". None means unknown.
 
-    Also returns None for a laptop GPU or a part of a GPU (MIG), which is slower than the full GPU of the same name.
+    The speeds of laptop GPUs and of parts of a GPU (MIG) are unknown.
     """
     words = set(card.lower().replace("-", " ").split())
     if words & {"laptop", "mig"}:
@@ -55,17 +55,15 @@ def peak_flops(card: str) -> float | None:
 
 
 def peak_of(device: str) -> float | None:
-    """Return the dense bf16 FLOP/s of the GPU that this process uses, or None for a CPU or an unknown GPU."""
+    """Return the dense bf16 FLOP/s of this process's GPU, or None for a CPU or an unknown GPU."""
     return peak_flops(torch.cuda.get_device_name()) if device == "cuda" else None
 
 
 def decided(settings: S) -> S:
-    """Replace ``auto`` in precision and compilation.
+    """Replace "auto" in precision and compilation by a choice.
 
-    Lamina measures no times for this choice, so a run's numbers are reproducible.
-
-    On a GPU that computes in bfloat16, a run uses bf16. On such a GPU, Lamina compiles a run of ``COMPILED_FROM`` or
-    more steps, unless the run uses CUDA graphs. All other runs use fp32 and run uncompiled.
+    On a GPU that supports bfloat16, the precision is bf16, and Lamina compiles runs of ``COMPILED_FROM`` or more steps,
+    except with CUDA graphs. Other runs use fp32 without compilation.
     """
     device = device_of(getattr(settings, "device", "auto"))
     fast = device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
@@ -79,7 +77,7 @@ def decided(settings: S) -> S:
 
 
 def missing_compiler(device: torch.device) -> str | None:
-    """Return why torch.compile does not work for ``device`` on this machine, or None if torch.compile works."""
+    """Return why torch.compile does not work on this machine, or None if it works."""
     if device.type == "cuda":
         if importlib.util.find_spec("triton") is None:
             return "triton is not installed"

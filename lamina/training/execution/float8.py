@@ -1,4 +1,4 @@
-"""Make linear layers multiply in float8 during training, with torchao. The weights stay in float32."""
+"""Let linear layers multiply in float8 during training, with torchao. The weights stay in float32."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ _CAPABLE = (8, 9)  # the least compute capability that has one
 
 
 def check_float8(device: torch.device, tokens: int, tensor_parallel: int) -> None:
-    """Raise UserError if float8 training is impossible here. ``tokens`` is the size of a process's micro-batch."""
+    """Raise UserError if float8 training is impossible on this machine.
+
+    Args:
+        tokens: the number of tokens in a process's micro-batch.
+    """
     if importlib.util.find_spec("torchao") is None:
         raise UserError(f"precision: 'float8' needs torchao. Run: {install('quantize')}")
     if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < _CAPABLE:
@@ -42,11 +46,10 @@ def check_float8(device: torch.device, tokens: int, tensor_parallel: int) -> Non
 
 
 def to_float8(model: nn.Module, device: str) -> None:
-    """Make the linear layers of a model's blocks multiply in float8. The largest magnitude of a tensor sets its scale.
+    """Let the linear layers of a model's blocks multiply in float8, with one scale per tensor.
 
-    Embedding, output head, routers and fused matrices of experts stay unchanged. Layers with a size that is not a
-    multiple of 16 also stay unchanged. A CPU only emulates products in float8. Raises UserError if no layer is left to
-    change.
+    The embedding, the output head, routers and fused experts stay unchanged, as do layers with a size that is not a
+    multiple of 16. Raises UserError if no layer is left.
     """
     torchao = importlib.import_module("torchao.float8")  # an extra
 

@@ -1,9 +1,8 @@
-"""Replay blocks as CUDA graphs, with one launch for each pass of a block.
+"""Replay a model's blocks as CUDA graphs, which saves the time to launch kernels one by one.
 
-Graphs help if launching kernels takes most of the time. The first training pass runs eagerly and notes each block's
-arguments. The second pass captures every block's forward and backward pass as graphs. Later passes replay the graphs:
-the same kernels run in the same order, so the numbers equal an eager run's numbers. As
-in a compiled model, evaluations and the layer monitor's passes run eagerly (`parts.uncompiled`).
+The first training pass runs normally. The second pass captures each block's forward and backward pass. Later passes
+replay the same kernels in the same order, so the results stay equal. Evaluations and the layer monitor run without
+graphs.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ Capture: TypeAlias = Callable[[tuple[nn.Module, ...], tuple[tuple[torch.Tensor, 
 
 
 class BlockCall(NamedTuple):
-    """The arguments of a block's call, with each tensor's shape instead of its values. Equal calls share a graph."""
+    """The arguments of a block's call, with shapes in place of tensors. Equal calls share a graph."""
 
     tree: pytree.TreeSpec
     constants: tuple[object, ...]
@@ -33,20 +32,20 @@ class BlockCall(NamedTuple):
 
     @classmethod
     def of(cls, arguments: object) -> tuple[BlockCall, list[torch.Tensor]]:
-        """Split ``arguments`` into a call without tensors' values, and the list of tensors."""
+        """Split arguments into a call without tensors, and the list of tensors."""
         leaves, tree = pytree.tree_flatten(arguments)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         constants = tuple(_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
         return cls(tree, constants, tuple((t.shape, t.dtype, t.device, t.requires_grad) for t in tensors)), tensors
 
     def arguments(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[object, ...], dict[str, object]]:
-        """Return the call's arguments with these tensors."""
+        """Return the call's arguments with the given tensors."""
         left = iter(tensors)
         leaves = [next(left) if leaf is _TENSOR else leaf for leaf in self.constants]
         return cast(tuple[tuple[object, ...], dict[str, object]], pytree.tree_unflatten(leaves, self.tree))
 
     def samples(self) -> tuple[torch.Tensor, ...]:
-        """Make tensors of zeros as sample arguments for the capture of the call."""
+        """Return zeros of the call's shapes, as samples for the capture."""
         return tuple(
             torch.zeros(shape, dtype=dtype, device=device, requires_grad=gradient)
             for shape, dtype, device, gradient in self.tensors
@@ -57,7 +56,7 @@ _TENSOR = object()
 
 
 class _OfTensors(nn.Module):
-    """A block whose forward takes only tensors, as CUDA graphs require. All other arguments are fixed."""
+    """A block whose forward method takes only tensors, as CUDA graphs require."""
 
     def __init__(self, block: Block, call: BlockCall):
         super().__init__()
@@ -69,11 +68,11 @@ class _OfTensors(nn.Module):
 
 
 class Replay:
-    """The CUDA graphs of a model's blocks. While the graphs are in use, the blocks' weights must not move in memory.
+    """The CUDA graphs of a model's blocks. Do not move the blocks' weights while the graphs are in use.
 
     Args:
-        blocks: all blocks of the model, in the order in which they are called.
-        capture: the function that captures the blocks as graphs (default: torch.cuda.make_graphed_callables).
+        blocks: all blocks of the model, in order.
+        capture: the function that captures the blocks (default: torch.cuda.make_graphed_callables).
     """
 
     def __init__(self, blocks: Sequence[Block], capture: Capture | None = None):

@@ -1,3 +1,1 @@
-"""The training objectives. A backbone's heads decide which objectives fit. objective_rows.py lists modules of
-lamina.lab with more objectives.
-"""
+"""The training objectives of text models. A model's heads decide which objectives fit."""

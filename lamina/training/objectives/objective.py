@@ -1,4 +1,4 @@
-"""A run's training objective decides the prediction target, the data, the loss and the metrics."""
+"""A training objective: what the model predicts, with its data, loss and metrics."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
     from lamina.training.settings import PretrainSettings
 
 Processor: TypeAlias = "PreTrainedTokenizerBase | BaseImageProcessor"
-"""The tokenizer or image processor. Lamina saves this processor beside the model."""
+"""The tokenizer or image processor, which Lamina saves with the model."""
 Collate: TypeAlias = Callable[[Sequence[Any]], Mapping[str, torch.Tensor]]
-"""A function that joins items into a batch."""
+"""A function that collates items into a batch."""
 
 
 class Objective(ABC):
-    """A training objective: what a model learns to predict. A backbone's heads decide which objectives fit.
+    """A training objective: what a model learns to predict.
 
     Attributes:
         head: the name of the model's head in ``lamina.modeling.modeling_lamina.HEADS``.
-        guess: the name of a baseline loss, for predicting each target by its frequency.
-        own: the settings that this objective uses and at least one other objective does not use.
-        without: the settings that every other objective uses and this objective does not use.
+        guess: the name of the baseline loss, such as the unigram entropy.
+        own: the settings that only some objectives use, including this one.
+        without: the settings that all other objectives use.
     """
 
     head: ClassVar[str]
@@ -44,7 +44,7 @@ class Objective(ABC):
     without: ClassVar[frozenset[str]] = frozenset()
 
     def check(self, settings: PretrainSettings) -> None:
-        """Raise UserError for a setting that has no effect on this objective, or has an invalid value."""
+        """Raise UserError for a setting that is invalid or has no effect on this objective."""
         for name in sorted((all_own() - self.own) | self.without):
             if getattr(settings, name) != settings.default(name):
                 users = [other.head for other in objectives() if other.uses(name)]
@@ -58,7 +58,7 @@ class Objective(ABC):
         return name in self.own or (name not in all_own() and name not in self.without)
 
     def refuse_for(self, command: str, head: str, backbone: str) -> None:
-        """Raise UserError if this objective's head is not ``head``, the only head that the command measures."""
+        """Raise UserError if a command measures only models with another head."""
         if self.head != head:
             raise UserError(
                 f"backbone: {backbone!r} is trained on {self.head}, but lamina {command} measures only {head}. "
@@ -67,44 +67,47 @@ class Objective(ABC):
 
     @abstractmethod
     def fit(self, config: PreTrainedConfig, settings: PretrainSettings) -> None:
-        """Set a configuration's sizes that depend on the items, such as the number of positions. Raises UserError."""
+        """Set the sizes of a configuration that depend on the items. Raises UserError if they do not fit."""
 
     @abstractmethod
     def item_tokens(self, config: PreTrainedConfig, settings: PretrainSettings) -> int:
-        """Return the number of tokens that an item has in the residual stream."""
+        """Return the number of tokens of an item in the residual stream."""
 
     @abstractmethod
     def read(self, settings: PretrainSettings, config: PreTrainedConfig, *, bar: bool) -> tuple[Splits, Processor]:
-        """Read the data and the tokenizer or image processor. ``bar`` shows progress. Raises UserError."""
+        """Read the data, and the tokenizer or image processor. Raises UserError if they are unusable."""
 
     @abstractmethod
     def complete(
         self, config: PreTrainedConfig, splits: Splits, processor: Processor, from_model: str | None
     ) -> PreTrainedConfig:
-        """Return a copy of a backbone's configuration with the data's vocabulary size or classes.
+        """Return a copy of a configuration with the vocabulary size or the number of classes.
 
-        If the run starts from the checkpoint ``from_model``, keep the checkpoint's sizes. Raises UserError if the data
-        do not fit these sizes.
+        Args:
+            from_model: the checkpoint from which the run starts, whose sizes stay unchanged.
+
+        Raises:
+            UserError: the data do not fit the checkpoint's sizes.
         """
 
     def collate(self, settings: PretrainSettings, splits: Splits) -> Collate | None:
-        """Return the function that joins training items to a batch, or None for transformers' default."""
+        """Return the function that collates training items, or None for transformers' default."""
         return None
 
     def collate_eval(self) -> Collate | None:
-        """Return the function that joins held-out items to a batch, or None for transformers' default."""
+        """Return the function that collates held-out items, or None for transformers' default."""
         return None
 
     @abstractmethod
     def derived(self, loss: float, stats: Stats) -> dict[str, float]:
-        """Compute further columns that follow from the eval loss."""
+        """Compute further columns of a record from the held-out loss."""
 
     @abstractmethod
     def facts(self, settings: PretrainSettings, stats: Stats) -> dict[str, object]:
         """Return facts about the data for the model card, by title."""
 
     def scores(self, logits: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return further measures of held-out items, as a tensor [batch] for each column, or {} without measures."""
+        """Return further metrics of held-out items: a tensor [batch] for each column."""
         return {}
 
     @property
@@ -119,7 +122,7 @@ _registry: Registry[Objective] = Registry(
 
 
 def objective(cls: type[Objective]) -> type[Objective]:
-    """Register an objective's class under the class's head. Use this function as a class decorator."""
+    """Register a class as an objective, as a decorator."""
     _registry.add(cls.head, cls(), cls.__module__)
     return cls
 
@@ -134,9 +137,9 @@ def all_own() -> frozenset[str]:
 
 
 def objective_of(config: PreTrainedConfig, requested: str = "auto", backbone: str | None = None) -> Objective:
-    """Return the requested objective, or for "auto" the first objective that the backbone's heads allow.
+    """Return the requested objective, or for "auto" the first one that fits the model's heads.
 
-    ``backbone`` is the backbone's name, for the message. Raises UserError if the objective does not fit.
+    Raises UserError if the objective does not fit.
     """
     fitting = [head for head in adapter_of(config).heads if head in _registry.names()]
     name = backbone or config.model_type

@@ -1,4 +1,4 @@
-"""The objectives on text: causal and masked prediction, on the same blocks of tokens."""
+"""The objectives for text: predict the next token, or predict masked tokens."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TextObjective(Objective):
     """An objective whose items are blocks of tokens."""
 
     def fit(self, config: PreTrainedConfig, settings: PretrainSettings) -> None:
-        # A preset gets the run's positions; a folder keeps its own, since its windows and RoPE depend on them.
+        # A preset gets the run's number of positions. A folder keeps its number, on which windows and RoPE depend.
         if settings.backbone in PRESETS or settings.sequence_length > config.max_position_embeddings:
             config.max_position_embeddings = settings.sequence_length
 
@@ -60,15 +60,15 @@ class TextObjective(Objective):
 
 
 def padding_of(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the padding token's id, or None if the end-of-text token pads. A padding embedding stays untrained."""
+    """Return the padding token's id, or None if the end-of-text token is used for padding."""
     padding = tokenizer.pad_token_id
     return padding if isinstance(padding, int) and padding != tokenizer.eos_token_id else None
 
 
 def with_vocabulary(config: PreTrainedConfig, vocab_size: int, from_model: str | None = None) -> PreTrainedConfig:
-    """Copy a configuration with this vocabulary size. With ``from_model``, keep the checkpoint's vocabulary size.
+    """Copy a configuration with a vocabulary size. A checkpoint's vocabulary size stays unchanged.
 
-    Raises UserError if ``vocab_size`` exceeds the vocabulary of the checkpoint ``from_model``.
+    Raises UserError if the checkpoint's vocabulary is too small.
     """
     if from_model is None:
         return resolve_backbone(config, vocab_size=vocab_size)
@@ -77,7 +77,7 @@ def with_vocabulary(config: PreTrainedConfig, vocab_size: int, from_model: str |
 
 
 def read_text(settings: PretrainSettings, bar: bool) -> tuple[Blocks, PreTrainedTokenizerBase]:
-    """Read the blocks of a run's corpus and second corpus, and the tokenizer. ``bar`` shows progress."""
+    """Read the text blocks of a run's corpora, and the tokenizer."""
     read: Json = {
         "corpus": settings.corpus,
         "tokenizer_spec": settings.tokenizer,
@@ -142,7 +142,7 @@ class MaskedLM(TextObjective):
         return {"perplexity": perplexity(loss)}  # of the masked tokens: not of the text, so no bits per byte
 
     def scores(self, logits: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return, for each block, the share of masked tokens that the model predicts correctly."""
+        """Return the fraction of masked tokens that the model predicts correctly, for each text block."""
         chosen = labels != -100
         right = (logits.argmax(-1) == labels) & chosen
         return {"accuracy": right.sum(-1) / chosen.sum(-1)}

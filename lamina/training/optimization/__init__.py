@@ -1,1 +1,1 @@
-"""A run's parameter groups, learning rates and order of training blocks."""
+"""Choose a run's parameter groups, learning rates and order of training data."""

@@ -29,7 +29,7 @@ from lamina.training.settings import RunSettings
 
 
 def scaling_of(settings: RunSettings) -> Scaling | None:
-    """Return the scaling schemes of the settings, or None without a scheme."""
+    """Return the width and depth scaling of the settings, or None."""
     if settings.width_scaling == settings.depth_scaling == "none":
         return None
     return Scaling(
@@ -44,7 +44,7 @@ def scaling_of(settings: RunSettings) -> Scaling | None:
 
 
 def step_factors(model: PreTrainedModel, scaling: Scaling, optimizer: str = "adamw") -> dict[str, StepFactors]:
-    """Return each parameter's factors, by the parameter's name. Raises UserError if ``scaled_weights`` does."""
+    """Return each parameter's factors on learning rate, weight decay and epsilon, by name."""
     scaled = {each.weight.name: each for each in scaled_weights(model, scaling)}
     if optimizer == "adamw":
         return {name: each.factors for name, each in scaled.items()}
@@ -53,12 +53,11 @@ def step_factors(model: PreTrainedModel, scaling: Scaling, optimizer: str = "ada
 
 
 def muon_factors(scaled: ScaledWeight, scaling: Scaling) -> StepFactors:
-    """Return a matrix's factors for Muon. A matrix outside the blocks gets its factors for AdamW.
+    """Return a matrix's factors for Muon, or for AdamW if the matrix is outside the blocks.
 
-    The spectral condition (Yang et al. 2023, arXiv 2310.17813, Condition 1) requires updates of norm sqrt(out/in).
-    Muon's updates have the norm (learning rate) * 0.2 * sqrt(max(out, in)) for any input. So the factor for width does
-    not depend on assumptions about alignment: 1/sqrt(m) if both sides grow by m. The factors for depth are the same as
-    Adam's factors, because both optimizers' updates are independent of the gradient's size.
+    The spectral condition (Yang et al. 2023, arXiv 2310.17813, Condition 1) requires updates of norm sqrt(out / in).
+    Muon's updates have the norm 0.2 sqrt(max(out, in)) times the learning rate. If both sides grow by m, the factor is
+    therefore 1 / sqrt(m). For depth, the factors are Adam's factors.
     """
     if scaled.kind != "hidden" or scaled.weight.layer < 0:
         return scaled.factors
@@ -73,14 +72,13 @@ def muon_factors(scaled: ScaledWeight, scaling: Scaling) -> StepFactors:
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """PyTorch's Muon and AdamW as one optimizer with one state. Muon updates the groups with ``muon``. AdamW updates
-    all other groups.
+    """Combine PyTorch's Muon and AdamW in one optimizer with one state.
 
-    Muon's updates have the same root mean square as AdamW's updates (Liu et al. 2025, arXiv 2502.16982, Eq 4), so both
-    optimizers use the same learning rate and weight decay.
+    Both use the same learning rate and weight decay, because their updates have the same root mean square (Liu et al.
+    2025, arXiv 2502.16982, Eq 4).
 
     Args:
-        groups: parameter groups with a learning rate and weight decay. Muon's groups have ``muon=True``.
+        groups: parameter groups with learning rate and weight decay. Groups for Muon have ``muon=True``.
         adamw: further options of AdamW.
     """
 
@@ -93,7 +91,7 @@ class MuonAdamW(torch.optim.Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """Make Muon and AdamW use this optimizer's groups and state."""
+        """Let Muon and AdamW use this optimizer's groups and state."""
         for part, muon in zip(self._parts, (True, False), strict=True):
             part.param_groups = [group for group in self.param_groups if bool(group.get("muon")) == muon]
             part.state = self.state
@@ -109,7 +107,6 @@ class MuonAdamW(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update all parameters once."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -127,10 +124,13 @@ def parameter_groups(
     weight_decay: float,
     epsilon: float = 1e-8,
 ) -> list[Json]:
-    """Group the parameters by learning rate and weight decay. Groups with an unscaled learning rate come first.
+    """Group the parameters by learning rate and weight decay, with unscaled learning rates first.
 
-    Gains, biases and learned scales have no weight decay. ``epsilon`` is Adam's epsilon. A group's factor on epsilon
-    multiplies ``epsilon``.
+    Gains, biases and learned scales have no weight decay.
+
+    Args:
+        factors: each parameter's factors on learning rate, weight decay and epsilon.
+        epsilon: Adam's epsilon, before these factors.
     """
     groups: dict[tuple[float, bool, float, float, bool], Json] = {}
     decay = set(decaying(model))
@@ -149,7 +149,7 @@ def parameter_groups(
 
 
 def check_optimizer(arguments: TrainingArguments) -> None:
-    """Raise UserError for an optimizer other than Adam, because the schemes' exponents are for Adam."""
+    """Raise UserError for an optimizer other than Adam, because the scaling exponents are for Adam."""
     name = str(getattr(arguments.optim, "value", arguments.optim))
     if "adam" not in name:
         raise UserError(
@@ -159,7 +159,10 @@ def check_optimizer(arguments: TrainingArguments) -> None:
 
 
 def schedule_of(settings: RunSettings) -> Callable[[int], float] | None:
-    """Return ``wsd`` as a function from finished steps to a share of the peak learning rate, or None for ``cosine``."""
+    """Return the wsd schedule, or None for cosine.
+
+    A schedule is a function from the number of finished steps to a fraction of the peak learning rate.
+    """
     if settings.schedule == "cosine":
         return None
     return partial(
@@ -173,7 +176,7 @@ def schedule_of(settings: RunSettings) -> Callable[[int], float] | None:
 
 
 def planned_shares(settings: RunSettings) -> Callable[[int], float]:
-    """Return ``wsd`` or ``cosine`` as a function from finished steps to a share of the peak learning rate."""
+    """Return the wsd or cosine schedule: finished steps to a fraction of the peak learning rate."""
     schedule = schedule_of(settings)
     if schedule is not None:
         return schedule
@@ -185,18 +188,21 @@ def planned_shares(settings: RunSettings) -> Callable[[int], float]:
 
 
 def with_shorter_warmup(shares: Callable[[int], float], done: int, *, warmup: int, planned_warmup: int) -> float:
-    """Return the share of the peak learning rate after ``done`` steps of a schedule with a shortened warm-up."""
+    """Return the fraction of the peak learning rate for a schedule whose warm-up is shortened."""
     return done / warmup if done < warmup else shares(done - warmup + planned_warmup)
 
 
 def warmup_stable_decay(done: int, *, warmup: int, decay: int, steps: int, low: float, shape: str) -> float:
-    """Return the share of the peak learning rate after ``done`` steps of warm-up, constant phase and decay to ``low``.
+    """Return the fraction of the peak learning rate in a schedule with warm-up, constant phase and decay.
 
-    The warm-up is linear.
+    The warm-up is linear. With u as the finished fraction of the decay, the learning rate falls from 1 to ``low`` in
+    proportion to:
 
-    The learning rate falls as 1 - u (linear), 1 - sqrt(u) (1-sqrt) or (1 + cos(pi u)) / 2 (cosine), where u is the
-    completed share of the decay. Lamina scales this fall to end at ``low``. MiniCPM (arXiv 2404.06395) named the
-    schedule. 1-sqrt is from Hägele et al. (arXiv 2405.18392).
+    - linear: 1 - u
+    - 1-sqrt: 1 - sqrt(u) (Hägele et al., arXiv 2405.18392)
+    - cosine: (1 + cos(pi u)) / 2
+
+    The schedule is named in MiniCPM (arXiv 2404.06395).
     """
     if done < warmup:
         return done / warmup
@@ -214,10 +220,7 @@ _STEPS = "steps"
 
 
 class WeightAverage(TrainerCallback):
-    """A moving average of the weights.
-
-    After the first step, the average equals the weights. Each later step sets the average to decay * average + (1 -
-    decay) * weights.
+    """An exponential moving average of the weights. After the first step, it equals the weights.
 
     Args:
         model: the model before its first step, which Lamina copies.
@@ -238,7 +241,7 @@ class WeightAverage(TrainerCallback):
         self.averaged.update_parameters(self.trained)
 
     def _follow(self) -> None:
-        """Move the average to the trained model's device, because Trainer moves the model after Lamina copies it."""
+        """Move the average to the trained model's device, because Trainer moves the model later."""
         device = next(self.trained.parameters()).device
         if next(self.averaged.parameters()).device != device:
             torch.nn.Module.to(self.averaged, device)
@@ -248,7 +251,7 @@ class WeightAverage(TrainerCallback):
         return {**dict(self.model.named_parameters()), _STEPS: self.averaged.n_averaged}
 
     def read(self, folder: Path) -> None:
-        """Restore a checkpoint's average. Raises UserError for a checkpoint without an average."""
+        """Restore a checkpoint's average. Raises UserError if the checkpoint has none."""
         if not (folder / AVERAGE).is_file():
             raise UserError(f"ema_decay: {str(folder)!r} holds no averaged weights. Resume with --ema-decay 0.")
         stored = load_file(folder / AVERAGE)

@@ -1,4 +1,4 @@
-"""Order the training blocks. The order is endless, can skip blocks, and is the same for any number of processes."""
+"""Order the training blocks. The order is endless, and is the same for any number of processes."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ Skip = tuple[int, int]  # (step, by how many steps' worth of data the order is a
 
 
 class TrainOrder(Sampler[list[int]]):
-    """Yields the indices of one process's micro-batches, for a whole run.
+    """Yield the block indices of one process's micro-batches.
 
-    The corpus's blocks are reshuffled after each pass. Each step takes the next ``gradient_accumulation * batch_size``
-    blocks. A step may cross the end of a pass. The ``batch_size`` blocks of a micro-batch are split over the processes,
-    so a step's blocks do not depend on the number of processes.
+    The order shuffles the blocks again after each pass. All processes together train on the same blocks per step as a
+    single process.
 
     Args:
         blocks: the number of blocks.
-        batch_size: the number of blocks in a micro-batch, over all processes (a multiple of ``size``).
+        batch_size: the number of blocks in a micro-batch, over all processes.
         gradient_accumulation: the number of micro-batches in a step.
-        skips: the data to skip, as pairs (step, ahead). After ``step``, the order has skipped ``ahead`` steps of data
-            in total. For each step, the last pair before the step counts.
-        done: the number of steps already trained. The first micro-batch belongs to the next step.
-        rank: the rank of this process among ``size``.
-        lengths: the lengths of the blocks in tokens. With lengths, the order shuffles each pass, and then sorts each
-            stretch of ``STRETCH`` micro-batches by length. So a micro-batch holds blocks of similar length.
+        skips: the data to skip, as pairs (step, ahead). After each such step, the order is ``ahead`` steps of data
+            further.
+        done: the number of steps already trained.
+        rank: the rank of this process.
+        size: the number of processes, which divides the batch size.
+        lengths: the lengths of the blocks in tokens, to put blocks of similar length into a micro-batch. Lamina sorts
+            each ``STRETCH`` micro-batches by length.
         shuffled: False for blocks that already come in an endless order, such as the blocks of a mix.
     """
 
@@ -75,7 +75,7 @@ class TrainOrder(Sampler[list[int]]):
         return (self.data_step(step) - 1) * self.gradient_accumulation * self.batch_size
 
     def spans(self, steps: int) -> list[tuple[int, int]]:
-        """Return the ranges of positions in the order (from 0) whose blocks the first ``steps`` steps train on."""
+        """Return the ranges of positions in the order that the first steps train on."""
         spans, done, skipped, size = [], 0, 0, self.batch_size * self.gradient_accumulation
         later = [after for after, _ in self.skips[1:]]
         valid = [skip for i, skip in enumerate(self.skips) if all(skip[0] < after for after in later[i:])]
@@ -87,9 +87,11 @@ class TrainOrder(Sampler[list[int]]):
         return spans
 
     def total(self, values: np.ndarray, steps: int) -> int:
-        """Sum ``values``, one value per block, over the blocks of the first ``steps`` steps.
+        """Sum a value of each block over the blocks of the first steps. Repeated blocks count each time.
 
-        A block that comes several times counts each time.
+        Args:
+            values: the values, one per block.
+            steps: the number of steps.
         """
         whole = int(values.sum())
 
@@ -100,7 +102,7 @@ class TrainOrder(Sampler[list[int]]):
         return sum(upto(end) - upto(start) for start, end in self.spans(steps))
 
     def micro_batch(self, step: int, micro_batch: int) -> list[int]:
-        """Return the indices of a micro-batch, for all processes together."""
+        """Return the block indices of a micro-batch, for all processes together."""
         start = self.start(step) + micro_batch * self.batch_size
         end, indices = start + self.batch_size, []
         if not self.shuffled:
@@ -112,10 +114,7 @@ class TrainOrder(Sampler[list[int]]):
         return indices
 
     def turn(self, turn: int) -> torch.Tensor:
-        """Return the order of a pass over the blocks (passes count from 0).
-
-        With ``lengths``, the blocks of each stretch are sorted by length.
-        """
+        """Return the block order of a pass. Passes count from 0."""
         if self.lengths is None:
             return shuffled(self.blocks, self.seed + turn)
         if self._by_length[0] != turn:
@@ -136,7 +135,7 @@ class TrainOrder(Sampler[list[int]]):
 
 
 def ahead(skips: Sequence[Skip], step: int) -> int:
-    """Return the number of steps of data that the order has skipped before a step."""
+    """Return how many steps of data the order has skipped before a step."""
     return next((skipped for after, skipped in reversed(skips) if step > after), 0)
 
 
@@ -149,7 +148,7 @@ def order_of(
     rank: int = 0,
     size: int = 1,
 ) -> TrainOrder:
-    """Make the training order of these settings over ``items``."""
+    """Build the training order for a run's settings."""
     return TrainOrder(
         len(items),
         steps=settings.steps,
