@@ -49,7 +49,7 @@ class Attention(Probe):
 
     name = "attention"
     title = "Attention"
-    summary = "entropy of the attention weights, largest logit and share on the first token, by layer and head"
+    summary = "attention entropy, largest attention logit and attention to the first token, by layer and head"
     source = "attention sinks: Xiao et al. 2023; entropy collapse: Zhai et al. 2023; logit growth: Dehghani et al. 2023"
     of_streams = True
     over_steps = ("entropy_share", "max_logit", "first_token_share")

@@ -36,11 +36,11 @@ _STATEMENTS = {
     "peri_ln_c2": "Peri-LN Prop C.2: a norm on the last down-projection's output",
     "peri_ln_c3": "Peri-LN Prop C.3: a norm on the last sum",
     "peri_ln_c2_c3": "Peri-LN Prop C.2 and C.3: norms on the last down-projection's output and on the last sum",
-    "fusenorm_eq_9": "FuseNorm Eq 9: ||J - I|| against c / sigma",
-    "fusenorm_eq_19": "FuseNorm Eq 19 as the paper approximates it",
-    "fusenorm_eq_19_chain": "FuseNorm Eq 16-18, a true bound",
-    "fusenorm_eq_20": "FuseNorm Eq 20: Var(Z) against Var(skip) + Var(F)",
-    "fusenorm_eq_21": "FuseNorm Eq 13 and 21: Var(F) against c / L",
+    "fusenorm_eq_9": "FuseNorm Eq 9: the Jacobian's distance from the identity",
+    "fusenorm_eq_19": "FuseNorm Eq 19, with the paper's approximation",
+    "fusenorm_eq_19_chain": "FuseNorm Eq 16-18, with the chain rule's bound",
+    "fusenorm_eq_20": "FuseNorm Eq 20: the variance of a sub-layer's sum",
+    "fusenorm_eq_21": "FuseNorm Eq 13 and 21: the variance of a sub-layer's output",
 }
 
 
@@ -390,13 +390,14 @@ class Bounds(ShortProbe):
             if (role, "left", -1, "model") in values.index:
                 slope, expected = values[role, "left", -1, "model"], values[role, "right", -1, "model"]
                 error = errors[role, "left", -1, "model"]
+                distance = "Jacobian's distance from the identity"
                 if error < _TOLD:
                     exponent = f"({slope:.2f} ± {error:.2f})"
-                    yield f"||J - I|| scales as {bound}^{exponent}; the paper's exponent is {expected:g}."
+                    yield f"The {distance} scales as {bound}^{exponent}. The paper's exponent is {expected:g}."
                 else:
                     yield (
-                        f"{layers} layers are too few to tell how ||J - I|| scales with {bound} (the exponent is "
-                        f"{slope:.2g} ± {error:.2g}; the paper's exponent is {expected:g})."
+                        f"{layers} layers are too few to tell how the {distance} scales with {bound}. The exponent is "
+                        f"{slope:.2g} ± {error:.2g}, and the paper's exponent is {expected:g}."
                     )
 
 

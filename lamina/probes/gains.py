@@ -63,7 +63,7 @@ class Gains(Probe):
         layers = frame[frame["layer"] >= 0]
         number = np.where(layers["index"] > 0, " " + (layers["index"] + 1).astype(str), "")
         layers = layers.assign(norm=layers["sublayer"] + ", " + layers["role"] + number)
-        caption = "Mean or largest element of each norm's effective gain and of each learned scale."
+        caption = "Mean or largest value of each norm's gain and of each learned scale."
         for metric, title in (("gain_mean", "Mean gain by depth"), ("gain_max", "Largest gain by depth")):
             yield from chart(layers[layers["metric"] == metric], title, metric.replace("_", " "), caption, color="norm")
 

@@ -51,7 +51,7 @@ class Gradients(Probe):
 
     name = "gradients"
     title = "Gradients"
-    summary = "norm and variance of the gradients by layer, sub-layer, role and hidden state; a run's spike score"
+    summary = "norm and variance of the gradients by layer, sub-layer and hidden state, and a run's spike score"
     needs = frozenset({"tokens"})
     source = "Peri-LN Fig 4, 5, 7; Mix-LN Fig 3, 6a; FuseNorm Fig 7; OLMo 2 Sec 3.1 (spike score)"
     of_streams = True

@@ -86,7 +86,7 @@ class JacobianProbe(ShortProbe):
     ``tokens``: the number of tokens to measure of each sequence (0 for all). The default is all of your own text, or 32
         tokens of a corpus.
     ``tolerance``: the relative error of a spectral norm at which the iteration stops.
-    ``iterations``: the largest number of matrix-vector products per spectral norm.
+    ``iterations``: the largest number of iterations per spectral norm.
     ``total``: whether to also measure the Jacobian of the whole model (log10_total).
     """
 
@@ -137,8 +137,8 @@ class JacobianProbe(ShortProbe):
         context.notes.append(f"Jacobians: Lamina measured {sequences} sequences{length}. A Jacobian covers all tokens.")
         if self._unfinished:
             context.notes.append(
-                f"Jacobians: {self._unfinished} spectral norms had not converged to {self.options['tolerance']:g} "
-                f"after {self.options['iterations']} products, so these are lower bounds (see the metric residual)."
+                f"Jacobians: after {self.options['iterations']} iterations, {self._unfinished} spectral norms had a "
+                f"relative error above {self.options['tolerance']:g} (metric residual), so they are lower bounds."
             )
         rows = []
         for (layer, sublayer, role, index, metric, _), values in self._values.items():
@@ -167,7 +167,7 @@ class JacobianProbe(ShortProbe):
                 odd = [block.site.index for block in blocks]
             elif odd:
                 context.note(
-                    f"Jacobians: Lamina leaves out the closed formulas, because norms of layer {ranges(odd)} do not "
+                    f"Jacobians: Lamina leaves out the papers' formulas, because norms of layer {ranges(odd)} do not "
                     "divide by a root mean square."
                 )
             for block, wiring, sigmas in zip(blocks, wirings, expected, strict=True):
@@ -250,7 +250,7 @@ class JacobianProbe(ShortProbe):
         yield from chart(
             norms,
             *("Spectral norms", "norm"),
-            "Spectral norm of each block's Jacobian, of its distance to the identity and of its residual path.",
+            "Spectral norms of each block's Jacobian, of the Jacobian minus the identity, and of the residual path.",
             color="which",
             log_y=True,
         )
@@ -275,8 +275,8 @@ class JacobianProbe(ShortProbe):
         if ("jacobian", "log10_total") in model:
             total = model["jacobian", "log10_total"]
             yield (
-                f"The whole Jacobian from x^0 to x^{num_layers} has the spectral norm {_power(total)}, so the product "
-                f"overstates this norm by a factor of {_power(product - total)}."
+                f"The Jacobian of all {num_layers} layers together has the spectral norm {_power(total)}, so the "
+                f"product is {_power(product - total)} times as large."
             )
         quarter = max(1, num_layers // 4)
         first, last = distance.iloc[:quarter], distance.iloc[-quarter:]

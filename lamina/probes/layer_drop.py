@@ -45,7 +45,7 @@ from lamina.probes.structure.sites import LayerSite, Point
 
 REMOVE, BRANCH = "remove", "branch"
 MEANINGS = (REMOVE, BRANCH)
-_MEANT = {REMOVE: "the layer skipped", BRANCH: "with its branches set to zero and its norms kept"}
+_MEANT = {REMOVE: "the layer skipped", BRANCH: "with zero output of attention and feed-forward, but with its norms"}
 Forward: TypeAlias = Callable[..., Output]
 METRICS = ("loss", "perplexity")
 _MIN_SEQUENCES = 16
@@ -148,7 +148,7 @@ class LayerDrop(Probe):
         if count < 2:
             raise UserError("layer_drop: the model has a single layer. Choose a model with 2 layers or more.")
         if self.block >= count:
-            raise UserError(f"block: {self.block} of {count} layers leaves no layer. Choose at most {count - 1}.")
+            raise UserError(f"block: {self.block} of {count} layers leave no layer. Choose at most {count - 1}.")
         bare = [site.index for site in context.structure.layers if not site.sublayers]
         if bare and BRANCH in self.meanings:
             if not self._wants_all:

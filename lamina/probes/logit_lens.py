@@ -53,7 +53,7 @@ class LogitLens(Probe):
         "predictions of the output head from each layer's output: cross-entropy, KL to the final prediction, top-1 "
         "agreement"
     )
-    source = "nostalgebraist 2020; W_U FinalNorm(h_l) with the model's own final norm"
+    source = "nostalgebraist 2020 (the logit lens), with the model's own final norm"
     over_steps = ("cross_entropy", "top1_agreement")
     needs = frozenset({"tokens"})
 
@@ -78,7 +78,7 @@ class LogitLens(Probe):
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
         if head is None:
             raise UserError(
-                f"logit_lens: {type(model).__name__} has no head over a vocabulary. Choose a causal or masked "
+                f"logit_lens: {type(model).__name__} has no language-model head. Choose a causal or masked "
                 "language model."
             )
         context.check_head()

@@ -37,9 +37,9 @@ FORMATS = (*_FLOATS, "int8_tensor", "int8_token")
 def round_trip(x: torch.Tensor, kind: str, *, scaled: bool = True) -> torch.Tensor:
     """Round a tensor [..., tokens, channels] to a format, and convert it back to float32. An overflow becomes inf.
 
-    fp16 and bf16 round to nearest even. fp8_e4m3 is OCP e4m3fn, and ``scaled`` scales the tensor's largest |x| to the
-    FP8 format's largest value first. int8_tensor and int8_token are symmetric, with the scale max|x| / 127. The maximum
-    is over a sequence for int8_tensor, and over a token's channels for int8_token.
+    The formats fp16 and bf16 round to nearest even. The format fp8_e4m3 is OCP e4m3fn. If ``scaled`` is true, Lamina
+    first scales the tensor's largest magnitude to the FP8 format's largest value. INT8 is symmetric. Its scale is the
+    largest magnitude of a sequence (int8_tensor) or of a token (int8_token), divided by 127.
     """
     x = x.float()
     if kind.startswith("int8"):

@@ -42,7 +42,7 @@ class Ranks(Probe):
     name = "ranks"
     title = "Ranks"
     summary = (
-        "stable and effective rank of the hidden states at each layer, and of the mixing maps if there are several "
+        "stable and effective rank of the hidden states at each layer, and of the mixing matrices if there are several "
         "streams"
     )
     source = "DepthBench (arXiv 2609.32534); effective rank: Roy & Vetterli 2007"
@@ -89,7 +89,7 @@ class Ranks(Probe):
         caption = "Number of directions that the tokens of a sequence use."
         axes = {"color": "metric", "x_title": "state", "band": "standard_error"}
         yield from chart(states, "Rank of the states", "rank", caption, **axes)
-        caption = "Number of streams that are still distinct after the mixing maps of layers 0 to l."
+        caption = "Number of streams that are still distinct after the mixing matrices of layers 0 to l."
         yield from chart(streams, "Rank of the streams' maps", "effective rank", caption, band="standard_error")
 
     def sentences(self, frame: Frame) -> Iterator[str]:
@@ -103,7 +103,7 @@ class Ranks(Probe):
             )
         if ("streams", METRICS[1]) in table.index:
             whole = table["streams", METRICS[1]].iloc[-1]
-            yield f"The mixing maps of all layers together have an effective rank of {whole:.3g}."
+            yield f"The product of all layers' mixing matrices has an effective rank of {whole:.3g}."
 
 
 def effective_rank(singular: torch.Tensor) -> torch.Tensor:

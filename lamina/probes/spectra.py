@@ -23,13 +23,13 @@ FLOOR = 1e-12  # eigenvalues below it are rounding
 _FIGURES = {
     "hard_rank": (
         "Hard rank",
-        "Participation ratio of the eigenvalues of the activations' covariance, divided by the number of eigenvalues.",
+        "Participation ratio of the eigenvalues of the activations' covariance, divided by their number.",
     ),
     "soft_rank": (
         "Soft rank",
-        "exp(entropy) of the activations' covariance eigenvalues, divided by the number of eigenvalues.",
+        "Exponential of the entropy of these eigenvalues, divided by their number.",
     ),
-    "edr": ("Effective dimension ratio (our definition)", "200 h s / (h + s) of the hard rank h and the soft rank s."),
+    "edr": ("Effective dimension ratio (our definition)", "100 times the harmonic mean of hard and soft rank."),
     "eee": (
         "Spectral concentration (our definition)",
         "Share of the spectrum in the top eigenvalues: 0 for a flat spectrum, 1 for a single direction.",

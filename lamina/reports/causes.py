@@ -82,7 +82,7 @@ CAUSES = {
     for cause in (
         Cause(
             name="number range",
-            finding="values outside the number format's range from step {step}",
+            finding="values outside the number format's range, from step {step} on",
             proofs=("telling: skipped",),
             meaning="Values exceeded the range of the number format before the loss changed.",
             check=(
@@ -199,7 +199,7 @@ CAUSES = {
         Cause(
             name="dead layer",
             shown=("then dead gradient: yes",),
-            finding="a layer without a gradient from step {step}",
+            finding="a layer without a gradient, from step {step} on",
             meaning="The sub-layer is disconnected from the loss, or all its units are inactive.",
             check="run one forward pass with a hook on {where}, to see whether its input or its output is zero",
             changes=(
@@ -223,7 +223,7 @@ CAUSES = {
         ),
         Cause(
             name="gradients kept",
-            finding="gradients not set to zero from step {step}",
+            finding="gradients not set to zero, from step {step} on",
             proofs=("telling: kept",),
             meaning="A step's gradient still contains the gradients of earlier steps.",
             check="print a parameter's .grad right before the backward pass: it should be None or zero",
@@ -234,7 +234,7 @@ CAUSES = {
         ),
         Cause(
             name="optimizer groups",
-            finding="an optimizer group with a different learning rate from step {step}",
+            finding="an optimizer group with a different learning rate, from step {step} on",
             proofs=("then apart rate_ratio: yes",),
             meaning="One part of the model changes much more, relative to its size, than similar parts.",
             check="print lr, weight_decay and the parameters' names of each group in optimizer.param_groups",
@@ -317,7 +317,7 @@ CAUSES = {
         ),
         Cause(
             name="policy drift",
-            finding="a policy far from its reference model from step {step}",
+            finding="a policy far from its reference model, from step {step} on",
             proofs=("then drift policy_kl: yes",),
             meaning="The policy generates tokens that its reference model hardly ever generates.",
             check="read completions of step {step}: do they earn rewards without solving the task?",

@@ -185,10 +185,9 @@ def heat_maps(
 
     Args:
         maps: the title and the table of each map. A table needs at least two columns.
-        quantity: the title of the color scale
-        log: whether the color scale is logarithmic
-        upwards: the name of the rows, which go upward
-        rightwards: the name of the columns, which go to the right
+        quantity: the title of the color scale.
+        upwards: the name of the rows, which go upward.
+        rightwards: the name of the columns, which go to the right.
     """
     drawn = [(title, cells) for title, table in maps if (cells := _cells(table, log)).shape[1] > 1]
     drawn = [(title, cells) for title, cells in drawn if cells.notna().to_numpy().any()]

@@ -201,11 +201,10 @@ _STAIR = 8  # losses before and after the start of an epoch
 class Answer:
     """A diagnosis in sentences.
 
-    Attributes:
-        cause: the likely cause with its step, or a sentence that the cause is not known ("" without an anomaly)
-        evidence: how the loss changed, the first anomaly and the next anomalies
-        changes: the changes that help (most useful change first), and how to check the cause
-        notes: other facts, and how far to trust the answer
+    ``cause``: the likely cause with its step, or a sentence that the cause is not known ("" without an anomaly).
+    ``evidence``: how the loss changed, the first anomaly and the next anomalies.
+    ``changes``: the changes that help (most useful change first), and how to check the cause.
+    ``notes``: other facts, and how far to trust the answer.
     """
 
     cause: list[str]

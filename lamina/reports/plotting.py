@@ -127,13 +127,11 @@ def panels(
     """Return a figure of panels, row by row from the top, with axes numbered as in plotly.
 
     Args:
-        rows: the number of rows
-        cols: the number of columns
-        across: the gap between two panels in a row, as a share of the figure
-        down: the gap between two panels in a column, as a share of the figure
-        titles: the text above each panel
-        share_x: whether the panels of a column share their x axis
-        share_y: the panels that share their y axis ("row", "all", or "" for none)
+        across: the gap between two panels in a row, as a share of the figure.
+        down: the gap between two panels in a column, as a share of the figure.
+        titles: the text above each panel.
+        share_x: whether the panels of a column share their x axis.
+        share_y: the panels that share their y axis ("row", "all", or "" for none).
     """
     width, height = (1 - across * (cols - 1)) / cols, (1 - down * (rows - 1)) / rows
     layout: Json = {}

@@ -50,25 +50,16 @@ class Parting:
 
 @dataclass(frozen=True, kw_only=True)
 class SideBySide:
-    """Two runs side by side.
+    """Two runs side by side."""
 
-    Attributes:
-        names: the runs' names
-        series: the two runs' values by step, for each series in both runs
-        alone: the layers that only the first run has, and the layers that only the second run has
-        same_until: the last step up to which all series are equal, or None if the runs differ from the start
-        whole: the first difference in a series of the whole model, or None
-        layer: the first difference in a layer, or None
-        rate: the first difference in the learning rate, or None
-    """
-
-    names: tuple[str, str]
-    series: Mapping[Place, tuple[Course, Course]]
+    names: tuple[str, str]  # the runs' names
+    series: Mapping[Place, tuple[Course, Course]]  # the two runs' values by step, for each series in both runs
+    # the layers that only the first run has, and the layers that only the second run has
     alone: tuple[Collection[int], Collection[int]]
-    same_until: int | None
-    whole: Parting | None
-    layer: Parting | None
-    rate: Parting | None
+    same_until: int | None  # the last step up to which all series are equal, or None if the runs differ from the start
+    whole: Parting | None  # the first difference in a series of the whole model, or None
+    layer: Parting | None  # the first difference in a layer, or None
+    rate: Parting | None  # the first difference in the learning rate, or None
 
     @property
     def first(self) -> Parting | None:

@@ -300,8 +300,11 @@ def test_an_exponent_that_the_layers_do_not_determine_is_none():
     ]
     said = list(Bounds().sentences(pd.DataFrame(rows, columns=COLUMNS)))
     unknown = (
-        "3 layers are too few to tell how ||J - I|| scales with sigma_l (the exponent is 32 ± 20; the paper's "
-        "exponent is -1)."
+        "3 layers are too few to tell how the Jacobian's distance from the identity scales with sigma_l. The exponent "
+        "is 32 ± 20, and the paper's exponent is -1."
     )
     assert unknown in said
-    assert "||J - I|| scales as (l + 1)^(-0.51 ± 0.03); the paper's exponent is -0.5." in said
+    assert (
+        "The Jacobian's distance from the identity scales as (l + 1)^(-0.51 ± 0.03). The paper's exponent is -0.5."
+        in said
+    )

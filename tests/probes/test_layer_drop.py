@@ -327,7 +327,7 @@ metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
 @pytest.mark.parametrize(
     ("model", "spec", "said"),
     [
-        (small_model("llama"), "layer_drop(block=3)", "block: 3 of 3 layers leaves no layer"),
+        (small_model("llama"), "layer_drop(block=3)", "block: 3 of 3 layers leave no layer"),
         (small_model("llama").model, "layer_drop", "no head that predicts tokens"),
         (built("pre_ln", num_layers=1), "layer_drop", "the model has a single layer"),
         (small_model("vit"), "layer_drop", "no head that predicts tokens"),
@@ -378,7 +378,7 @@ def test_sentences_name_the_layers_that_could_go():
     equal = next(LayerDrop().sentences(_frame([0.3] * 4)))
     assert equal == "Removing any one layer harms equally (loss increase 0.3 nats)."
     both = " ".join(LayerDrop().sentences(_frame([2.0, 0.4, 0.02, 0.01, 0.3], ("remove", "branch"))))
-    assert "with its branches set to zero and its norms kept" in both
+    assert "with zero output of attention and feed-forward, but with its norms" in both
     assert "Every layer matters" in both
     frame = _frame([2.0, 0.4, 0.02, 0.01])
     assert "layers 3 to 4" in next(LayerDrop().sentences(frame.assign(size=2)))

@@ -132,7 +132,7 @@ def finished(context):
 
 
 def test_models_without_a_vocabulary_are_refused_in_one_line():
-    with pytest.raises(UserError, match="logit_lens: LlamaModel has no head over a vocabulary"):
+    with pytest.raises(UserError, match="logit_lens: LlamaModel has no language-model head"):
         measure(llama().model, blocks())
     with pytest.raises(UserError, match="logit_lens"):
         probe(vit(), ["logit_lens"], torch.randn(2, 3, 16, 16), tolerance=0.0)

@@ -92,7 +92,7 @@ def test_the_streams_maps_are_multiplied_layer_by_layer(kind, size):
         assert value(frame, "effective_rank", "streams", layer) == pytest.approx(np.mean(ranks), rel=1e-4)
         if kind == "identity_hc":
             assert np.mean(ranks) == pytest.approx(size)
-    assert "The mixing maps of all layers" in list(Ranks().sentences(frame))[-1]
+    assert "The product of all layers' mixing matrices" in list(Ranks().sentences(frame))[-1]
     assert len(list(Ranks().figures(frame))) == 2
 
 

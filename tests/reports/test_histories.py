@@ -277,7 +277,7 @@ def test_only_the_models_norm_is_judged_where_no_other_is_there(tmp_path, has_lo
     path = tmp_path / "trainer_state.json"
     path.write_text(json.dumps({"log_history": log}))
     found = lamina.diagnose(path)
-    assert "no series by layer, so Lamina judges only the whole model" in found.sentences[-1]
+    assert "the record has no values by layer, so Lamina checks only the whole model" in found.sentences[-1]
     assert gather(tmp_path / "trainer_state.json-lamina").first.step == 31
     assert gather(tmp_path / "trainer_state.json-lamina").rose == (31 if has_loss else None)
 

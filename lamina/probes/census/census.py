@@ -74,12 +74,11 @@ class LayerGroup:
 class Census:
     """The measurements of a model, and the norm placement that Lamina finds.
 
-    Attributes:
-        match: the nearest placement with the model's differences from it, or None if Lamina cannot measure the model
-        unknown: the reason why Lamina cannot measure the model
-        groups: the layers, grouped by equal equations
-        ends: the embedding's norm and scale, the final norm, and the norms on queries, keys and values
-        error: the largest error of the fitted equations, as a share of the largest value
+    ``match``: the nearest placement with the model's differences from it, or None if Lamina cannot measure the model.
+    ``unknown``: the reason why Lamina cannot measure the model.
+    ``groups``: the layers, grouped by equal equations.
+    ``ends``: the embedding's norm and scale, the final norm, and the norms on queries, keys and values.
+    ``error``: the largest error of the fitted equations, as a share of the largest value.
     """
 
     model_type: str

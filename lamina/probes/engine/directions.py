@@ -23,7 +23,9 @@ TOKENS = ("last", "first", "all")
 _TILE = 32
 _SMALLEST_BUDGET = 2**26
 _SHORTEST = 1e-30  # a vector of zeros (an untrained class token) has no direction: cosine 0 with all others
-_NORMED = "The state after {} is a norm's output (Post-LN), so its length is fixed and only its direction changes."
+_NORMED = (
+    "The hidden state after {} is a norm's output (Post-LN), so its length is fixed and only its direction changes."
+)
 _INNER = (
     "A norm inside {} acts on the residual stream, but no norm acts on a layer's output (HybridNorm). Lamina compares "
     "the layers' outputs."

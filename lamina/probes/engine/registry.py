@@ -55,14 +55,13 @@ class Probe(ABC):
     Most probes name tensors to watch in ``points`` and receive them in ``see`` during shared forward passes. The engine
     keeps no tensor. A probe may also do work in ``finish``.
 
-    Attributes:
-        name: the probe's name on the command line
-        title: the heading of the probe's section on the page
-        summary: one phrase for `lamina probe --help` on what the probe measures
-        source: the paper, with the equation or figure that defines the measurement
-        needs: "logits" if the model must run with its head, and "tokens" if the model must read token ids
-        of_streams: whether the probe also measures models whose layers return several streams or earlier hidden states
-        over_steps: the metrics that a run's page plots over training steps if you schedule the probe (empty: all)
+    ``name``: the probe's name on the command line.
+    ``title``: the heading of the probe's section on the page.
+    ``summary``: one phrase for `lamina probe --help` on what the probe measures.
+    ``source``: the paper, with the equation or figure that defines the measurement.
+    ``needs``: "logits" if the model must run with its head, and "tokens" if the model must read token ids.
+    ``of_streams``: whether the probe also measures models whose layers return several streams or earlier hidden states.
+    ``over_steps``: the metrics that a run's page plots over training steps if you schedule the probe (empty for all).
     """
 
     name: ClassVar[str]

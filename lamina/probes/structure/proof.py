@@ -80,8 +80,8 @@ def prove(structure: Structure, inputs: Batch, root: nn.Module, *, reads_tokens:
     if not wrong:
         return structure
     note = (
-        f"the sub-layers' contributions in layer {ranges(wrong)} do not sum to the layer's output. Lamina measures "
-        "only whole layers there, and no sub-layers"
+        f"the sub-layers' outputs in layer {ranges(wrong)} do not add up to the layer's output. Lamina measures such a "
+        "layer only as a whole, without its sub-layers"
     )
     layers = tuple(replace(site, sublayers=()) if site.index in wrong else site for site in structure.layers)
     return replace(structure, layers=layers, notes=[*structure.notes, note])

@@ -333,7 +333,7 @@ def _notes(history: History, odd: Mapping[str, str]) -> list[str]:
             f"{steps[0]!r} holds no numbers ({odd[steps[0]]!r}), so Lamina does not read steps from this column"
         )
     if not history.parameters["gradient_norm"]:
-        notes.append("no series by layer, so Lamina judges only the whole model")
+        notes.append("the record has no values by layer, so Lamina checks only the whole model")
     if absent := [words for metric, words in _WORDS.items() if (_MODEL, metric) not in history.series]:
         notes.append(f"not recorded: {', '.join(absent)}")
     if LOSS in history.read and not history.series[_MODEL, LOSS][1].any():

@@ -54,10 +54,11 @@ def has_comma(value: str) -> bool:
 def with_commas(
     texts: Mapping[str, Sequence[str]], *, whole: Collection[str], points: bool
 ) -> Mapping[str, list[float] | None]:
-    """Convert texts with a comma to numbers, by column.
+    """Convert texts with a comma to numbers, by column. A column becomes None if Lamina cannot tell what its commas
+    mean.
 
     A comma is a decimal comma (2,31) or a thousands separator (1,000.5). In 2,310, the comma may be either. Then the
-    other numbers of the column decide, or the numbers of other columns. A column without a decision becomes None.
+    other numbers of the column decide, or the numbers of other columns.
 
     Args:
         texts: the texts with a comma in each column
