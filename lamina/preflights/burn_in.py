@@ -194,7 +194,7 @@ def take_snapshot(
 
 
 def _losses(logits: torch.Tensor, input_ids: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """Return each sequence's cross-entropy, and the nats by which the predictions beat their own mean."""
+    """Return each sequence's cross-entropy, and how much better the predictions are than their mean, in nats."""
     log_p = logits[:, :-1].float().log_softmax(-1).flatten(0, 1)
     targets = input_ids[:, 1:].flatten()
     losses = nn.functional.nll_loss(log_p, targets, reduction="none").unflatten(0, (len(input_ids), -1)).mean(1)
@@ -272,7 +272,7 @@ class BurnIn:
         return sum(self.learning_rates[:step]) / whole
 
     def step_at(self, share: float) -> int:
-        """Return the first step by which the sum of the learning rates reaches a share of the planned run's sum."""
+        """Return the first step at which the summed learning rates reach a share of the planned run's sum."""
         steps = self.planned.steps
         target = share * rates_until(self.planned, steps) * (1.0 - 1e-9)
         return min(steps, bisect_left(range(steps), target, key=lambda step: rates_until(self.planned, step)))
@@ -372,7 +372,7 @@ class BurningIn:
 
 
 def unigram_losses(blocks: Blocks, probe: torch.Tensor) -> torch.Tensor:
-    """Return the loss of token frequencies alone on each held-out sequence, in nats per token: [sequences].
+    """Return the loss of a model that knows only token frequencies, on each held-out sequence: [sequences].
 
     Lamina counts a million training tokens of each corpus, and adds one to each count.
     """

@@ -113,7 +113,7 @@ def verdict_of(numbers: Features, fitted: Json) -> VerdictWord:
 def learns(numbers: Features, fitted: Json) -> bool:
     """Return whether the model uses its input, and its held-out loss is clearly below the loss of token frequencies.
 
-    Clearly means by more than a fitted margin plus two standard errors.
+    The difference of the losses must be larger than a fitted margin plus two standard errors.
     """
     clear = numbers.excess + CLEAR * numbers.excess_error < -fitted["evidence"]["margin"]
     return bool(numbers.finite) and clear and numbers.context > fitted["collapse"]["context"]
@@ -148,7 +148,7 @@ def progress(numbers: Features) -> dict[str, float]:
 
 
 def projected(numbers: Features) -> float:
-    """Estimate the final loss above the loss of token frequencies alone, if the loss falls at half its present pace."""
+    """Estimate how far the final loss will be above the loss of token frequencies, at half the present pace."""
     return numbers.excess - 0.5 * max(numbers.pace, 0.0) * max(1.0 - numbers.spent, 0.0)
 
 
@@ -189,8 +189,8 @@ class PreflightVerdict:
 def judge(numbers: Features, burn_in: BurnIn, better: str = "") -> PreflightVerdict:
     """Return the verdict in words.
 
-    ``better`` names flags that improve the verdict, with the improved verdict. Lamina mentions them only if an early
-    layer hardly affects the output or a loss is not finite.
+    ``better`` names flags that improve the verdict, with the improved verdict. Lamina mentions these flags only if an
+    early layer hardly affects the output or a loss is not finite.
     """
     fitted = calibration()
     sure, kind, deciding = chance(numbers, fitted), verdict_of(numbers, fitted), 0

@@ -123,7 +123,7 @@ def best_blocks(frame: Frame) -> pd.DataFrame:
 
 
 def scaled_rows(distances: Frame) -> pd.DataFrame:
-    """Scale the distances of each block size to [0, 1], after clipping them to the 1st to 99th percentile."""
+    """Clip the distances of each block size to the 1st and 99th percentile, and scale them to [0, 1]."""
 
     def scale(values: Frame) -> Frame:
         low, high = values.quantile(0.01), values.quantile(0.99)

@@ -198,7 +198,7 @@ def _factor(point: Point) -> float | torch.Tensor:
 class Bounds(ShortProbe):
     """Compare both sides of inequalities from papers, measured on your model.
 
-    ``role`` names the inequality. The metric ``left`` is its left side, ``right`` is its right side, and ``ratio`` is
+    ``role`` names the inequality. The metric ``left`` is the left side, ``right`` is the right side, and ``ratio`` is
     left divided by right. Values are means over sequences, with their standard error.
 
     Peri-LN's Proposition 3.1 bounds the gradient of the last down-projection, W_2. The left side is the Frobenius norm
@@ -443,7 +443,7 @@ def last_layer_sides(context: Context, last: LastLayer, inputs: Mapping[str, tor
     The left side is the Frobenius norm of the loss's gradient with respect to the last down-projection W. The right
     side is a sum over tokens. Each token contributes the norm of W's input, times the norm of the loss's gradient with
     respect to the layer's output, times a factor for each norm after W. The factor is twice the norm's largest gain,
-    divided by the number by which the norm divides the token.
+    divided by the root mean square of the norm's input at this token.
 
     Peri-LN's Eq 21 and 37 replace the norm of the gradient with respect to the output by 2, because the output is the
     toy model's logits. Without a norm after W, a single token's sides are equal (Eq 11).

@@ -38,10 +38,10 @@ class DepthMixing(ShortProbe):
         Pre-LN. The factor is 0 if the output reaches the layer only through other sub-layers, as in FuseNorm's
         attention.
     ``composite_gain`` (index -1): the factor from the hidden state before layer ``layer`` to the last layer's output,
-        which is 1 in Pre-LN. mHC reports the worst row of the matrix, but Lamina averages over the rows.
+        which is 1 in Pre-LN. The mHC paper reports the worst row of the matrix, but Lamina averages over the rows.
 
     If a model has several streams or stores earlier hidden states, mixing describes the combined state that a layer
-    reads. composite_gain then ends at the final norm's input, or treats several streams as one long vector.
+    reads. The metric composite_gain then ends at the final norm's input, or treats several streams as one long vector.
 
     Options:
 

@@ -46,7 +46,7 @@ class HiddenStates(Probe):
     ``variance_step``: the variance after layer l minus the variance before layer l (Peri-LN Eq 4).
     ``abs_max``: the largest |x|. The columns channel, position and token locate this value.
     ``top100_max``, ``top100_min``: the largest and the smallest of the 100 largest |x| (Peri-LN Fig 11).
-    ``headroom_factor``: FP16's limit, 65504, divided by abs_max. headroom_bits is the base-2 logarithm of this factor.
+    ``headroom_factor``: FP16's limit, 65504, divided by abs_max. Its base-2 logarithm is ``headroom_bits``.
 
     These metrics are means over sequences:
 
@@ -57,20 +57,20 @@ class HiddenStates(Probe):
         at least 1000 times the sequence's median (Sun et al. 2024).
 
     A state has at most 20 rows with the metric massive_activation. Each row holds the largest massive activation at one
-    channel and position, with its sign. massive_sequences counts the sequences with a massive activation at this
-    location.
+    channel and position, with its sign. The metric massive_sequences counts the sequences with a massive activation at
+    this location.
 
     Rows with role "contribution" describe the tensor that a sub-layer adds to the residual stream. Rows with role
     "after" describe the residual stream after the addition and any post_norm.
 
-    Rows with a norm's role (such as pre_norm) describe the norm's input. sigma is the standard deviation over the
-    channels (Mix-LN Eq 5-7), and rms is the root mean square. Both are means over tokens.
+    Rows with a norm's role (such as pre_norm) describe the norm's input. The metric sigma is the standard deviation
+    over the channels (Mix-LN Eq 5-7), and rms is the root mean square. Both are means over tokens.
 
     In a model with several streams, x^l is the mean of the streams. In rows with role "streams", stream_cosine is the
     mean cosine of two streams at a token, and stream_rms is the rms of stream number ``index``.
 
-    Two rows of layer -1 (sublayer "model") tell how the variance grows with depth. growth_linear_r2 is the R^2 of a
-    line through the variances, and growth_exponential_r2 is the R^2 of a line through their logarithms.
+    Two rows of layer -1 (sublayer "model") tell how the variance grows with depth. The metric growth_linear_r2 is the
+    R^2 of a line through the variances, and growth_exponential_r2 is the R^2 of a line through their logarithms.
 
     Padding does not count. The last of transformers' hidden_states is after the final norm, but x^N is before the norm.
     """

@@ -37,15 +37,15 @@ class LayerUse(Probe):
         the later layer ``index`` is its output minus its input. Lamina takes norms over a token's channels, and
         averages over tokens.
     ``permutation_score``: the absolute change of the loss if layer ``layer`` and the next layer change places, divided
-        by the loss. Each layer takes its weights, norms, scales and kind along. A mask of a position in the stack
+        by the loss. Each layer takes its weights, norms, scales and kind along. A mask for one position in the stack
         stays.
     ``linear_loss_increase``: the increase of the loss in nats per token if the best linear map replaces the layer.
         Lamina fits the map by least squares, without an intercept, on the second half of the sequences. Lamina measures
         the loss on the first half.
 
-    Standard errors are over sequences. In causal_score, a model with several streams has the update of the streams'
-    mean. In linear_loss_increase, several streams count as one vector. Models whose layers share weights or read
-    earlier hidden states have no permutation_score.
+    Standard errors are over sequences. If a model has several streams, causal_score uses the streams' mean. In
+    linear_loss_increase, several streams count as one vector. Models whose layers share weights or read earlier hidden
+    states have no permutation_score.
 
     Options:
 

@@ -35,8 +35,8 @@ class LogitLens(Probe):
     """Predict tokens from each hidden state x^l as if it were the last one (the logit lens).
 
     Lamina applies all operations after the layers to x^l: the final norm, the output head, and any scale or soft-cap.
-    x^l is the residual stream before layer l, and x^N gives the model's own predictions. Rows have role "state" and
-    layer = l. Lamina averages over the predicted tokens of a sequence, then over sequences, with a standard error:
+    Here, x^l is the residual stream before layer l, and x^N gives the model's own predictions. Rows have role "state"
+    and layer = l. Lamina averages over the predicted tokens of a sequence, then over sequences, with a standard error:
 
     ``cross_entropy``: the cross-entropy of the true token in nats. A causal model predicts the next token. A masked
         model predicts 15 % of the tokens, at the same positions in each sequence.

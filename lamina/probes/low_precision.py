@@ -65,8 +65,8 @@ class LowPrecision(Probe):
 
     The column ``format`` is fp16, bf16, fp8_e4m3, fp8_e5m2, int8_tensor or int8_token (see ``round_trip``). The column
     ``role`` names the tensor x: "state" for the hidden state before a layer, "contribution" for the tensor that a
-    sub-layer adds to the residual stream, and "activation" for the input of a dense feed-forward's down-projection.
-    Each sequence has its own scale.
+        sub-layer adds to the residual stream, and "activation" for the input of a dense feed-forward's down-projection.
+        Each sequence has its own scale.
 
     ``relative_error``: the norm of the rounding error divided by the norm of x, over a sequence, averaged over
         sequences.
@@ -79,8 +79,8 @@ class LowPrecision(Probe):
     ``loss_increase``: the loss with rounding minus the loss without rounding.
 
     Per-tensor INT8 divides by the largest |x|, so one massive activation (Sun et al. 2024) leaves almost no steps for
-    the other elements. token_error and share_lost show this damage. relative_error hides it, because the massive
-    activation is most of the norm.
+    the other elements. The metrics token_error and share_lost show this damage. The metric relative_error hides it,
+    because the massive activation is most of the norm.
     """
 
     name = "low_precision"
@@ -97,7 +97,7 @@ class LowPrecision(Probe):
 
         ``fp8_scaling``: "tensor" to scale each tensor to FP8's largest value, or "none" to cast directly.
         ``loss``: whether to measure the loss.
-        ``sequences``: the smallest number of sequences, in whole batches (0 for all). The default is all of your own
+        ``sequences``: the number of sequences, rounded up to whole batches (0 for all). The default is all of your own
             text, or 4 sequences of a corpus.
         """
         self.sequences = check_most(self.name, "sequences", sequences)

@@ -123,7 +123,7 @@ class Grid:
 def side_by_side(
     titles: Sequence[str], lines: Iterable[tuple[int, Line]], x: str, y: str, height: int = 430, *, log: bool = False
 ) -> Figure:
-    """Draw lines in a row of panels with one y axis. ``lines`` holds pairs of a panel's number (from 1) and a line."""
+    """Draw lines in a row of panels with one y axis. An entry of ``lines`` is a panel's number (from 1) and a line."""
     figure = panels(1, len(titles), across=0.035, titles=titles, share_y="row")
     for panel, line in lines:
         line.draw(figure, 1, panel)

@@ -124,7 +124,7 @@ class ByDepth:
         self._layers, self._steps = pd.Index(rows, name="layer"), pd.Index(columns, name="step")
 
     def table(self, values: np.ndarray) -> Frame:
-        """Return the table of ``values``, without empty layers. The last of several values at a step counts."""
+        """Return the table of ``values``, without empty layers. Of several values at a step, the last counts."""
         table = np.full((len(self._layers), len(self._steps)), np.nan)
         known = ~np.isnan(values)
         table[self._row[known], self._column[known]] = values[known]

@@ -50,7 +50,10 @@ def report_of(kind: str, *, needs: str = "") -> Callable[[Page], Page]:
 
 
 def ending_of(*kinds: str, switch: str = "") -> Callable[[Ending], Ending]:
-    """Register a function that makes the text at the end of jobs of these kinds, or only of jobs with a switch."""
+    """Register a function that makes the text at the end of jobs of these kinds.
+
+    If you give a switch, the function serves only jobs with this switch.
+    """
 
     def register(ending: Ending) -> Ending:
         _endings.update({(kind, switch): ending for kind in kinds})

@@ -123,7 +123,7 @@ def _folded(equation: Sequence[str], columns: float) -> str:
 
 
 def _scheme(spec: str) -> placements.Placement | None:
-    """Return Lamina's placement with a name, or None for a placement from a user's file."""
+    """Return the placement of this name, or None for a placement from a user's file."""
     name = spec.partition("(")[0].strip()
     return placements.get(name) if name in placements.names() else None
 

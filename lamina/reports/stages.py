@@ -42,10 +42,11 @@ def stages_in(folder: Path) -> list[Path]:
 
 
 def joined(folder: Path) -> Path:
-    """Join the records of pipeline stages in a new folder beside the stages' folder NAME, and return NAME-lamina.
+    """Join the records of pipeline stages into a new folder, and return this folder.
 
-    The gradient norm covers all stages. Other values outside the layers, such as the loss, come from the first stage
-    that has them. Without stages, return the folder itself. Raises UserError if the stages belong to different runs.
+    For the stages' folder NAME, the new folder is NAME-lamina beside it. The gradient norm covers all stages. Other
+    values outside the layers, such as the loss, come from the first stage that has them. Without stages, return the
+    folder itself. Raises UserError if the stages belong to different runs.
     """
     if not (stages := stages_in(folder)):
         return folder

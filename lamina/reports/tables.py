@@ -112,7 +112,7 @@ _CHIPS = {word: status.value for status in Status for word in (status.value, *_W
 
 
 def chip(word: str, label: str | None = None) -> str:
-    """Return a status or a verdict as a small label, with a CSS class for how bad the status is."""
+    """Return a status or a verdict as a small label. The label's CSS class shows how bad the status is."""
     kind = _CHIPS.get(word, "failed" if word else "unknown")
     label = word if label is None else label
     return f'<span class="chip {kind}">{escape(label or "–")}</span>'

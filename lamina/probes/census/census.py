@@ -269,7 +269,10 @@ def _of_streams(
 
 
 def _wired(best: Match, wirings: Callable[[str], list[str]], otherwise: str) -> Match:
-    """Add the residual connections to each placement that supports them. If there is none, report ``otherwise``."""
+    """Complete each placement with the measured residual connections, if the placement supports them.
+
+    If no placement supports them, add ``otherwise`` to the differences.
+    """
     exact = [] if best.differences else [best.placement, *best.others, *best.here]
     wired_as = {spec: wired for spec in exact or [best.placement] if (wired := wirings(spec))}
     if not wired_as:

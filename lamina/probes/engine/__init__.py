@@ -1,1 +1,1 @@
-"""Run probes: registry, forward passes over the text, and shared tools."""
+"""The registry of probes, the forward passes over the text, and tools for probes."""

@@ -64,7 +64,7 @@ class Context:
 
     @property
     def roots(self) -> list[nn.Module]:
-        """Return the model and the model without its head. Either may run first in a forward pass."""
+        """Return the modules at which a forward pass may start: the model, and the model without its head."""
         return [self.model] if self.base is self.model else [self.model, self.base]
 
     def on_device(self, batch: Mapping[str, torch.Tensor], sequences: int | None = None) -> dict[str, torch.Tensor]:

@@ -110,9 +110,9 @@ class DirectionsProbe(Probe):
         return products[:, : len(self._states), : len(self._states)], self._counts()
 
     def angles(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the angle / pi of every two states, summed over tokens, and the number of tokens per sequence.
+        """Return the angle between every two states, summed over tokens, and the number of tokens per sequence.
 
-        The sums are [batch, N + 1, N + 1] in float64.
+        The sums are [batch, N + 1, N + 1] in float64, divided by pi.
         """
         batch, _, tokens, _ = self._vectors.shape
         angle_sums = torch.zeros(

@@ -83,7 +83,7 @@ class Jacobian:
         )
 
     def typical_stretch(self, *, identity: float = 0.0, batch_dims: int = 0, samples: int = 4) -> torch.Tensor:
-        """Estimate the root mean square stretch of a random direction by J - identity * I (Hutchinson), in float64."""
+        """Estimate the root mean square stretch of a direction by J - identity * I, in float64 (Hutchinson)."""
         squares = []
         for sample in range(samples):
             v = start_vector(self.x, sample)

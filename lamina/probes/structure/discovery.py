@@ -298,7 +298,7 @@ class TracedLayer:
         return None if key is None else Point(first.module, first.path, "input", first.number, None, key)
 
     def _after(self, value: int) -> Point | None:
-        """Return the point of the residual stream after an addition, behind any norm of the sum."""
+        """Return the point of the residual stream after an addition, or after the norm that follows the addition."""
         norm = next((c for c in self.calls if id(c) in self.post and value in self._same(c)), None)
         if norm is not None:
             return Point(norm.module, norm.path, "output", norm.number)

@@ -36,8 +36,8 @@ def prove(structure: Structure, inputs: Batch, root: nn.Module, *, reads_tokens:
     Args:
         structure: the layers to check.
         inputs: a batch for the module ``root``, which is the model or the model without its head.
-        reads_tokens: whether the hidden states belong to the main input's tokens. For a decoder after an encoder and
-            for a second tower, they do not.
+        reads_tokens: whether the hidden states belong to the main input's tokens. Set this to false for a decoder after
+            an encoder, and for a second tower.
 
     Raises:
         UserError: if the traced tensors are not the residual stream.
@@ -263,7 +263,7 @@ def _without_others(site: LayerSite, mixing: set[tuple[int, int]], tensors: Tens
 
 
 def _is_sum(total: torch.Tensor, added: torch.Tensor, skips: Sequence[torch.Tensor], precision: float) -> bool:
-    """Return whether a sum of the skips, with one factor per channel, gives the difference of two tensors."""
+    """Return whether ``total - added`` is a sum of the skips, with one factor per channel."""
     rest = total - added
     if not bool(rest.isfinite().all()):
         return True  # nothing can be said of what overflowed; the probes say that it did
@@ -278,13 +278,11 @@ def _is_sum(total: torch.Tensor, added: torch.Tensor, skips: Sequence[torch.Tens
 def combination(
     total: torch.Tensor, terms: Sequence[torch.Tensor], by_channel: bool, largest: float | None = None
 ) -> tuple[list[torch.Tensor], float]:
-    """Fit factors with which the terms add up to a total.
+    """Fit factors with which the terms add up to a total. All tensors have the shape [tokens, channels].
 
-    All tensors have the shape [tokens, channels]. A term has one factor, or one factor per channel.
-
-    Returns:
-        factors: one tensor per term
-        error: the largest absolute error, divided by ``largest`` (default: the largest absolute value of all tensors)
+    A term has one factor, or one factor per channel. Return the terms' factors, and the largest absolute error divided
+    by
+    ``largest`` (default: the largest absolute value of all tensors).
     """
     largest = largest or max(float(tensor.abs().max()) for tensor in (total, *terms)) or 1.0
     if not all(bool(tensor.isfinite().all()) for tensor in (total, *terms)):  # LAPACK would raise

@@ -195,7 +195,7 @@ class Structure:
         return kinds
 
     def states(self) -> dict[int, Point]:
-        """Return the points of the residual stream at each layer and after the last layer, before the final norm."""
+        """Return the points of the residual stream before each layer and after the last layer."""
         points = {site.index: site.input for site in self.layers}
         points[self.num_layers] = self.layers[-1].output
         return points

@@ -309,7 +309,7 @@ def _read_running_means(history: History) -> None:
 
 
 def _is_running_mean(epochs: Sequence[Floats]) -> bool:
-    """Return whether losses are averages over the epoch so far. Then the n-th change is about 1/n of the first."""
+    """Return whether losses are averages over the epoch so far. Their n-th change is about 1/n of the first change."""
     long = [part for part in epochs if len(part) >= 2 * BEFORE]
     moves = [np.abs(np.diff(part)) for part in long]
     calmer = [moved[: BEFORE // 2].mean() > _CALMER * np.median(moved[BEFORE:]) for moved in moves]

@@ -54,11 +54,10 @@ def has_comma(value: str) -> bool:
 def with_commas(
     texts: Mapping[str, Sequence[str]], *, whole: Collection[str], points: bool
 ) -> Mapping[str, list[float] | None]:
-    """Convert texts with a comma to numbers, by column. A column becomes None if Lamina cannot tell what its commas
-    mean.
+    """Convert texts with a comma to numbers, by column. Return None for columns whose commas Lamina cannot read.
 
-    A comma is a decimal comma (2,31) or a thousands separator (1,000.5). In 2,310, the comma may be either. Then the
-    other numbers of the column decide, or the numbers of other columns.
+    A comma is a decimal comma (2,31) or a thousands separator (1,000.5). In 2,310, the comma may be either. Lamina then
+    decides from the column's other numbers, or from other columns.
 
     Args:
         texts: the texts with a comma in each column
@@ -77,7 +76,7 @@ def with_commas(
 
 
 def _sign(text: str) -> str:
-    """Return a number's decimal sign (comma or point), or "" if its comma may be either."""
+    """Return a number's decimal sign (comma or point), or "" if Lamina cannot tell."""
     text = text.strip()
     return "." if _SURE_THOUSANDS.fullmatch(text) else "" if _MAYBE.fullmatch(text) else ","
 

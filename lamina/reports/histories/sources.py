@@ -338,7 +338,7 @@ def _spaced(text: str) -> str | None:
 
 
 def _not_a_table(text: str) -> str:
-    """Return a sentence if decimal commas split the cells of a table, or ""."""
+    """If decimal commas split the cells of a table, return a sentence about the commas, otherwise ""."""
     first, second = (*text.splitlines()[:2], "", "")[:2]
     header = _header(first)
     if header is None or header[0] != "," or not (cells := _cells(second, ",")) or len(cells) <= len(header[1]):

@@ -66,7 +66,7 @@ def evaluation_report(folder: Path) -> Path:
 
 
 def headline(printed: Json, paired: list[Json]) -> str:
-    """Return the finding in one line: the best score in the last column, the score of guessing, and significance."""
+    """Return the finding in one line, with the best score, the score of random guessing, and the significance."""
     known = [line for line in printed["lines"] if is_number(line["mean"][-1])]
     if not known:
         return "No model has a score"
