@@ -1,4 +1,4 @@
-"""The lists of all jobs and commands. Each new entry adds a command, a Python function and a page of the docs."""
+"""The lists of all jobs and commands. A row in ROWS adds a function and a page, and its name in GROUPS a command."""
 
 from __future__ import annotations
 
