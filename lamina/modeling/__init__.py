@@ -1,4 +1,4 @@
-"""Models that execute a plan. Importing this package registers LaminaConfig and the models with the Auto classes."""
+"""Models with a norm placement. Importing this package registers LaminaConfig and the models with the Auto classes."""
 
 import transformers
 

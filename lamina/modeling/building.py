@@ -1,4 +1,4 @@
-"""Build a model from a backbone and a placement, or a Block from plain modules."""
+"""Build a model from a backbone and a norm placement, or a block from plain modules."""
 
 from __future__ import annotations
 
@@ -45,33 +45,35 @@ def build(
     adapter: Mapping[str, object] | None = None,
     **placement_options: object,
 ) -> PreTrainedModel:
-    """Build a model from a backbone's attention and feed-forward modules, with norms at the placement's positions.
+    """Build a model from a backbone's attention and feed-forward modules, with norms where the placement puts them.
 
     Args:
         backbone: a preset's name (``lamina.modeling.backbones.names()``), a transformers configuration or its folder,
-            or a model's name on the hub. Lamina does not load the weights. To keep the weights, use `lamina convert`.
+            or a name on the hub. Lamina does not load the weights. To keep the weights, use `lamina convert`.
         placement: a registered name, a YAML or Python file with a placement, or a Plan.
-        num_layers: the number of blocks (default: the backbone's number). ``hidden_size``, ``num_heads`` and
-            ``vocab_size`` also default to the backbone's sizes.
+        num_layers: the number of blocks (default: the backbone's number).
+        hidden_size: the width (default: the backbone's width).
+        num_heads: the number of heads (default: the backbone's number).
+        vocab_size: the vocabulary's size (default: the backbone's size).
         head: "causal_lm", "masked_lm", "sequence_classification" or "image_classification" (default: the backbone's
             first head in ``ADAPTERS``).
         num_labels: a classifier's number of classes. The default is the backbone's number for images, and 1 for
             sequences, as in a reward model.
         init: an initializer's name or ``"name(std=0.01)"``. "recommended" is the initializer of the paper's main runs.
-        profile_ids: the input for an initializer that profiles the model, such as Admin's: token ids [batch, tokens],
-            or images for a vision backbone (default: random).
-        scaling: a ``lamina.modeling.scaling.Scaling``, which sets factors on the initial weights and on the branches.
-        adapter: a dict from fields of ``lamina.modeling.modeling_lamina.Adapter`` to names of the backbone's modules,
-            such as ``{"attention": "attn", "norm": "ln_f"}`` (default: the configuration's ``lamina_adapter``).
-        placement_options: options of this placement, or options that every placement takes.
+        profile_ids: the input for an initializer that runs the model, such as Admin's: token ids [batch, tokens], or
+            images for a vision backbone (default: random).
+        scaling: a ``lamina.modeling.scaling.Scaling``, which scales the initial weights and the branches.
+        adapter: a mapping from fields of ``lamina.modeling.modeling_lamina.Adapter`` to names of the backbone's
+            modules, such as ``{"attention": "attn", "norm": "ln_f"}`` (default: the configuration's
+            ``lamina_adapter``).
+        placement_options: options of the placement.
 
     Returns:
-        A float32 model of the head's class, such as LaminaForCausalLM. Lamina draws the weights from torch's global
-        generator, which you can seed with ``torch.manual_seed``.
+        A float32 model of the head's class, such as LaminaForCausalLM. To seed the weights, call ``torch.manual_seed``.
 
     Raises:
-        UserError: for an unknown name or option, an invalid size, a plan with another number of layers, or a head that
-            does not fit the backbone. UserError is a ValueError.
+        UserError: (a ValueError) for an unknown name or option, an invalid size, a Plan with another number of layers,
+            or a head that does not fit the backbone.
     """
     config = resolve_backbone(
         backbone, num_layers=num_layers, hidden_size=hidden_size, num_heads=num_heads, vocab_size=vocab_size
@@ -91,7 +93,7 @@ def build(
 
 
 def _checked_head(config: PreTrainedConfig, head: str | None, adapter: Mapping[str, object] | None) -> str:
-    """Set the user's adapter in the configuration, and return the head. The default is the backbone's first head.
+    """Set the user's adapter in the configuration, and return the head (default: the backbone's first head).
 
     Raises UserError for an invalid adapter or head, and for a model that exceeds the memory.
     """
@@ -112,7 +114,7 @@ def _checked_head(config: PreTrainedConfig, head: str | None, adapter: Mapping[s
 
 
 def _wired(config: PreTrainedConfig, plan: Plan, head: str, num_labels: int | None) -> PreTrainedModel:
-    """Return the model with transformers' initial weights. Raises UserError if Lamina cannot build the model."""
+    """Return the model with transformers' initial weights. Raises UserError if Lamina can't build the model."""
     if num_labels is None:
         labels: dict[str, Any] = {"num_labels": 1} if head == "sequence_classification" else {}
     elif not head.endswith("classification"):
@@ -137,11 +139,7 @@ def _wired(config: PreTrainedConfig, plan: Plan, head: str, num_labels: int | No
 
 @torch.no_grad()
 def _check_runs(model: PreTrainedModel) -> None:
-    """Raise UserError if a model does not run, or if the cache changes the logits.
-
-    Lamina checks only untested backbones and configurations from files. If the backbone's layers pass on
-    more than the residual stream, the built model fails or loses information.
-    """
+    """Raise UserError if a built model does not run, or if the key-value cache changes its logits."""
     if model.main_input_name != "input_ids" or any(p.is_meta for p in model.parameters()):
         return
     text_config = backbone_of(model.config)
@@ -169,14 +167,14 @@ def _check_runs(model: PreTrainedModel) -> None:
 
 
 def recommended(plan: Plan) -> str:
-    """Return the plan's initializer; "normal" if the plan names no initializer."""
+    """Return the placement's initializer, or "normal" if it has none."""
     return plan.initialization or "normal"
 
 
 def make_plan(placement: str | Plan, num_layers: int, **options: object) -> Plan:
-    """Return the plan of a placement. Return a Plan unchanged.
+    """Return the layers of a placement. Return a Plan unchanged.
 
-    Raises UserError if you give options with a plan, or if the plan has another number of layers.
+    Raises UserError for options with a Plan, or for a Plan with another number of layers.
     """
     if not isinstance(placement, Plan):
         return resolve(placement, num_layers, **options)
@@ -193,7 +191,7 @@ def make_plan(placement: str | Plan, num_layers: int, **options: object) -> Plan
 
 
 def wire(attention: nn.Module, feed_forward: nn.Module, layer_plan: Layer, hidden_size: int) -> Block:
-    """Combine plain attention and feed-forward modules into one layer of a plan, a Block.
+    """Combine plain attention and feed-forward modules into a block with the norms of a placement.
 
     Args:
         attention: a module whose input is [batch, tokens, hidden_size] and the keyword arguments of the Block's call.
@@ -233,9 +231,9 @@ N = TypeVar("N", bound=type[LaminaNorm])
 
 
 def norm(kind: str) -> Callable[[N], N]:
-    """Register a subclass of LaminaNorm as a kind of norm, for plans and for every placement's option ``norm``.
+    """Register a subclass of LaminaNorm as a kind of norm, for every placement's option ``norm``.
 
-    Raises UserError for an invalid name, or for a name that another module has registered (``refuse_namesake``).
+    Raises UserError for an invalid name, or for a name that another module has registered.
     """
     if not str(kind).isidentifier():
         raise UserError(f"norm: {kind!r} is not a name. Give a text that is a valid identifier.")
@@ -267,7 +265,7 @@ def available_memory(device: str = "cpu") -> int:
 
 
 def refuse_beyond_memory(fields: str, what: str, needed: float, device: str = "cpu") -> None:
-    """Raise UserError if fewer than ``needed`` bytes are free. The message begins with ``fields``."""
+    """Raise UserError if fewer than ``needed`` bytes are free. ``fields`` begins the message."""
     if needed <= (free := available_memory(device)):
         return
     owner = "the GPU" if device == "cuda" else "this machine"

@@ -27,7 +27,7 @@ _HEADS = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForImageClas
 
 @dataclass(kw_only=True)
 class Loaded:
-    """A model in evaluation mode, with notes. ``tokenizer`` and ``run`` (the run's folder) are None if missing."""
+    """A model in evaluation mode, with notes for the user. ``run`` is the folder of the model's run, or None."""
 
     model: nn.Module
     tokenizer: PreTrainedTokenizerBase | None = None
@@ -36,7 +36,7 @@ class Loaded:
 
 
 def checked_device(name: str | None) -> str:
-    """Return a device's name; "auto" chooses the fastest device. Raises UserError if this machine lacks the device."""
+    """Return a device's name, or the fastest device for None. Raises UserError if this machine lacks the device."""
     if name is None:
         if torch.cuda.is_available():
             return "cuda"
@@ -55,11 +55,10 @@ def load(path: str | Path, *, dtype: str = "float32", device: str = "cpu") -> Lo
     """Load a checkpoint.
 
     ``path`` is a folder with config.json or a .gguf file, a run's folder, a .gguf file, or a name on the hub. The
-    weights may be in safetensors, GGUF or .bin files. A .bin file may hold only tensors, because torch reads it with
-    ``weights_only``.
+    weights may be in safetensors, GGUF or .bin files. From a .bin file, torch reads only tensors (``weights_only``).
 
-    Raises:
-        UserError: the path holds no checkpoint, the checkpoint needs custom code, or a weight is NaN or infinite.
+    Raises UserError if the path holds no checkpoint, if the checkpoint needs custom code, or if a weight is NaN or
+    infinite.
     """
     source, run, more = _located(path)
     with local_when_unreachable():
@@ -77,14 +76,14 @@ def load(path: str | Path, *, dtype: str = "float32", device: str = "cpu") -> Lo
 
 
 def config_of(path: str | Path) -> PreTrainedConfig:
-    """Read a checkpoint's configuration without loading the weights. ``load`` documents paths and errors."""
+    """Read a checkpoint's configuration without loading the weights (see ``load``)."""
     source, _, more = _located(path)
     with local_when_unreachable():
         return read_config(source, "checkpoint", **more)
 
 
 def tokenizer_of(path: str | Path) -> PreTrainedTokenizerBase | None:
-    """Load a checkpoint's tokenizer without the weights; None if there is no tokenizer. ``load`` documents the paths.
+    """Load a checkpoint's tokenizer without the weights (see ``load``). Return None if there is no tokenizer.
 
     Raises UserError if the folder has no weights, or if a file of weights is shorter than its header states.
     """
@@ -96,7 +95,7 @@ def tokenizer_of(path: str | Path) -> PreTrainedTokenizerBase | None:
 
 
 def _located(path: str | Path) -> tuple[str, Path | None, Json]:
-    """Return the path that transformers reads, the run's folder (or None), and more arguments for transformers."""
+    """Return the path for transformers, the run's folder or None, and further arguments for transformers."""
     name, run = str(path), None
     folder = Path(path).expanduser()
     refuse_special("checkpoint", folder)
@@ -124,14 +123,14 @@ def _located(path: str | Path) -> tuple[str, Path | None, Json]:
 
 
 def _is_of_a_head(model: PreTrainedModel, key: str) -> bool:
-    """Return whether a tensor belongs to a head, not to the body; a pooler counts as a head."""
+    """Return whether a tensor belongs to a head or a pooler, not to the body."""
     parts, prefix = key.split("."), model.base_model_prefix
     of_body = parts[0] == prefix or not (prefix and hasattr(model, prefix)) or any(part.isdigit() for part in parts)
     return "pooler" in parts or not of_body
 
 
 def _class(config: PreTrainedConfig) -> ModelClass:
-    """Return the model class that saved the checkpoint; otherwise, a class with a head that fits the configuration."""
+    """Return the model class that saved the checkpoint, or else a class that fits the configuration."""
     for architecture in config.architectures or ():
         for module in (modeling_lamina, transformers):
             if hasattr(module, architecture):
@@ -140,7 +139,7 @@ def _class(config: PreTrainedConfig) -> ModelClass:
 
 
 def auto_class(config: PreTrainedConfig) -> type[_BaseAutoModelClass]:
-    """Return the Auto class for a configuration's model: a class with a head, if one exists for the model type.
+    """Return the Auto class for a configuration, with a head if the model type has one.
 
     Raises UserError if transformers has no model for the model type.
     """

@@ -1,6 +1,6 @@
-"""The configuration of a Lamina model: a transformers backbone and the resolved plan, saved layer by layer.
+"""The configuration of a Lamina model: a transformers backbone, and the norm placement layer by layer.
 
-Transformers copies this file beside a checkpoint, so this file imports nothing from the package.
+transformers copies this file beside a checkpoint, so it imports nothing from the package.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")  # of the model, whic
 
 
 class LogitsStyle(NamedTuple):
-    """A backbone's changes to its logits: Cohere's factor, Granite's divisor and Gemma 2's soft-cap (None: no change).
+    """What a backbone does to its logits: Cohere's factor, Granite's divisor and Gemma 2's soft-cap (None: nothing).
 
     MiniCPM divides the head's input by ``states``.
     """
@@ -50,11 +50,11 @@ class LogitsStyle(NamedTuple):
 
     @property
     def scale(self) -> float:
-        """The total factor on the logits: ``factor`` divided by ``divisor`` and by ``states``."""
+        """Return the total factor on the logits."""
         return float(self.factor or 1.0) / float(self.divisor or 1.0) / float(self.states or 1.0)
 
     def apply(self, head: nn.Module, states: torch.Tensor) -> torch.Tensor:
-        """Compute the backbone's logits from the last hidden states."""
+        """Return the backbone's logits from the last hidden states."""
         logits = head(states / self.states if self.states else states)
         if self.factor:
             logits = logits * self.factor
@@ -64,18 +64,16 @@ class LogitsStyle(NamedTuple):
 
 
 class LaminaConfig(PreTrainedConfig):
-    """A backbone's configuration and a plan.
+    """The configuration of a backbone and its norm placement.
+
+    Fields of the backbone, such as ``config.hidden_size``, are also fields of this configuration. ``backbone_of``
+    returns the backbone's configuration. For serving engines, config.json also has copies of the fields in ``FLAT``,
+    and ``logit_scale``, the total factor on the head's output. A copy that differs raises ValueError.
 
     Args:
         backbone_config: the transformers configuration of the backbone, or its dict (with ``model_type``).
-        plan: a plan as ``lamina.placements.Plan.to_dict`` writes it. LaminaConfig raises ValueError unless ``layers``
-            has ``num_hidden_layers`` entries.
-
-    If only the backbone has a field, such as ``hidden_size``, then ``config.hidden_size`` reads and sets the backbone's
-    field. ``to_dict`` and config.json also hold copies of the fields in ``FLAT``; loading raises ValueError if a copy
-    differs from the backbone's field. ``logit_scale`` is the total factor on the head's output, because serving engines
-    read only this field. ``get_text_config`` returns the configuration itself, because serving engines would treat a
-    model with a separate text part as multimodal. ``backbone_of`` returns the backbone's configuration.
+        plan: the norm placement, as ``lamina.placements.Plan.to_dict`` writes it. Raises ValueError if its number of
+            layers is not ``num_hidden_layers``.
     """
 
     model_type = "lamina"
@@ -88,7 +86,7 @@ class LaminaConfig(PreTrainedConfig):
     tie_word_embeddings: bool = False
 
     def __post_init__(self, **kwargs: Any) -> None:
-        """Build the backbone's configuration. Raises ValueError if the plan and the backbone have different depths."""
+        """Create the backbone's configuration. Raises ValueError if fields contradict each other."""
         if self.backbone_config is None:
             self.backbone_config = AutoConfig.for_model("llama")
         elif isinstance(self.backbone_config, dict):
@@ -128,15 +126,11 @@ class LaminaConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     def convert_rope_params_to_dict(self, **kwargs: object) -> dict[str, object]:
-        """Return the fields unchanged, because the backbone's configuration has already converted its rotary
-        parameters.
-
-        Transformers 5.17 would convert ModernBERT's parameters wrongly.
-        """
+        """Return the fields unchanged. The backbone's configuration has already converted its rotary parameters."""
         return kwargs
 
     def __getattr__(self, name: str) -> Any:
-        """Return the backbone's field. Python calls this method only for fields that LaminaConfig lacks."""
+        """Return the backbone's field, for a field that LaminaConfig does not have."""
         backbone = self.__dict__.get("backbone_config")
         if not name.startswith("_") and isinstance(backbone, PreTrainedConfig):
             if name == "logit_scale" and (scale := LogitsStyle.of(backbone).scale) != 1.0:
@@ -162,7 +156,7 @@ class LaminaConfig(PreTrainedConfig):
         return {**super().to_dict(), **self._copies()}
 
     def to_diff_dict(self) -> dict:
-        """Return config.json's content: fields that differ from transformers' defaults, and the backbone's fields."""
+        """Return the content of config.json: fields without default values, and copies of the backbone's fields."""
         return {**super().to_diff_dict(), **self._copies()}
 
     def _copies(self) -> dict[str, object]:

@@ -1,8 +1,7 @@
-"""Add calls to a module's forward, in source code that ``inspect.getsource`` can return.
+"""Insert method calls into a module's forward, as source code that ``inspect.getsource`` returns.
 
-Serving engines read and rewrite the source of a forward. The engines would silently lose a call that exists only in
-bytecode. Transformers copies this file beside a checkpoint, so this file imports neither the package nor torch's nn at
-run time.
+Serving engines rewrite a forward from its source, and would lose calls that exist only in bytecode. transformers copies
+this file beside a checkpoint, so it does not import the package.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from torch import nn
 
 
 class _Calls(ast.NodeTransformer):
-    """Adds method calls to a syntax tree, before and after the calls of modules ``owner.name``."""
+    """Insert method calls into a syntax tree, before and after the calls of inner modules."""
 
     def __init__(self, owner: str, before: Mapping[str, str], after: Mapping[str, str]):
         self.owner, self.before, self.after, self.found = owner, before, after, set[str]()
@@ -45,11 +44,10 @@ class _Calls(ast.NodeTransformer):
 
 
 def with_calls(base: type[nn.Module], before: Mapping[str, str], after: Mapping[str, str]) -> FunctionType:
-    """Return a module's forward with added calls of the module's methods, before or after inner modules.
+    """Return a module's forward with calls of the module's methods before or after inner modules.
 
-    ``before`` maps an inner module's name to a method for the input. ``after`` maps the name to a method for the
-    output. The new forward keeps the decorators, globals, closure and defaults. Raises ValueError if the forward
-    itself does not call an inner module, or if Lamina cannot read the forward's source.
+    ``before`` maps an inner module's name to a method for its input. ``after`` maps the name to a method for its
+    output. Raises ValueError if the forward does not call an inner module, or if its source is not available.
     """
     name = f"{base.__name__}.forward"
     wrappers, forward = list[FunctionType](), base.forward
@@ -83,7 +81,7 @@ def with_calls(base: type[nn.Module], before: Mapping[str, str], after: Mapping[
 
 
 def _tree(forward: object) -> ast.FunctionDef | None:
-    """Parse the source of a method. Return None if the source is not available."""
+    """Return the syntax tree of a method, or None if the source is not available."""
     try:
         source = inspect.getsource(forward)  # type: ignore[arg-type]  # raises TypeError
         tree = ast.parse(f"class _:\n{source}" if source[:1].isspace() else source).body[0]
@@ -94,7 +92,7 @@ def _tree(forward: object) -> ast.FunctionDef | None:
 
 
 def _compiled(tree: ast.FunctionDef, original: FunctionType, name: str) -> FunctionType:
-    """Compile a method's changed tree, and register its source text under a unique file name."""
+    """Compile a method's changed syntax tree, and register its source under a unique file name."""
     names = original.__code__.co_freevars
     owner = original.__qualname__.rpartition(".")[0].rpartition(".")[2]
     text = textwrap.indent(ast.unparse(ast.fix_missing_locations(tree)), "    ")

@@ -19,9 +19,9 @@ from lamina.modeling.backbones.loading import load_tokenizer, load_weights, read
 
 
 class Teller(TextStreamer):
-    """Passes an answer to ``tell`` in parts while the model generates the answer. The joined parts equal the answer.
+    """Pass an answer to ``tell`` in parts during its generation.
 
-    A Teller holds back white space, and text that may begin a stop text, until more text follows.
+    A Teller keeps white space, and text that may begin a stop text, until more text follows.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], tell: Callable[[str], object]):
@@ -41,15 +41,14 @@ class Teller(TextStreamer):
 
 
 def until(text: str, stops: Sequence[str], begin: int = 0) -> int:
-    """Return the position of the first stop text from ``begin`` on. Without a stop text, return the text's length."""
+    """Return the position of the first stop text from ``begin`` on, or the text's length if there is none."""
     return min((end for stop in stops if (end := text.find(stop, begin)) >= 0), default=len(text))
 
 
 class Speaker:
-    """A saved model that continues a text, or answers a user in the model's chat template.
+    """A saved model that continues a text, or answers a user in its chat template (see ``lamina.generate``).
 
-    ``lamina.generate`` documents the arguments. Raises UserError if the folder has no such model, or if a text fills
-    the model's context.
+    Raises UserError if the folder has no such model, or if a text fills the model's context.
     """
 
     def __init__(
@@ -98,7 +97,7 @@ class Speaker:
             )
 
     def answer(self, turns: list[dict[str, str]], tell: Callable[[str], object] | None = None) -> str:
-        """Return the answer to a conversation that ends with the user's turn. Pass ``tell`` the answer in parts."""
+        """Return the answer to a conversation that ends with a user's message. Pass parts of the answer to ``tell``."""
         self.check_chat()
         try:
             text = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
@@ -140,7 +139,7 @@ class Speaker:
             ) from error
 
     def _has_a_last_position(self, longest: int) -> bool:
-        """Return whether positions come from a table of limited length. (OPT's table has two extra rows.)"""
+        """Return whether a table of limited length gives the positions. (OPT's table has two extra rows.)"""
         tables = (m for m in self.model.modules() if isinstance(m, torch.nn.Embedding))
         words = self.model.get_input_embeddings()
         return any(longest <= table.num_embeddings <= longest + 2 for table in tables if table is not words)

@@ -1,7 +1,6 @@
 """Draw the initial weights of a model with an initializer of core/initializers.py.
 
-A table (core/architectures.py) maps the modules' attribute names to roles. Lamina never guesses a role from part of a
-name.
+A table (core/architectures.py) maps the modules' attribute names to roles, such as "query".
 """
 
 from __future__ import annotations
@@ -29,12 +28,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Weight(Facts):
-    """A parameter with the facts that initializers use. Parameters of role "wiring" have no initializer and no weight
-    decay.
+    """A parameter with the properties that initializers need.
 
-    ``sublayer`` is "attention", "feed_forward", "embedding" or "readout". If the parameter joins several matrices,
-    ``rows`` is the number of output channels of each matrix. With ``transposed``, the first axis holds the input
-    channels, as in GPT-2's Conv1D.
+    Parameters with the role "wiring" have no initializer and no weight decay.
+
+    Attributes:
+        sublayer: "attention", "feed_forward", "embedding" or "readout".
+        rows: the number of output channels of each matrix, if the parameter joins several matrices.
+        transposed: whether the first axis has the input channels, as in GPT-2's Conv1D.
     """
 
     name: str
@@ -45,14 +46,12 @@ class Weight(Facts):
 
     @property
     def matrix(self) -> torch.Tensor:
-        """The parameter as [..., output channels, input channels]."""
+        """Return the parameter as [..., output channels, input channels]."""
         return self.parameter.T if self.transposed else self.parameter
 
     @property
     def fan_in(self) -> int:
-        """The number of input channels, of one expert if the tensor stacks experts. An embedding has its width as
-        fan-in.
-        """
+        """Return the number of input channels, or the width for an embedding. Stacked experts count once."""
         return self.matrix.shape[-1]
 
     @property
@@ -67,12 +66,16 @@ def initialize(
     input_ids: torch.Tensor | None = None,
     base: Mapping[str, tuple[Weight, float]] | None = None,
 ) -> None:
-    """Draw every weight matrix, in the order of the parameters, from torch's global generator.
+    """Draw every weight matrix from torch's global generator. Biases become 0.
 
-    Norm gains and learned scales keep the values that the plan gives them; biases are 0. ``input_ids`` [batch, tokens]
-    is the input of an initializer that profiles the model, such as Admin's (default: random tokens). ``base`` (for
-    width scaling) maps a weight's name to a weight of the base model and a factor. Lamina then draws with the base
-    weight's standard deviation times the factor.
+    Norm gains and learned scales keep the values of the norm placement.
+
+    Args:
+        model: a Lamina model.
+        init: the initializer's name, such as "normal" or "normal(std=0.01)".
+        input_ids: the input [batch, tokens] for an initializer that runs the model, such as Admin's (default: random).
+        base: for width scaling, a mapping from a weight's name to the base model's weight and a factor on its standard
+            deviation.
     """
     name, std = check(init)
     std_of, unknown, known_roles = INITIALIZERS[name], 0, (HIDDEN, *BRANCH_OUT, *WITH_GAIN)
@@ -108,7 +111,7 @@ def initialize(
 
 
 def _pieces(weight: Weight, model: PreTrainedModel) -> list[Weight]:
-    """Split a matrix into the projections that it stacks, each with its role. A plain matrix is one piece."""
+    """Split a matrix into the projections that it stacks."""
     if weight.role == "gate_and_in":
         roles, sizes = ("gate", "feed_forward_in"), [weight.fan_out // 2] * 2
     elif weight.role == "query_key_value":
@@ -178,15 +181,12 @@ def weights(model: PreTrainedModel) -> Iterator[Weight]:
 
 @torch.no_grad()
 def profile_admin(model: PreTrainedModel, input_ids: torch.Tensor | None = None) -> None:
-    """Set the omega of every sub-layer in one forward pass in training mode.
+    """Set the omega of every sub-layer in a forward pass in training mode (Liu et al. 2020, arXiv 2004.08249, Eq 5).
 
-    omega_1 = 1 and omega_{i+1} = sqrt(Var(omega_i x_i) + Var(f_i(x_i))), the variance over all elements of the tensor
-    (Liu et al. 2020, arXiv 2004.08249, Eq 5 with the code's leading 1). Lamina sets omega_i before sub-layer i runs,
-    so x_i already depends on omega_1 to omega_{i-1}.
+        omega_1 = 1,  omega_{i+1} = sqrt(Var(omega_i x_i) + Var(f_i(x_i)))
 
-    ``input_ids`` are [batch, tokens], or images [batch, channels, height, width] for a vision backbone. The default is
-    8 x 64 tokens drawn uniformly from the vocabulary, or 8 images of noise, from a separate generator. Raises UserError
-    if a skip has no learned scale.
+    Here x_i is the input of sub-layer i, f_i is its branch, and Var is over all elements. The default ``input_ids`` are
+    8 x 64 random tokens, or 8 images of noise. Raises UserError if a skip has no learned scale.
     """
     base = body_of(model)
     residuals = [residual for _, _, residual in sublayers(base)]
@@ -219,7 +219,7 @@ def profile_admin(model: PreTrainedModel, input_ids: torch.Tensor | None = None)
 
 
 def random_inputs(base: PreTrainedModel, items: int, tokens: int, generator: torch.Generator) -> torch.Tensor:
-    """Draw a random main input: token ids [items, tokens], or noise images [items, channels, height, width]."""
+    """Draw a random input: token ids [items, tokens], or noise images [items, channels, height, width]."""
     config = backbone_of(base.config)
     if base.main_input_name == "input_ids":
         return torch.randint(0, config.vocab_size, (items, tokens), generator=generator)

@@ -1,12 +1,15 @@
 """Compute a language model's loss from a few hundred tokens at a time, without storing all logits.
 
-With the last states H [tokens, hidden_size], the head's weight W [vocab_size, hidden_size] and labels t the loss is
+The loss is the mean cross-entropy over the n labels t that are not -100:
 
     L = 1/n sum_i ( log sum_v exp z_iv  -  z_i,t_i ),     z_i = s W h_i,  or  c tanh(s W h_i / c)
 
-over the n labels that are not -100. The gradient needs only the softmax P of the logits: dL/dz = (P - onehot(t)) / n.
-So the forward pass adds a chunk's loss and the chunk's gradients of H and W, then frees the chunk's logits. Memory
-holds logits [chunk, vocab_size] instead of several tensors [tokens, vocab_size].
+- h_i: the last hidden state of token i
+- W: the head's weight [vocab_size, hidden_size]
+- s, c: the logits' factor and soft-cap
+
+The gradient of the logits z needs only their softmax. So the forward pass computes the loss and the gradients of a few
+hundred tokens (a chunk), and then frees their logits.
 """
 
 from __future__ import annotations
@@ -32,17 +35,14 @@ ChunkKernel = Callable[[torch.Tensor, torch.Tensor, float | None], tuple[torch.T
 
 
 class LinearLoss:
-    """The ``linear_loss`` of a LaminaForCausalLM.
+    """The ``linear_loss`` of a LaminaForCausalLM. On a GPU, it uses Liger's kernels if they are installed.
 
-    If all logits fit into one chunk, LinearLoss returns None, and the model computes the usual loss. In compiled
-    training on a GPU, LinearLoss never returns None, because the chunked loss is faster there.
-
-    On a GPU, LinearLoss uses Liger's kernels if they are installed.
+    If all logits fit into a chunk, LinearLoss returns None, and the model computes the usual loss. Compiled training on
+    a GPU always uses chunks, which are faster there.
 
     Args:
-        compiled: compile the operations on a chunk's logits. Compiled operations are faster on a GPU, where memory
-            limits the speed.
-        elements: number of logits in a chunk (default: depends on the device).
+        compiled: whether to compile the operations on a chunk's logits, which is faster on a GPU.
+        elements: the number of logits in a chunk (default: depends on the device).
     """
 
     def __init__(self, *, compiled: bool = False, elements: int | None = None):
@@ -73,19 +73,18 @@ class LinearLoss:
         shift_labels: torch.Tensor | None = None,
         **more: Any,
     ) -> torch.Tensor | None:
-        """Return the mean loss in float32, as transformers' ForCausalLMLoss. Return None to let the model compute the
-        loss.
+        """Return the mean loss in float32, like transformers' ForCausalLMLoss. None lets the model compute the loss.
 
         Args:
-            states: [batch, tokens, hidden_size]; the state of token i predicts label i + 1.
-            head: the output head. The head must be an nn.Linear without bias and without an adapter, and its weight
-                must be unquantized and unsharded. For any other head, return None.
+            states: [batch, tokens, hidden_size]. The state of token i predicts label i + 1.
+            head: the output head. The result is None unless it is an nn.Linear without bias and adapter, whose weight
+                is neither quantized nor sharded.
             labels: [batch, tokens], with -100 for tokens without a label.
             scale: the factor on the logits.
-            softcap: the logits' bound c in c tanh(z / c).
+            softcap: the logits' soft-cap c in c tanh(z / c).
             num_items_in_batch: the divisor of the summed losses (default: the number of labels that are not -100).
             shift_labels: labels that are already shifted.
-            more: other arguments of the loss. With any other argument, return None.
+            more: other arguments of the loss. With any of them, the result is None.
         """
         if type(head) is not nn.Linear or head.bias is not None or type(head.weight) is not nn.Parameter or more:
             return None
@@ -121,7 +120,7 @@ class LinearLoss:
 
 
 def chunk_loss(logits: torch.Tensor, labels: torch.Tensor, softcap: float | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute a chunk's loss and gradient in plain PyTorch; float64 logits stay float64."""
+    """Compute the loss and gradient of some logits in plain PyTorch. Float64 logits stay float64."""
     z = logits if logits.dtype == torch.float64 else logits.float()
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
@@ -142,7 +141,7 @@ def chunk_loss(logits: torch.Tensor, labels: torch.Tensor, softcap: float | None
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """Sums the cross-entropies of the logits W h. The forward pass also computes the gradients."""
+    """The sum of the cross-entropies of the logits W h. The forward pass also computes the gradients."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -157,8 +156,8 @@ class LinearCrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         """Sum the losses for ``hidden`` [tokens, hidden_size] with the head's ``weight`` [vocab_size, hidden_size].
 
-        ``dtype`` is the logits' dtype. The forward pass keeps the gradients of the sum, because the gradients of the
-        mean would underflow in float16. The weight's gradient accumulates in float32.
+        The logits have the dtype ``dtype``. The weight's gradient accumulates in float32. Lamina stores the gradients
+        of the sum, because the gradients of the mean would underflow in float16.
         """
         with torch.autocast(hidden.device.type, enabled=False):
             x, w = hidden.detach().to(dtype), weight.detach().to(dtype)
@@ -184,7 +183,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        """Scale the kept gradients by the loss's gradient, in place. You can therefore call backward only once."""
+        """Scale the stored gradients by the loss's gradient, in place. You can call backward only once."""
         if ctx.gradients is None:
             raise RuntimeError("the chunked loss supports only one backward pass. Leave out retain_graph.")
         (by_hidden, by_weight), ctx.gradients = ctx.gradients, None

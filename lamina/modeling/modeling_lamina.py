@@ -1,6 +1,6 @@
-"""The models that transformers' Auto classes load. A plan connects the backbone's modules.
+"""The models that transformers' Auto classes load: a backbone with the norms of a placement.
 
-Transformers copies this file beside a checkpoint, together with the configuration's and the wiring's files.
+transformers copies this file beside a checkpoint, together with the files of the configuration and the norms.
 """
 
 from __future__ import annotations
@@ -48,18 +48,21 @@ class Adapter:
     """The names of a model type's modules, and the heads that fit the type. A name may be a path ("encoder.layer").
 
     Args:
-        layers: the backbone's list of layers. ``attention`` and ``feed_forward`` are a layer's two modules. If you give
-            several names ("self_attn|mamba"), Lamina takes the first name that the layer has. ``norm`` is the
-            backbone's final norm.
-        dropout: the configuration's field for dropout on the branches; None if the layer's modules apply the dropout.
+        layers: the backbone's list of layers.
+        attention: a layer's attention module. Of several names ("self_attn|mamba"), Lamina takes the first that exists.
+        feed_forward: a layer's feed-forward module, also with several names.
+        norm: the backbone's final norm.
+        dropout: the configuration's field for dropout on the branches, or None if the layer's modules apply the
+            dropout.
         head_bias: whether the output head has a bias.
-        stacked: the attention's joint projection to queries, keys and values; None if it has separate projections.
-        embedding_norm: the norm at the end of the backbone's embeddings, if any. The plan's norm replaces this norm.
+        stacked: the attention's joint projection to queries, keys and values, or None for separate projections.
+        embedding_norm: the norm at the end of the backbone's embeddings, which the placement's norm replaces, or None.
         input: the name of the model's input.
         embeddings: the module that computes x^0 from the input, if the model needs more than a look-up by id.
         is_decoder: whether the model is causal and caches keys and values.
-        heads: the heads (names in HEADS) that fit the model type, the default head first.
-        roles: a dict from a module's attribute name to its weight's role, besides the names in core/architectures.py.
+        heads: the heads (names in HEADS) that fit the model type. The first head is the default.
+        roles: a mapping from a module's attribute name to its weight's role, besides the names in
+            core/architectures.py.
         arguments: keyword arguments of the backbone's constructor.
     """
 
@@ -159,10 +162,9 @@ def adapter_of(config: PreTrainedConfig) -> Adapter:
 
 
 def build_backbone(config: LaminaConfig) -> tuple[PreTrainedModel, LaminaNorm | None]:
-    """Build the transformers model of ``config.backbone_config``, wired by ``config.plan``, and the embedding's norm.
+    """Build a transformers model with the norm placement of ``config.plan``. Return it and the embedding norm.
 
-    Raises ValueError if Lamina cannot change the architecture's layers, or if the plan normalizes projections that the
-    architecture lacks.
+    Raises ValueError if Lamina can't change the layers, or if a projection that needs a norm does not exist.
     """
     backbone_config, plan = backbone_of(config), config.plan
     if plan is None:
@@ -207,8 +209,7 @@ def build_backbone(config: LaminaConfig) -> tuple[PreTrainedModel, LaminaNorm | 
 def _backbone_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """Return a subclass of the backbone's model that records Blocks as its hidden states.
 
-    Transformers looks up its output recorders by class, so the class must exist before Lamina builds the model. This
-    module keeps the class under its name, so that models can be pickled.
+    transformers finds its recorders by class, so the class must exist first. To pickle models, this module stores it.
     """
     try:
         base = cast(type[PreTrainedModel], MODEL_MAPPING[type(config)])
@@ -230,9 +231,8 @@ def _backbone_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 def _rename_parallel_plans(backbone: PreTrainedModel, adapter: Adapter, plan: dict) -> None:
     """Rename modules in the backbone's plans for tensor and expert parallelism and for FSDP.
 
-    The new plans leave out the layers' original norms, because Lamina's norms act where every process has all channels.
-    Per-head norms on queries, keys and values already have all channels. For norms over the full width, the processes
-    gather the projections, as in OLMo 2.
+    The new plans omit the layers' original norms, because Lamina's norms act where every process has all channels. For
+    norms over the full width of queries and keys, the processes gather the projections, as in OLMo 2.
     """
     parts = adapter.parts
     inside = re.compile(rf"({re.escape(adapter.layers)}\.(?:\*|\d+)\.)([^.]+)(?=\.|$)(.*)")
@@ -269,7 +269,7 @@ PARALLEL = ("use_parallel_residual", "parallel_attn")  # fields that say so, in 
 
 
 def _check_wirable(backbone: PreTrainedModel, adapter: Adapter, plan: dict) -> None:
-    """Raise ValueError if the backbone lacks a part, or if the plan drops a computation of its layers."""
+    """Raise ValueError if the backbone lacks a module, or if its layers compute something that Lamina would drop."""
     kind = f"backbone {backbone.config.model_type!r}"
     for name in ("layers", "norm", "embedding_norm", "embeddings"):
         _check_module(backbone, getattr(adapter, name), f"{kind}: {name}")
@@ -310,7 +310,7 @@ def _check_wirable(backbone: PreTrainedModel, adapter: Adapter, plan: dict) -> N
 
 
 def _check_module(backbone: nn.Module, path: str | None, subject: str) -> None:
-    """Raise ValueError if ``path`` names no module. The message begins with ``subject`` and lists the modules."""
+    """Raise ValueError if ``path`` names no module, and list the modules. ``subject`` begins the message."""
     module, before = backbone, list[str]()
     for part in path.split(".") if path else ():
         children = dict(module.named_children())
@@ -331,9 +331,7 @@ class LaminaPreTrainedModel(InitializesPlan, PreTrainedModel):
     _supports_flash_attn = _supports_sdpa = _supports_flex_attn = _supports_attention_backend = True
 
     def train(self, mode: bool = True) -> Self:
-        """Set the mode of all modules. If no mode changes, return at once, because Trainer sets the mode at every
-        step.
-        """
+        """Set the mode of all modules. Trainer calls this method in every step, so return early if possible."""
         waiting: list[nn.Module] = [self]
         for module in waiting:
             waiting += filter(None, module._modules.values())
@@ -341,7 +339,7 @@ class LaminaPreTrainedModel(InitializesPlan, PreTrainedModel):
 
 
 class LaminaModel(LaminaPreTrainedModel):
-    """A backbone, connected as a plan says, from token ids [batch, tokens] to states [batch, tokens, hidden_size].
+    """A backbone with a norm placement, from token ids [batch, tokens] to states [batch, tokens, hidden_size].
 
     A vision backbone takes ``pixel_values`` [batch, channels, height, width] instead, and its tokens are the patches.
     The output's ``hidden_states`` are the residual stream x^0 .. x^N. The final norm is not applied to x^N.
@@ -363,12 +361,12 @@ class LaminaModel(LaminaPreTrainedModel):
 
     @property
     def layers(self) -> nn.ModuleList:
-        """The blocks, first to last."""
+        """Return the blocks in order."""
         return cast(nn.ModuleList, self.backbone.get_submodule(self._adapter.layers))
 
     @property
     def norm(self) -> nn.Module:
-        """The norm after the last block; Identity if the plan has no norm there."""
+        """Return the norm after the last block, or an Identity if the placement has none."""
         return self.backbone.get_submodule(self._adapter.norm)
 
     def get_input_embeddings(self) -> nn.Module:
@@ -378,7 +376,7 @@ class LaminaModel(LaminaPreTrainedModel):
         self.backbone.set_input_embeddings(value)
 
     def _check_whole(self) -> None:
-        """Raise ValueError if a serving engine has split layers or channels that the plan needs together."""
+        """Raise ValueError if a serving engine has split layers or channels that the norm placement needs together."""
         if not (self._pp_plan or all(isinstance(layer, Block) for layer in self.layers)):
             raise ValueError(
                 "plan: a model cannot be split into pipeline stages if the plan scales or normalizes the embedding, or "
@@ -400,7 +398,7 @@ class LaminaModel(LaminaPreTrainedModel):
         return x if self.embedding_norm is None else self.embedding_norm(x)
 
     def _after_embeddings(self, module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
-        """Scale and normalize the embeddings. A bound method lets a copied model use the copy's norm."""
+        """Scale and normalize the embeddings."""
         return self._scaled_and_normed(output)
 
     def forward(
@@ -472,7 +470,7 @@ HEADS: dict[str, Head] = {}
 
 
 def head(name: str, auto_class: str) -> Callable[[M], M]:
-    """Register a model class under its head's name and its Auto class, also for loading as remote code."""
+    """Register a model class for a head and its Auto class, also for loading as remote code."""
 
     def register(model: M) -> M:
         model.kind = name
@@ -485,10 +483,10 @@ def head(name: str, auto_class: str) -> Callable[[M], M]:
 
 @head("causal_lm", "AutoModelForCausalLM")
 class LaminaForCausalLM(LaminaWithHead, GenerationMixin):
-    """A LaminaModel with a language-model head: logits [batch, tokens, vocab_size], and the loss if labels are given.
+    """A LaminaModel with a language-model head: logits [batch, tokens, vocab_size], and the loss if there are labels.
 
-    A ``linear_loss`` computes the loss from the last states [batch, tokens, hidden_size], the head and the labels. The
-    output's logits are then None. If ``linear_loss`` returns None, the model computes the loss from the logits.
+    If ``linear_loss`` is set, it computes the loss from the last states, the head and the labels, and the output has no
+    logits. If it returns None, the model computes the loss from the logits.
     """
 
     linear_loss: Callable[..., torch.Tensor | None] | None = None
@@ -558,7 +556,7 @@ class LaminaForCausalLM(LaminaWithHead, GenerationMixin):
 
 @head("sequence_classification", "AutoModelForSequenceClassification")
 class LaminaForSequenceClassification(GenericForSequenceClassification, LaminaWithHead):
-    """A LaminaModel that scores each sequence at the last token. A reward model has num_labels = 1."""
+    """A LaminaModel that scores each sequence at its last token. A reward model has num_labels = 1."""
 
     def __init__(self, config: LaminaConfig):
         # Not the generic constructor: it would ask AutoModel, which refuses remote code here.
@@ -578,10 +576,10 @@ class LaminaForSequenceClassification(GenericForSequenceClassification, LaminaWi
         use_cache: bool | None = None,
         **kwargs: Any,
     ) -> SequenceClassifierOutputWithPast:
-        """Score the last token that the mask [batch, tokens] keeps. Without a mask, score the last token that is not
+        """Score the last token in the attention mask [batch, tokens], or without a mask, the last token that is no
         padding.
 
-        If the tokenizer pads with the end-of-text token, a mask can change which token is scored.
+        If the tokenizer pads with the end-of-text token, these two tokens can differ.
         """
         kwargs |= {"position_ids": position_ids, "past_key_values": past_key_values, "inputs_embeds": inputs_embeds}
         if attention_mask is None or attention_mask.ndim != 2:
@@ -607,9 +605,9 @@ class LaminaForSequenceClassification(GenericForSequenceClassification, LaminaWi
 
 @head("masked_lm", "AutoModelForMaskedLM")
 class LaminaForMaskedLM(LaminaWithHead):
-    """A bidirectional LaminaModel with a head that predicts masked tokens.
+    """A bidirectional LaminaModel with a head that predicts masked tokens: logits [batch, tokens, vocab_size].
 
-    The logits are [batch, tokens, vocab_size]. The loss is the mean over the labels that are not -100.
+    The loss is the mean over the labels that are not -100.
     """
 
     _tied_weights_keys = {"decoder.weight": "model.backbone.embeddings.tok_embeddings.weight"}
@@ -657,8 +655,8 @@ class LaminaForMaskedLM(LaminaWithHead):
 class LaminaForImageClassification(LaminaWithHead):
     """A vision LaminaModel with a linear classifier on its first token: logits [batch, num_labels].
 
-    Labels are classes [batch], or probabilities [batch, num_labels] from mixup; the loss is the cross-entropy. If the
-    configuration has a ``problem_type``, the loss is transformers' loss for this type.
+    Labels are classes [batch], or probabilities [batch, num_labels] from mixup. The loss is the cross-entropy, or
+    transformers' loss for the configuration's ``problem_type``.
     """
 
     main_input_name = "pixel_values"

@@ -19,9 +19,9 @@ SUBLAYERS = ("attention", "feed_forward")
 
 
 def body_of(model: nn.Module, user: str = "model") -> LaminaModel:
-    """Return the LaminaModel inside a model with a head; return a LaminaModel unchanged.
+    """Return the LaminaModel inside a model with a head. Return a LaminaModel unchanged.
 
-    Raises UserError for any other model. The message begins with ``user``.
+    Raises UserError for any other model. ``user`` begins the message.
     """
     body = model if isinstance(model, LaminaModel) else getattr(model, "model", None)
     if not isinstance(body, LaminaModel):
@@ -41,11 +41,9 @@ def sublayers(body: LaminaModel) -> Iterator[tuple[int, str, Residual]]:
 
 @contextmanager
 def temporary_hooks() -> Iterator[list[RemovableHandle]]:
-    """Yield a list for handles of hooks. Remove all hooks in the list at the end, also after an error.
+    """Yield a list for hooks' handles. At the end of the context, remove all hooks in the list.
 
-    >>> with temporary_hooks() as hooks:
-    ...     hooks.append(module.register_forward_hook(look))
-    ...     module(x)
+    >>> with temporary_hooks() as hooks: ...     hooks.append(module.register_forward_hook(look)) ...     module(x)
     """
     hooks: list[RemovableHandle] = []
     try:
@@ -57,7 +55,7 @@ def temporary_hooks() -> Iterator[list[RemovableHandle]]:
 
 @contextmanager
 def patched(holder: object, **attributes: object) -> Iterator[None]:
-    """Set attributes on an object or module inside the context, and restore the old values afterwards."""
+    """Set attributes on an object inside the context, and restore the old values afterwards."""
     before = {name: vars(holder)[name] for name in attributes if name in vars(holder)}
     for name, value in attributes.items():
         setattr(holder, name, value)
@@ -73,10 +71,7 @@ def patched(holder: object, **attributes: object) -> Iterator[None]:
 
 @contextmanager
 def uncompiled(model: nn.Module) -> Iterator[None]:
-    """Inside the context, run compiled modules eagerly.
-
-    Compiled modules would skip inner hooks, and recompile for each shape.
-    """
+    """Run compiled modules eagerly inside the context. They would skip inner hooks and recompile for each shape."""
     calls = {module: call for module in model.modules() if (call := module._compiled_call_impl) is not None}
     for module in calls:
         module._compiled_call_impl = None
@@ -88,10 +83,9 @@ def uncompiled(model: nn.Module) -> Iterator[None]:
 
 
 def one_sequence_each() -> AbstractContextManager[None]:
-    """Inside the context, let transformers treat each row of a batch as one sequence, without a check.
+    """Inside the context, let transformers treat each row of a batch as one sequence, without checking the positions.
 
-    The check would make the CPU wait for the device. Transformers computes the positions itself, so a check is
-    superfluous.
+    The check would make the CPU wait for the device.
     """
     return patched(masking_utils, find_packed_sequence_indices=lambda position_ids: None)
 
@@ -109,11 +103,10 @@ def decaying(model: nn.Module) -> list[str]:
 
 
 def drop_branches(model: PreTrainedModel, rate: float) -> None:
-    """Drop branches at random for each item of a batch. The probability grows from 0 to ``rate`` over the layers.
+    """Drop branches at random for each item of a batch, as in DeiT and ConvNeXt.
 
-    Layer l of N (from 0) has the probability rate * l / (N - 1), as in DeiT and ConvNeXt. Lamina divides each kept
-    branch by 1 - probability. If the branch has an output norm, Lamina drops the norm's output. The model gets no new
-    weights, and evaluation does not change.
+    Layer l of N (from 0) has the probability rate * l / (N - 1). Lamina divides the other branches by 1 - probability.
+    It drops a branch after its output norm. The model gets no new weights, and evaluation does not change.
     """
     body = body_of(model, "drop_path")
     last = max(1, len(body.layers) - 1)

@@ -30,12 +30,15 @@ PATIENCE = timedelta(hours=2)  # a process may wait for another to read a corpus
 
 @dataclass(frozen=True, kw_only=True)
 class Processes:
-    """Process ``rank`` of the run's ``size`` processes, with communication between the processes.
+    """This process of a distributed run, and its communication with the other processes.
 
-    Groups of ``tensor`` processes share each layer's matrices.
+    Decisions that all processes must share (stop, diverged, failed) use CPU collectives, so no process waits for a
+    device or for a process that has ended.
 
-    Decisions that must be equal in all processes (stop, diverged, failed) use separate CPU collectives. With CPU
-    collectives, no process waits for a process that has ended, or for a device.
+    Attributes:
+        rank: the number of this process.
+        size: the number of processes.
+        tensor: the number of processes that share each layer's matrices.
     """
 
     rank: int = 0
@@ -47,21 +50,21 @@ class Processes:
 
     @property
     def data_rank(self) -> int:
-        """The index of this process's part of a batch. A group of ``tensor`` neighboring processes shares a part."""
+        """Return the index of this process's part of a batch. ``tensor`` neighboring processes have the same part."""
         return self.rank // self.tensor
 
     @property
     def data_size(self) -> int:
-        """The number of parts of a batch."""
+        """Return the number of parts of a batch."""
         return self.size // self.tensor
 
     @property
     def first(self) -> bool:
-        """Whether this process writes the run's folder."""
+        """Return whether this process writes the run's folder."""
         return self.rank == 0
 
     def apart(self) -> Processes:
-        """Return the processes with separate CPU collectives, for another thread. All processes must call ``apart``."""
+        """Return the processes with separate CPU collectives, for another thread. Call it in all processes."""
         return self if self.size == 1 else replace(self, group=distributed.new_group(backend="gloo", timeout=PATIENCE))
 
     def anyone(self, mine: bool) -> bool:
@@ -93,13 +96,13 @@ class Processes:
         return torch.cat(self.everyones(tensor.detach().cpu()))
 
     def together(self, act: Callable[[], T]) -> T:
-        """Call ``act`` in every process. If ``act`` fails, all processes raise the error of the lowest failed rank."""
+        """Call ``act`` in every process. If it fails in some processes, raise the first error in all processes."""
         answer, error = _attempt(act)
         self._raise_first(error)
         return cast(T, answer)
 
     def by_first(self, act: Callable[[], T]) -> T:
-        """Call ``act`` in the first process. In all processes, return the result or raise the error."""
+        """Call ``act`` in the first process. Return its result or raise its error in all processes."""
         answer, error = _attempt(act) if self.first else (None, None)
         self._raise_first(error)
         if self.size > 1:
@@ -109,9 +112,7 @@ class Processes:
         return cast(T, answer)
 
     def first_per_host(self, act: Callable[[], T]) -> T:
-        """Call ``act`` in one process per host, and then in the host's other processes. The first call may write
-        files.
-        """
+        """Call ``act`` in one process per host to write files, and then in the host's other processes."""
         if self.size == 1:
             return act()
         answer, error = _attempt(act) if self.local_rank == 0 else (None, None)
@@ -144,7 +145,7 @@ ALONE = Processes()
 
 
 def lost_another(error: BaseException | None) -> bool:
-    """Return whether the exception arose because another process was killed or failed."""
+    """Return whether the exception arose because another process ended."""
     while error is not None:
         if isinstance(error, distributed.DistNetworkError) or "gloo/transport" in str(error):
             return True
@@ -160,7 +161,7 @@ def _attempt(act: Callable[[], T]) -> tuple[T | None, BaseException | None]:
 
 
 def _sendable(error: BaseException) -> BaseException:
-    """Return an equivalent exception that can be pickled for another process."""
+    """Return an equivalent exception that another process can unpickle."""
     if isinstance(error, UserError):
         return UserError(str(error))
     if isinstance(error, OSError):
@@ -173,8 +174,7 @@ def _sendable(error: BaseException) -> BaseException:
 
 
 def launched() -> tuple[int, int, int, int]:
-    """Return (rank, processes, rank on this host, processes on this host) from torchrun's or accelerate launch's
-    variables.
+    """Return (rank, processes, rank on this host, processes on this host), as torchrun or accelerate launch set them.
 
     Raises UserError for invalid values.
     """
@@ -194,9 +194,7 @@ def launched() -> tuple[int, int, int, int]:
 
 
 def reported_once(act: Callable[[], T]) -> T:
-    """Call ``act`` and return its result. If ``act`` raises UserError in all processes, only the first process reports
-    the error.
-    """
+    """Call ``act`` and return its result. If all processes raise UserError, only the first process prints it."""
     try:
         return act()
     except UserError as error:
@@ -230,7 +228,7 @@ def join_processes(device: str, parallel: str, tensor: int = 1) -> Iterator[Proc
 
     Raises:
         UserError: for more processes than GPUs, for several processes on "mps", or if the processes cannot connect.
-        OSError: if another process ended while this process waited. The other process has reported the reason.
+        OSError: if another process has ended. That process has printed the reason.
     """
     rank, size, local_rank, local_size = launched()
     device, parallel = reported_once(lambda: (device_of(device), parallel_of(parallel)))
@@ -282,7 +280,6 @@ def join_processes(device: str, parallel: str, tensor: int = 1) -> Iterator[Proc
 
 
 def _leave() -> None:
-    """Leave the processes' group if the program is still in the group."""
     if distributed.is_initialized():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -290,21 +287,20 @@ def _leave() -> None:
 
 
 def _settle() -> None:
-    """Wait for gloo's threads to end, or at least to become idle, before the interpreter ends.
+    """Wait for gloo's threads to become idle before the interpreter ends.
 
-    A gloo thread needs the interpreter to release a collective's tensors, a moment after the collective. If the
-    interpreter has already ended, the thread aborts the process (exit status -6). Torchrun then reports a finished run
-    as failed.
+    A gloo thread needs the interpreter to release a collective's tensors. If the interpreter has already ended, the
+    thread aborts the process, and torchrun reports a finished run as failed.
     """
     gc.collect()  # a process group that nothing keeps waits for its threads itself
     time.sleep(0.2)  # DTensor's caches keep FSDP2's group for good; its threads need a millisecond
 
 
 def parallel_of(parallel: str) -> str:
-    """Resolve "auto" to "fsdp2" if accelerate launch's configuration asks for FSDP, and to "ddp" otherwise.
+    """Return "fsdp2" for "auto" if accelerate launch's configuration asks for FSDP, and "ddp" otherwise.
 
-    Lamina turns accelerate's own sharding off, because Lamina shards the model before Trainer sees it. Raises UserError
-    if accelerate's configuration has other plugins.
+    Turn accelerate's own sharding off, because Lamina shards the model before Trainer sees it. Raises UserError if
+    accelerate's configuration has other plugins.
     """
     switches = {name: os.environ.pop(f"ACCELERATE_USE_{name}", "") for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM")}
     requested = [name for name, value in switches.items() if value.lower() in ("1", "true", "yes")]

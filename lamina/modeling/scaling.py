@@ -1,15 +1,11 @@
-"""Scale learning rates, initial weights and Adam's epsilon with width and depth. So one learning rate suits models of
-different sizes.
+"""Scale learning rates, initial weights and Adam's epsilon, so that one learning rate suits models of different sizes.
 
-Everett et al. 2024 (arXiv 2407.05872): at width n, a weight has the multiplier n^-a, the initial standard deviation
-n^-b and the learning rate n^-c. Lamina folds the multiplier into the other two factors. Adam's steps don't depend on
-the gradient's size. Under Adam, (a, b, c) and (0, a + b, a + c) therefore train the same function, up to Adam's epsilon
-and gradient clipping. A checkpoint therefore stores no multiplier for the width.
-
-CompleteP (Dey et al. 2025, arXiv 2505.01618, Table 1): with m = depth / base depth, Lamina divides every branch by
-m^alpha. For all parameters of a block, including norms and biases, the learning rate has the factor m^(alpha - 1), and
-epsilon has the factor m^-alpha. Initial weights and weight decay do not depend on the depth. The multiplier is part of
-the plan (the placement's option ``depth_scaling``), so every checkpoint stores it.
+- Width (Everett et al. 2024, arXiv 2407.05872): at width n, a weight has the multiplier n^-a, the initial standard
+  deviation n^-b and the learning rate n^-c. Under Adam, the exponents (a, b, c) and (0, a + b, a + c) train the same
+  function, up to Adam's epsilon and gradient clipping. So Lamina needs no multiplier.
+- Depth (CompleteP, Dey et al. 2025, arXiv 2505.01618, Table 1): with m = depth / base depth, Lamina divides every
+  branch by m^alpha. In the blocks, it multiplies the learning rates by m^(alpha - 1), and epsilon by m^-alpha. The
+  placement's option ``depth_scaling`` stores the branches' factor.
 """
 
 from __future__ import annotations
@@ -36,15 +32,16 @@ KINDS = ("embedding", "hidden", "readout")
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling:
-    """A width scheme and a depth scheme, with the base sizes: the sizes at which you tuned the learning rate.
+    """How to scale the learning rates and initial weights with width and depth.
 
     Args:
         width: one of SCHEMES, or "none".
-        base_width: hidden size for which all width factors are 1.
-        k_embedding: with width scaling, a further factor on the embedding's learning rate. k_hidden is the further
-            factor for hidden weights, and k_readout for the output head.
+        base_width: the hidden size at which you tuned the learning rate.
+        k_embedding: a constant factor on the embedding's learning rate, with width scaling.
+        k_hidden: a constant factor on the hidden weights' learning rates, with width scaling.
+        k_readout: a constant factor on the output head's learning rate, with width scaling.
         depth: one of DEPTH_SCHEMES, or "none".
-        base_depth: number of blocks for which all depth factors are 1.
+        base_depth: the number of blocks at which you tuned the learning rate.
     """
 
     width: str = "none"
@@ -56,7 +53,6 @@ class Scaling:
     base_depth: int = 1
 
     def __post_init__(self) -> None:
-        """Raise UserError for an unknown scheme, or for a base size that is not a positive whole number."""
         for name, value, schemes in (
             ("width_scaling", self.width, SCHEMES),
             ("depth_scaling", self.depth, DEPTH_SCHEMES),
@@ -68,11 +64,11 @@ class Scaling:
 
     @property
     def placement_options(self) -> Json:
-        """The placement options that put the depth scheme's multiplier into a plan."""
+        """Return the options with which a norm placement divides its branches."""
         return {} if self.depth == "none" else {"depth_scaling": self.depth, "base_depth": self.base_depth}
 
     def check_options(self, options: Json) -> None:
-        """Raise UserError if a placement's options lack the depth scheme's multiplier."""
+        """Raise UserError if a placement's options do not divide its branches as the depth scaling needs."""
         if any(options.get(name) != value for name, value in self.placement_options.items()):
             stated = ", ".join(f"{name}={value}" for name, value in self.placement_options.items())
             raise UserError(
@@ -81,9 +77,7 @@ class Scaling:
             )
 
     def exponents(self, kind: Kind) -> tuple[float, float]:
-        """Return the exponents of the width in the standard deviation and in the learning rate. Each exponent includes
-        the multiplier's exponent.
-        """
+        """Return the exponents of the width in the standard deviation and in the learning rate."""
         if kind == "vector" or self.width == "none":
             return 0.0, 0.0
         scheme, index = SCHEMES[self.width], KINDS.index(kind)
@@ -91,18 +85,15 @@ class Scaling:
         return multiplier + scheme.std[index], multiplier + scheme.rate[index]
 
     def rate(self, kind: Kind, width: float) -> float:
-        """Return the width factor on a weight's learning rate, for a model ``width`` times as wide as the base
-        model.
-        """
+        """Return the factor on the learning rate of a weight in a model ``width`` times as wide as the base model."""
         constant = 1.0 if kind == "vector" else float(getattr(self, f"k_{kind}"))
         return constant * width ** self.exponents(kind)[1]
 
     def depth_factors(self, weight: Weight) -> tuple[float, float]:
         """Return the factors of depth scaling on a weight's learning rate and on Adam's epsilon (CompleteP, Table 1).
 
-        A branch's learned scale contains the multiplier: its initial value is divided by m^alpha (m: depth / base
-        depth). So the scale's learning rate has another factor m^-alpha. The learned scale's Adam epsilon has no
-        factor, because the scale's gradient grows by m^alpha.
+        The initial value of a branch's learned scale is already divided by m^alpha, where m is depth / base depth. So
+        its learning rate has another factor m^-alpha. Its epsilon has no factor, because its gradient grows by m^alpha.
         """
         if self.depth == "none" or weight.layer < 0:
             return 1.0, 1.0
@@ -114,11 +105,11 @@ class Scaling:
 
 @dataclass(frozen=True, kw_only=True)
 class StepFactors:
-    """Factors on a parameter's learning rate and Adam's epsilon. Lamina divides the weight decay by ``width_rate``.
+    """Factors on a parameter's learning rate (``rate``) and on Adam's epsilon. ``width_rate`` is the width's part of
+    ``rate``.
 
-    AdamW shrinks a weight by learning rate * decay per step, so a wider model with a lower learning rate would decay
-    less. ``width_rate`` is the width's factor in ``rate``. The decay does not depend on the depth (CompleteP, Table
-    1). ``muon`` says whether Muon updates the parameter instead of AdamW.
+    Lamina divides the weight decay by ``width_rate``, because AdamW multiplies it by the learning rate. ``muon`` is
+    true if Muon updates the parameter instead of AdamW.
     """
 
     rate: float = 1.0
@@ -129,10 +120,9 @@ class StepFactors:
 
 @dataclass(frozen=True, kw_only=True)
 class ScaledWeight:
-    """A weight, the base model's weight of the same name, and the factors on learning rate and epsilon.
+    """A weight with its scale factors, and the base model's weight of the same name.
 
-    Under width scaling, the base model is on the meta device. The initial standard deviation is ``std`` times the base
-    model's standard deviation.
+    ``std`` is the factor on the base model's initial standard deviation.
     """
 
     weight: Weight
@@ -145,13 +135,12 @@ class ScaledWeight:
 def scaled_weights(model: PreTrainedModel, scaling: Scaling) -> Iterator[ScaledWeight]:
     """Yield every parameter of a Lamina model once, with its factors.
 
-    The learning rate depends on m = hidden size / base width. The standard deviation depends on the weight's fan-in
-    divided by the base model's fan-in. If a weight's fan-in does not grow with the width, the weight's learning rate
-    and standard deviation stay unchanged. Weights that read MLA's latent are an example. If the model multiplies the
-    embedding by the square root of the width, Lamina divides the embedding's factors by sqrt(m).
+    The learning rate depends on hidden size / base width. The standard deviation depends on the ratio of the weight's
+    fan-in to the base model's fan-in. Weights whose fan-in does not grow with the width, such as the weights after
+    MLA's latent, keep both.
 
-    Under width scaling, raises UserError for tied embeddings, or if no model of the base width exists. Under depth
-    scaling, raises UserError if the plan lacks the multiplier.
+    Raises UserError for tied embeddings or an impossible base width under width scaling. Under depth scaling, raises
+    UserError if the placement does not divide its branches.
     """
     scaling.check_options(model.config.plan["options"])
     base = base_model(model, scaling)
@@ -174,9 +163,7 @@ def scaled_weights(model: PreTrainedModel, scaling: Scaling) -> Iterator[ScaledW
 
 
 def kind_of(weight: Weight) -> Kind:
-    """Return a weight's kind: "vector" for gains, biases and the weights of residual paths, "hidden" for all other
-    weights of blocks.
-    """
+    """Return a weight's kind: "vector" for gains, biases and residual paths, "hidden" for other weights of blocks."""
     kinds: dict[str, Kind] = {
         **dict.fromkeys(("bias", "vector", "wiring"), "vector"),
         "embedding": "embedding",
@@ -186,8 +173,7 @@ def kind_of(weight: Weight) -> Kind:
 
 
 def base_model(model: PreTrainedModel, scaling: Scaling) -> PreTrainedModel:
-    """Build the model at the base width on the meta device, to get the shapes. Without width scaling, return the model
-    itself.
+    """Return the model at the base width, on the meta device. Without width scaling, return the model itself.
 
     Raises UserError if no model has this width, or if the embeddings are tied.
     """
@@ -211,8 +197,6 @@ def base_model(model: PreTrainedModel, scaling: Scaling) -> PreTrainedModel:
 
 
 def embedding_scale(model: PreTrainedModel) -> float:
-    """Return the forward pass's factor on the embedding: the plan's factor times the backbone's factor (Gemma:
-    sqrt(d)).
-    """
+    """Return the factor on the embedding in the forward pass: the placement's factor times the backbone's factor."""
     base = body_of(model)
     return base.embedding_scale * float(getattr(base.get_input_embeddings(), "scalar_embed_scale", 1.0))

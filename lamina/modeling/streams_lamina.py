@@ -1,8 +1,6 @@
-"""Residual states other than a single stream: several streams, or a memory of earlier states.
+"""Residual paths other than a single stream: several streams, or stored states of earlier blocks.
 
-    h = read(S)        S' = C( skip_scale * mix(s) + write * branch )
-
-Transformers copies this file beside a checkpoint, so this file imports only torch.
+transformers copies this file beside a checkpoint, so it imports only torch.
 """
 
 from __future__ import annotations
@@ -18,20 +16,17 @@ DEPTH_READS = ("depth", "memory")  # what a sub-layer may read of the memory: wi
 
 
 class State(NamedTuple):
-    """The output of a block with a memory: the residual stream and the earlier states, each [batch, tokens, width]."""
+    """The output of a block that stores states: the residual stream and earlier states, each [batch, tokens, width]."""
 
     stream: torch.Tensor
     memory: tuple[torch.Tensor, ...]
 
 
 class LaminaWiring(nn.Module, ABC):
-    """The base class of residual paths with learned weights besides norms and scales.
+    """The base class of residual paths with learned weights, other than norms and scales.
 
-    No initializer draws the weights of a LaminaWiring. The weights have no weight decay, and the module computes in
-    float32.
-
-    ``begin`` registers one parameter for each entry of ``starts``. If the plan learns only gains, ``begin`` keeps the
-    other values as constants.
+    No initializer draws these weights, and they have no weight decay. The module computes in float32. ``begin``
+    registers a parameter for each entry of ``starts``, or keeps a constant if the placement learns only gains.
     """
 
     def begin(self, learned: bool = True) -> None:
@@ -52,7 +47,7 @@ class LaminaWiring(nn.Module, ABC):
             return self.starts()
 
     def held(self, name: str, like: torch.Tensor) -> torch.Tensor:
-        """Return a parameter, or the constant that replaces it, in float32."""
+        """Return a parameter, or the constant in its place, in float32."""
         value = getattr(self, name)
         return value.float() if isinstance(value, torch.Tensor) else torch.tensor(value, device=like.device)
 
@@ -63,15 +58,13 @@ def inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def mixed(matrix: torch.Tensor, streams: torch.Tensor) -> torch.Tensor:
-    """Compute sum_i M_ij S_i [..., m, width] of streams S [..., n, width]. ``matrix`` M [..., n, m] may differ by
-    token.
-    """
+    """Return sum_i M_ij S_i [..., m, width], for streams S [..., n, width] and a matrix M [..., n, m]."""
     with torch.autocast(streams.device.type, enabled=False):  # a stream of float32 stays so
         return matrix.to(streams.dtype).transpose(-1, -2).expand(*streams.shape[:-2], -1, -1) @ streams
 
 
 def sinkhorn(logits: torch.Tensor, iterations: int = 20, eps: float = 1e-6) -> torch.Tensor:
-    """Turn logits [..., n, n] into a matrix whose rows and columns sum to 1 (mHC, arXiv 2512.24880 Eq 9)."""
+    """Convert logits [..., n, n] to a matrix whose rows and columns sum to 1 (mHC, arXiv 2512.24880 Eq 9)."""
     matrix = logits.softmax(-1) + eps
     matrix = matrix / (matrix.sum(-2, keepdim=True) + eps)
     for _ in range(iterations - 1):
@@ -81,10 +74,9 @@ def sinkhorn(logits: torch.Tensor, iterations: int = 20, eps: float = 1e-6) -> t
 
 
 class StreamMixer(LaminaWiring):
-    """Reads one state from n streams [batch, tokens, n, width], and computes the weights for mixing and writing.
+    """Read a state from n streams [batch, tokens, n, width], and compute the weights for mixing and writing.
 
-    ``lamina.placements.plan.Streams`` documents ``weights`` and ``mix``. The mixer of a ``readout`` has no write
-    weights.
+    See ``lamina.placements.plan.Streams``. After the last block, a mixer has no write weights.
     """
 
     def __init__(self, spec: dict, width: int, eps: float):
@@ -96,9 +88,7 @@ class StreamMixer(LaminaWiring):
         self.begin(learned=spec["weights"] != "constant")
 
     def starts(self) -> dict[str, torch.Tensor]:
-        """Return the initial values. The projections are 0 or small, so the weights start at (or near) the plan's
-        values.
-        """
+        """Return the initial values. The projections are 0 or small, so the weights start near the given values."""
         n, kind = self.n, self.spec["weights"]
         if kind == "gate":
             generator = torch.Generator().manual_seed(0)  # the model's weights are drawn as without it
@@ -134,9 +124,7 @@ class StreamMixer(LaminaWiring):
         return torch.stack(parts, dim=-2).to(streams.dtype)
 
     def forward(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Return the read state [batch, tokens, width], the mixing matrix [..., n, n] and the write weights
-        [..., n].
-        """
+        """Return the read state [batch, tokens, width], the mixing matrix [..., n, n], and write weights [..., n]."""
         with torch.autocast(streams.device.type, enabled=False):
             x = self.normed(streams, "read").float()
             if self.spec["weights"] == "gate":
@@ -169,9 +157,7 @@ class StreamMixer(LaminaWiring):
         return [p + part * scale for p, part, scale in zip(logits, parts, self.held("scale", x), strict=True)]
 
     def _gates(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Compute Qwen's gated residual: read the mean of the gated, normed streams. The write weights are 2 *
-        sigmoid.
-        """
+        """Return Qwen's gated residual (the mean of the gated, normed streams) and the write weights."""
         y = (x * inverse_rms(x, self.eps)).flatten(-2) * self.held("gain", x)
         low = nn.functional.silu(nn.functional.linear(y, self.held("down", x)) / self.n)
         share = torch.sigmoid(nn.functional.linear(low, self.held("up", x)))
@@ -181,9 +167,7 @@ class StreamMixer(LaminaWiring):
 
 
 class DepthAttention(LaminaWiring):
-    """Computes sum_i softmax_i(query . unit(v_i)) v_i over the memory's states and the stream (arXiv 2603.15031
-    Eq 3).
-    """
+    """Compute sum_i softmax_i(query . unit(v_i)) v_i over the stored states and the stream (arXiv 2603.15031 Eq 3)."""
 
     def __init__(self, width: int, eps: float):
         super().__init__()
@@ -191,7 +175,7 @@ class DepthAttention(LaminaWiring):
         self.begin()
 
     def starts(self) -> dict[str, torch.Tensor]:
-        """Return a query of zeros, which weighs all states equally."""
+        """Return a query of zeros, which weights all states equally."""
         return {"query": torch.zeros(self.width)}
 
     def forward(self, memory: tuple[torch.Tensor, ...], stream: torch.Tensor | None = None) -> torch.Tensor:
@@ -205,7 +189,7 @@ class DepthAttention(LaminaWiring):
 
 
 def _weighted(shares: Sequence[torch.Tensor] | torch.Tensor, states: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Compute the sum of share * state without stacking the states."""
+    """Return the weighted sum of states without stacking them."""
     total = shares[0] * states[0]
     for share, state in zip(shares[1:], states[1:], strict=True):
         total = total + share * state
@@ -213,11 +197,9 @@ def _weighted(shares: Sequence[torch.Tensor] | torch.Tensor, states: Sequence[to
 
 
 class StateSources(LaminaWiring):
-    """Computes stream * x + a weighted sum of earlier states. ``slots`` are the indices of the earlier states in the
-    memory.
+    """Compute the sum of the weighted residual stream and weighted earlier states. ``slots`` are the states' indices.
 
-    Dynamic weights are a + W_2 GELU(W_1 RMS(x)) (arXiv 2502.12170 Eq 6). If queries, keys, values and the stream have
-    separate sums, the order of the sums is q, k, v, stream.
+    Dynamic weights are a + W_2 GELU(W_1 RMS(x)) (arXiv 2502.12170 Eq 6). Separate sums have the order q, k, v, stream.
     """
 
     def __init__(self, spec: dict, width: int, slots: Sequence[int], eps: float):
@@ -229,8 +211,8 @@ class StateSources(LaminaWiring):
     def starts(self) -> dict[str, torch.Tensor]:
         """Return the initial weights of the residual stream and the states, [1 + states].
 
-        If each weight is a vector, the shape is [1 + states, width]. If queries, keys, values and the stream have
-        separate sums, the shape is [4, 1 + states].
+        The shape is [1 + states, width] if each weight is a vector. It is [4, 1 + states] if queries, keys, values and
+        the stream have separate sums.
         """
         states = [weight for _, weight in self.spec["states"]]
         weights = torch.tensor([self.spec["stream"], *states], dtype=torch.float32)
@@ -246,7 +228,7 @@ class StateSources(LaminaWiring):
         return starts | ({"gains": torch.ones(self.width)} if self.spec.get("normed_states") else {})
 
     def normed(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply the plan's RMSNorm, if there is one, to the stream in float32, before Lamina adds or stores it."""
+        """Apply the RMSNorm, if there is one, to the stream in float32, before Lamina adds or stores it."""
         if not self.spec.get("normed_states"):
             return x
         return (x.float() * inverse_rms(x.float(), self.eps) * self.held("gains", x)).to(x.dtype)
@@ -273,9 +255,7 @@ class StateSources(LaminaWiring):
 
 
 class Collapse(nn.Module):
-    """The module that replaces the final norm. Collapse joins the streams, or the memory and the stream, into one
-    state, and normalizes this state.
-    """
+    """The final norm for several streams or stored states: join them into a single state, and normalize it."""
 
     def __init__(self, norm: nn.Module, reader: StreamMixer | DepthAttention | StateSources | None):
         super().__init__()
@@ -296,13 +276,15 @@ class Collapse(nn.Module):
 
 
 class BlockState(NamedTuple):
-    """Describes how a block changes the residual streams and the memory.
+    """How a block changes the residual streams and the stored states.
 
-    ``streams`` is the number of copies that the first block makes of its input, and 0 in other blocks. If ``sources``
-    is set, the block reads a weighted sum of the stream and earlier states. With ``remembers``, the block stores its
-    input in the memory. ``slots`` is the number of states in the memory at the block's attention. With
-    ``remembers_inside``, the block also stores the stream between its sub-layers. ``has_memory`` says whether the plan
-    has a memory.
+    Attributes:
+        streams: the number of copies that the first block makes of its input, and 0 in other blocks.
+        sources: the weighted sum of the stream and earlier states that the block reads, or None.
+        remembers: whether the block stores its input.
+        has_memory: whether any block stores a state.
+        slots: the number of stored states at the block's attention.
+        remembers_inside: whether the block also stores the stream between its sub-layers.
     """
 
     streams: int = 0
@@ -314,7 +296,7 @@ class BlockState(NamedTuple):
 
 
 class StatePlan:
-    """The number of streams that a plan's blocks return, and the states in the memory."""
+    """The number of streams that a placement's blocks return, and the states that they store."""
 
     def __init__(self, plan: dict, width: int, eps: float):
         self.plan, self.width, self.eps, layers = plan, width, eps, plan["layers"]
@@ -327,7 +309,7 @@ class StatePlan:
         self.is_more = self.streams is not None or self.has_memory
 
     def of_block(self, index: int) -> BlockState:
-        """Return the BlockState of the Block at an index."""
+        """Return the BlockState of the block at an index."""
         streams = len(self.streams["read"]) if self.streams and index == 0 else 0
         remembers = index in self.slots
         sources = self._sources(self.plan["layers"][index].get("sources"))
@@ -335,7 +317,7 @@ class StatePlan:
         return BlockState(streams, sources, remembers, self.has_memory, slots, index in self.inside)
 
     def end(self, norm: nn.Module) -> Collapse:
-        """Make the module that replaces the final norm."""
+        """Return the module that replaces the final norm."""
         if self.plan.get("readout"):
             return Collapse(norm, StreamMixer(self.plan["readout"], self.width, self.eps))
         halves = [layer[half] for layer in self.plan["layers"] for half in ("attention", "feed_forward")]

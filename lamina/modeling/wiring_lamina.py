@@ -1,8 +1,6 @@
-"""The wiring of a plan (how its modules connect): norms, sub-layers and blocks around a backbone's modules.
+"""The norms, sub-layers and blocks of a norm placement, around a backbone's attention and feed-forward modules.
 
-    y = C( skip_scale * s + out_scale * B( module( pre_scale * A(x) ) ) )
-
-Transformers copies this file beside a checkpoint, so this file imports only torch, transformers and other copied files.
+transformers copies this file beside a checkpoint, so it imports only torch, transformers and other copied files.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from .streams_lamina import DEPTH_READS, BlockState, DepthAttention, LaminaWirin
 
 
 class Record(dict):
-    """A part of a plan: a dict whose keys are also attributes."""
+    """A dict whose keys are also attributes."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -40,8 +38,8 @@ class Record(dict):
 class LaminaNorm(nn.Module):
     """The base class of all norms, with a gain [hidden_size] (None if it is not learned) and an epsilon.
 
-    With ``zero_centered``, the weight is the gain minus 1. To make a norm, write a subclass with a ``forward``.
-    ``more`` names further parameters, whose initial values are in ``starts``.
+    With ``zero_centered``, the weight is the gain minus 1. To create a norm, write a subclass with a ``forward``.
+    ``more`` names further parameters, and ``starts`` has their initial values.
     """
 
     divides = True  # whether it is x over the root mean square, or the deviation, of a token's channels
@@ -79,7 +77,7 @@ class LaminaNorm(nn.Module):
         return {"weight": self.initial_gain - self.zero_centered, "bias": 0.0}
 
     def gain(self) -> torch.Tensor | None:
-        """Return the learned gain [hidden_size]; None if the norm has no learned gain."""
+        """Return the learned gain [hidden_size], or None."""
         return 1 + self.weight if self.zero_centered and self.weight is not None else self.weight
 
     def apply_gain(self, x: torch.Tensor) -> torch.Tensor:
@@ -93,11 +91,10 @@ class LaminaNorm(nn.Module):
 
 
 class LaminaRMSNorm(LaminaNorm):
-    """Computes x / sqrt(mean(x^2) + eps) * gain over the last axis, bit-identical to LlamaRMSNorm.
+    """Compute x / sqrt(mean(x^2) + eps) * gain over the last axis, bit-identical to LlamaRMSNorm.
 
-    The statistics are in float32, and the gain is learned. Serving engines compute this formula for every
-    LaminaRMSNorm (vLLM) or for every class whose name ends in "RMSNorm" (SGLang). So each norm with another formula
-    has a separate class, whose name does not end in "RMSNorm".
+    Serving engines replace every LaminaRMSNorm (vLLM), or every class whose name ends in "RMSNorm" (SGLang), with this
+    formula. So norms with other formulas need classes with other names.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -119,7 +116,7 @@ class LaminaGainlessNorm(LaminaRMSNorm):
 
 
 class LaminaGroupedNorm(LaminaNorm):
-    """An RMSNorm over each of ``groups`` equal parts of a token's channels. So the norm is causal."""
+    """An RMSNorm over each of ``groups`` equal parts of a token's channels."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = x.to(torch.float32).unflatten(-1, (self.groups, -1))
@@ -128,9 +125,7 @@ class LaminaGroupedNorm(LaminaNorm):
 
 
 class LaminaLayerNorm(LaminaNorm):
-    """Computes (x - mean) / sqrt(var + eps) * gain + bias over the last axis; no bias if ``bias`` is False, as in
-    ModernBERT.
-    """
+    """Compute (x - mean) / sqrt(var + eps) * gain + bias over the last axis, without bias if ``bias`` is False."""
 
     def __init__(self, hidden_size: int, *, bias: bool = True, **options: Any):
         super().__init__(hidden_size, **options)
@@ -143,7 +138,7 @@ class LaminaLayerNorm(LaminaNorm):
 
 
 class LaminaL2Norm(LaminaNorm):
-    """Scales a token's state to length 1: x / ||x|| * gain over the last axis (nGPT), with statistics in float32."""
+    """Scale a token's state to length 1: x / ||x|| * gain over the last axis (nGPT), with statistics in float32."""
 
     divides = False
 
@@ -152,7 +147,7 @@ class LaminaL2Norm(LaminaNorm):
 
 
 class LaminaTanhNorm(LaminaNorm):
-    """Computes gain * tanh(alpha * x) + bias: DyT (arXiv 2503.10622), with one learned alpha and no statistics."""
+    """Compute gain * tanh(alpha * x) + bias with a learned number alpha (DyT, arXiv 2503.10622)."""
 
     divides, biased = False, True
     more = ("alpha",)
@@ -167,7 +162,7 @@ class LaminaTanhNorm(LaminaNorm):
 
 
 class LaminaErfNorm(LaminaTanhNorm):
-    """Computes gain * erf(alpha * x + shift) + bias: Derf (arXiv 2512.10938), with one learned alpha and shift."""
+    """Compute gain * erf(alpha * x + shift) + bias with learned numbers alpha and shift (Derf, arXiv 2512.10938)."""
 
     more = ("alpha", "shift")
     shift: torch.Tensor
@@ -189,10 +184,12 @@ NORMS: dict[str, type[LaminaNorm]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class NormStyle:
-    """The style of the backbone's norms. A plan's norms of kind "backbone" have the backbone's style.
+    """The kind of norm in the backbone, for the placement's norms of kind "backbone".
 
-    ``kind`` is "rms" or "layer", ``eps`` is the epsilon of every norm, and ``bias`` says whether a LayerNorm has a
-    bias.
+    Attributes:
+        kind: "rms" or "layer".
+        eps: the epsilon of every norm.
+        bias: whether a LayerNorm has a bias.
     """
 
     kind: str = "rms"
@@ -201,7 +198,7 @@ class NormStyle:
 
     @classmethod
     def of(cls, norm: nn.Module) -> NormStyle:
-        """Read the style from one of the backbone's norms."""
+        """Return the style of one of the backbone's norms."""
         layer = isinstance(norm, nn.LayerNorm) or "LayerNorm" in type(norm).__name__
         return cls(
             kind="layer" if layer else "rms",
@@ -211,7 +208,7 @@ class NormStyle:
 
 
 def make_norm(spec: dict | None, hidden_size: int, style: NormStyle) -> LaminaNorm | None:
-    """Make the norm that a plan's record describes; None if the record is None."""
+    """Return the norm for a norm's settings in a placement, or None for None."""
     if spec is None:
         return None
     kind = style.kind if spec["kind"] == "backbone" else spec["kind"]
@@ -231,11 +228,9 @@ def make_norm(spec: dict | None, hidden_size: int, style: NormStyle) -> LaminaNo
 class NormedProjections(nn.Module):
     """A backbone's module with norms on its queries, keys or values, or before its last projection.
 
-    The norms are ``q_norm``, ``k_norm``, ``v_norm`` and ``inner_norm``. Each norm is a separate module, and its
-    projection stays a linear layer of transformers. Code that wraps, swaps or merges linear layers (LoRA, quantization,
-    serving engines) therefore leaves the norms alone. ``norm_projections`` mixes this class into the module's class,
-    so the module's ``forward`` calls the methods of NormedProjections. With ``ways``, queries, keys and values read
-    three states, which are concatenated in the input's last axis.
+    Each norm is a separate module, and the projections stay linear layers of transformers. So LoRA, quantization and
+    serving engines, which replace linear layers, do not change the norms. With ``ways``, queries, keys and values read
+    three states, concatenated in the input's last axis.
     """
 
     backbone_class: type[nn.Module]
@@ -277,7 +272,7 @@ class NormedProjections(nn.Module):
         return hidden.unflatten(-1, (3, -1))[..., 2, :]
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
-        """Pickle by the backbone's class, because the subclass may not exist yet in the loading process."""
+        """Pickle by the backbone's class, because the loading process may not have created the subclass."""
         kind = self.backbone_class, self.normed, self.stacked, self.ways
         return _empty_normed_projections, kind, self.__getstate__()
 
@@ -285,11 +280,11 @@ class NormedProjections(nn.Module):
 def normed_class(
     base: type[nn.Module], normed: tuple[str, ...], stacked: str | None = None, ways: bool = False
 ) -> type[NormedProjections]:
-    """Make a subclass of a backbone's module with norms at ``normed``: "q", "k", "v" or the last projection's name.
+    """Return a subclass of a backbone's module with norms at ``normed``: "q", "k", "v" or the last projection's name.
 
-    The subclass has the backbone's forward with two changes: ``self.q_proj(x)`` becomes
-    ``self.normed_queries(self.q_proj(x))``, and ``self.o_proj(x)`` becomes ``self.o_proj(self.inner_norm(x))``. Raises
-    ValueError if the backbone's forward does not call the projections, or if the forward's source is missing.
+    In the forward, ``self.q_proj(x)`` becomes ``self.normed_queries(self.q_proj(x))``, and ``self.o_proj(x)`` becomes
+    ``self.o_proj(self.inner_norm(x))``. Raises ValueError if the backbone's forward does not call the projections, or
+    if its source is missing.
     """
     key = (base, normed, stacked, ways)
     if key not in _NORMED_CLASSES:
@@ -321,9 +316,9 @@ T = TypeVar("T", torch.Tensor, float)
 
 
 def skip_source(skip: str, x: T, block_input: T | None = None) -> T:
-    """Return the skip's source s: x ("stream"), the block's input ("block_input") or their sum ("both").
+    """Return the source of the skip: x ("stream"), the block's input ("block_input") or their sum ("both").
 
-    The attention's x is the block's input. The attention gets ``block_input`` None, so s is x.
+    For the attention, x is the block's input, and ``block_input`` is None.
     """
     if block_input is None or skip == "stream":
         return x
@@ -332,10 +327,14 @@ def skip_source(skip: str, x: T, block_input: T | None = None) -> T:
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """The terms of one sub-layer's equation in one forward pass, each [batch, tokens, hidden_size].
+    """The terms of a sub-layer's equation in one forward pass, each [batch, tokens, hidden_size].
 
-    ``output`` is the module's output, and ``branch`` is out_scale * B(output). ``source`` is s, and ``skip`` is
-    skip_scale * s. ``sum`` is skip + branch, the input of C.
+    Attributes:
+        output: the module's output.
+        branch: the output after the out_norm, times out_scale.
+        source: the source of the skip.
+        skip: the source times skip_scale.
+        sum: skip + branch, before the post_norm.
     """
 
     output: torch.Tensor
@@ -353,11 +352,11 @@ _LEAST_VARIANCE = 1e-3  # of the skip under "variance", as in Muse Spark
 
 
 class Residual(nn.Module):
-    """A sub-layer as the plan's record states it: y = C(skip_scale * s + out_scale * B(module(pre_scale * A(x)))).
+    """A sub-layer of a norm placement: y = C(skip_scale * s + out_scale * B(module(pre_scale * A(x)))).
 
-    Constant scales are floats, because a buffer would lose its value on the meta device. Learned scales are Parameters.
-    ``scaled`` names the scales that the sub-layer applies even if the value is 1. So layers that differ only in a
-    scale's value share one compiled graph.
+    A, B and C are the pre_norm, out_norm and post_norm, and s is the source of the skip. Constant scales are floats,
+    because a buffer would lose its value on the meta device. ``scaled`` names the scales to apply even if they are 1,
+    so that layers with different values share a compiled graph.
     """
 
     def __init__(
@@ -423,11 +422,14 @@ class Residual(nn.Module):
         ways: torch.Tensor | None = None,
         **kwargs: object,
     ) -> torch.Tensor:
-        """Compute y from ``x`` and ``block_input``.
+        """Compute the sub-layer's output.
 
-        ``x`` and ``block_input`` are [batch, tokens, hidden_size], or [batch, tokens, n, hidden_size] with n streams.
-        The block's input is x by default. ``memory`` holds earlier states [batch, tokens, hidden_size]. If you give
-        ``ways`` [batch, tokens, 3, hidden_size], queries, keys and values read ``ways`` instead of x.
+        Args:
+            x: the residual stream [batch, tokens, hidden_size], or n streams [batch, tokens, n, hidden_size].
+            block_input: the block's input (default: x).
+            memory: stored states [batch, tokens, hidden_size].
+            ways: separate inputs of queries, keys and values [batch, tokens, 3, hidden_size], instead of x.
+            kwargs: arguments of the module.
         """
         hidden, mix, write = x if self.read != "block_input" or block_input is None else block_input, None, None
         if self.mixer is not None:
@@ -467,20 +469,18 @@ class Residual(nn.Module):
         return total if self.post_norm is None else self.post_norm(total)
 
     def _normed(self, hidden: torch.Tensor, norm: LaminaNorm) -> torch.Tensor:
-        """Compute A(h). Three norms normalize the three states of ``hidden`` [..., 3, hidden_size] separately."""
+        """Normalize the input, [..., hidden_size], or its three states [..., 3, hidden_size] separately."""
         if self.key_norm is None or self.value_norm is None:
             return norm(hidden)
         norms = (norm, self.key_norm, self.value_norm)
         return torch.stack([one(way) for one, way in zip(norms, hidden.unbind(-2), strict=True)], dim=-2)
 
     def branch_factor(self) -> float | torch.Tensor:
-        """Return the factor on B(module(...)): a number, or a tensor [1] or [hidden_size]."""
+        """Return the factor on the branch: a number, or a tensor [1] or [hidden_size]."""
         return self.out_scale if self.gate is None else torch.sigmoid(self.gate / self.sublayer["gate_temperature"])
 
     def skip_factor(self) -> float | torch.Tensor:
-        """Return the factor on s: skip_scale. Under a coupling with the branch's factor b, return 1 - b or sqrt(1 -
-        b^2).
-        """
+        """Return the factor on the skip. With a coupling to the branch's factor b, it is 1 - b or sqrt(1 - b^2)."""
         if self.coupling == "none":
             return self.skip_scale
         b = self.branch_factor()
@@ -492,23 +492,18 @@ class Residual(nn.Module):
         return (rest * (1 + b)).clamp(min=_LEAST_VARIANCE).sqrt()
 
     def scale_skip(self, source: torch.Tensor) -> torch.Tensor:
-        """Compute skip_scale * s, at least in the precision of ``source``."""
+        """Multiply the skip by its factor, at least in the precision of ``source``."""
         return source * self.skip_factor() if self._applied["skip_scale"] else source
 
     def register_terms_hook(self, hook: Callable[[Terms], None]) -> RemovableHandle:
-        """Call ``hook`` with the terms of every forward pass until the handle is removed.
-
-        Like torch's hooks, ``hook`` does not run in compiled blocks.
-        """
+        """Call ``hook`` with the terms of every forward pass until the handle is removed, except in compiled blocks."""
         handle = RemovableHandle(self._terms_hooks)
         self._terms_hooks[handle.id] = hook
         return handle
 
     @property
     def graph_key(self) -> tuple[object, ...]:
-        """The key of the compiled graph: the skip's source, the coupling, the input, the streams and the applied
-        scales.
-        """
+        """Return the properties that decide whether sub-layers can share a compiled graph."""
         spec = {} if self.mixer is None else self.mixer.spec
         kinds = {name: len(value) if name in ("read", "write") else value for name, value in spec.items()}
         return self.skip, self.coupling, self.read, str(kinds), *self._applied.values()
@@ -541,11 +536,9 @@ class Block(GradientCheckpointingLayer):
         self._is_recurrent = "cache_params" in takes  # the cache's name in Mamba's relatives
 
     def forward(self, hidden_states: torch.Tensor | State, *args: object, **kwargs: object) -> torch.Tensor | State:
-        """Return the next stream from ``hidden_states``, both [batch, tokens, hidden_size]. The attention gets all
-        other arguments.
+        """Return the next residual stream [batch, tokens, hidden_size]. The attention gets all other arguments.
 
-        With n streams, input and output are [batch, tokens, n, hidden_size]. With a memory, input and output are a
-        State.
+        With n streams, input and output are [batch, tokens, n, hidden_size]. With stored states, they are a State.
         """
         if len(args) > len(self.arguments):
             raise TypeError(f"the attention accepts only these of the layer's arguments: {', '.join(self.arguments)}")
@@ -566,7 +559,7 @@ class Block(GradientCheckpointingLayer):
 
     @property
     def graph_key(self) -> tuple[object, ...]:
-        """The block's part of the compiled graph's key: the streams, the memory and the sources."""
+        """Return the properties that decide whether blocks can share a compiled graph."""
         own = self.sources
         read = (
             None
@@ -592,7 +585,7 @@ class Block(GradientCheckpointingLayer):
 
 
 class InitializesPlan:
-    """A mixin that initializes Lamina's modules as the plan states; transformers initializes the rest."""
+    """A mixin that gives Lamina's modules the initial values of the norm placement."""
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, Residual):
@@ -620,11 +613,10 @@ def norm_projections(
     inner: dict | None = None,
     ways: bool = False,
 ) -> None:
-    """Put the plan's norms on an attention's queries, keys and values, and ``inner`` before the last projection.
+    """Put norms on an attention's queries, keys and values, and the norm ``inner`` before its last projection.
 
-    With ``ways``, queries, keys and values read three concatenated states. If one projection computes queries, keys
-    and values, ``stacked`` is its name. Raises ValueError, before any change, if the attention lacks a projection, or
-    already has a norm on a projection.
+    ``stacked`` is the name of a joint projection for queries, keys and values. With ``ways``, they read three
+    concatenated states. Raises ValueError, before any change, if a projection is missing or already has a norm.
     """
     last = next((name for name in LAST_PROJECTIONS if isinstance(getattr(attention, name, None), _LINEAR)), None)
     if inner and (last is None or hasattr(attention, "inner_norm")):
@@ -678,7 +670,7 @@ _LINEAR = (nn.Linear, Conv1D)  # the second is GPT-2's, whose weight is [channel
 
 
 def _channels(linear: nn.Module) -> tuple[int, int]:
-    """Return the numbers of channels into and out of a projection."""
+    """Return a projection's numbers of input and output channels."""
     first, second = linear.get_parameter("weight").shape
     return (first, second) if isinstance(linear, Conv1D) else (second, first)
 

@@ -1,4 +1,4 @@
-"""The papers' model sizes as presets: transformers configurations by name."""
+"""Model sizes from the papers, as transformers configurations by name."""
 
 from lamina.core.backbone_presets import PRESETS, Preset, get, names
 from lamina.modeling.backbones.presets import Count, count_parameters, preset_config, resolve_backbone

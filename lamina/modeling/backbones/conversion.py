@@ -1,7 +1,6 @@
-"""Convert checkpoints between transformers and Lamina, for the architectures whose placement Lamina knows.
+"""Convert checkpoints between transformers and Lamina, with the same logits.
 
-Lamina does not train, guess or drop a tensor. Lamina uses each tensor exactly once, or raises a UserError that names
-the tensor.
+Lamina uses each tensor exactly once. Otherwise, it raises a UserError that names the tensor.
 """
 
 from __future__ import annotations
@@ -65,20 +64,20 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Equivalent:
-    """A transformers model type whose layers compute a given placement.
+    """A model type of transformers that has a given norm placement.
 
     Args:
-        placement: the model type's placement, as ``lamina.placements.resolve`` reads it.
-        one_norm: whether the attention and the feed-forward read the residual stream through the attention's norm.
-        norms: the position of each norm in Lamina's block, by transformers' name of the norm.
+        placement: the norm placement with its options.
+        norms: a mapping from a norm's name in transformers to its position in Lamina's block.
         qk_norm: the norms on queries and keys: "off", "head" or "full" (the full width).
         bias: whether queries, keys and values have biases.
         pairs: whether the rotary embedding rotates neighboring channels (GLM) or channels half a head apart (Llama).
-        gate_and_up: whether one projection computes the gate and the feed-forward's input.
-        gain_offset: the number that Lamina subtracts from a gain to get the stored weight (see ``Conversion``).
-        scales_branches: whether the configuration has a field for the branches' factor. Without the field, Lamina
-            multiplies the weights by the factor.
-        fields: further fields of the configuration, in addition to the sizes.
+        gate_and_up: whether a single projection computes the feed-forward's gate and input.
+        one_norm: whether attention and feed-forward share the attention's norm.
+        gain_offset: the difference between a gain and the stored weight (see ``Conversion``).
+        scales_branches: whether the configuration has a field for the branches' factor. Without it, Lamina multiplies
+            the weights by the factor.
+        fields: fields of the configuration other than the sizes.
     """
 
     placement: str
@@ -113,7 +112,7 @@ _FIELDS = (
 
 
 def conversion_of(model_type: str) -> Conversion:
-    """Return the conversion of a model type. Raises UserError for a type without a conversion."""
+    """Return how Lamina converts a model type. Raises UserError for a type that it can't convert."""
     rows = conversions()
     if model_type in UNCONVERTED:
         raise UserError(
@@ -125,7 +124,7 @@ def conversion_of(model_type: str) -> Conversion:
 
 
 def lamina_name(key: str, theirs: PreTrainedModel, norms: Mapping[str, str]) -> str:
-    """Translate a tensor's name from transformers to Lamina; ``norms`` is the field of ``Equivalent``."""
+    """Translate a tensor's name from transformers to Lamina."""
     adapter, prefix = adapter_of(theirs.config), f"{theirs.base_model_prefix}."
     if not key.startswith(prefix):
         return key
@@ -137,8 +136,8 @@ def lamina_name(key: str, theirs: PreTrainedModel, norms: Mapping[str, str]) -> 
 
 
 def fill(target: PreTrainedModel, tensors: Mapping[str, torch.Tensor], source: PreTrainedModel) -> None:
-    """Copy each tensor into the tensor of ``target`` with the same name. Raises UserError that names the first
-    missing, extra or wrongly shaped tensor.
+    """Copy each tensor to the tensor with the same name in ``target``. Raises UserError for the first tensor that is
+    missing, extra or wrongly shaped.
     """
     expected = target.state_dict()
     refuse_tensors("missing", expected.keys() - tensors.keys(), f"is not in the {type(source).__name__}")
@@ -156,15 +155,15 @@ def fill(target: PreTrainedModel, tensors: Mapping[str, torch.Tensor], source: P
 
 
 def _shifted(gain: torch.Tensor, offset: float) -> torch.Tensor:
-    """Add ``offset`` in double precision and round once. So the sum equals the gain in Gemma's code exactly."""
+    """Add an offset to a gain in double precision and round once. The sum equals the gain in Gemma's code exactly."""
     return (gain.double() + offset).to(gain.dtype) if offset else gain
 
 
 def copy_buffers(names: Mapping[str, str], source: PreTrainedModel, target: PreTrainedModel) -> None:
-    """Copy buffers that no checkpoint stores, such as rotary frequencies. Such buffers are rounded when you cast a
-    model, but exact when you load a model.
+    """Copy buffers that checkpoints do not store, such as rotary frequencies.
 
-    ``names`` maps the target's names to the source's names.
+    Casting a model rounds such buffers, but loading it does not. ``names`` maps the target's names to the source's
+    names.
     """
     buffers = dict(source.named_buffers())
     for name, buffer in target.named_buffers():
@@ -179,14 +178,14 @@ def from_transformers(
 
     Args:
         model_or_path: the model, a folder with safetensors, or a name on the hub. Lamina never runs remote code.
-        dtype: the dtype of weights that Lamina reads from a path; "auto" keeps the checkpoint's dtype.
+        dtype: the dtype of the weights from a path. "auto" keeps the checkpoint's dtype.
 
     Returns:
-        A LaminaForCausalLM in evaluation mode that shares no weights with the source. The logits are equal. For model
-        types with ``Conversion.rounds``, the logits differ by rounding.
+        A LaminaForCausalLM in evaluation mode that shares no weights with the source. For model types with
+        ``Conversion.rounds``, its logits differ from the source's logits by rounding. For other types, they are equal.
 
     Raises:
-        UserError: for a model type without a conversion, for weights in another format than safetensors, or for a
+        UserError: for a model type that Lamina can't convert, for weights in another format than safetensors, or for a
             missing, extra or wrongly shaped tensor.
     """
     model = load(model_or_path, dtype=dtype) if isinstance(model_or_path, str | Path) else model_or_path
@@ -225,11 +224,10 @@ def from_transformers(
 def to_transformers(model_or_path: PreTrainedModel | str | Path) -> PreTrainedModel:
     """Convert a Lamina model to a transformers model with the same logits, in evaluation mode.
 
-    If the model has the placement of the backbone's own architecture, this function inverts ``from_transformers``. For
-    another placement, Lamina chooses an architecture with the same equations. If Lamina multiplies a gain by a factor,
-    float32 logits differ by rounding.
+    The result has the backbone's model type, or another model type of transformers with the same norm placement. If
+    Lamina has to multiply a gain by a factor, float32 logits differ by rounding.
 
-    Raises UserError if transformers has no equivalent model, and names the missing part. Also raises the errors of
+    Raises UserError if transformers has no model type with this placement. Also raises the errors of
     ``from_transformers``.
     """
     model = load(model_or_path) if isinstance(model_or_path, str | Path) else model_or_path
@@ -248,9 +246,9 @@ def to_transformers(model_or_path: PreTrainedModel | str | Path) -> PreTrainedMo
 
 
 def own_plan(config: PreTrainedConfig) -> Plan:
-    """Return a convertible model's placement at the model's depth, with the options that its configuration sets.
+    """Return the norm placement of a convertible model, with the depth and options of its configuration.
 
-    Raises UserError for a model type without a conversion.
+    Raises UserError for a model type that Lamina can't convert.
     """
     conversion = conversion_of(config.model_type)
     options = {option: getattr(config, name) for option, name in conversion.options.items()}
@@ -267,10 +265,9 @@ def _has_one_norm(conversion: Conversion, plan: Plan) -> bool:
 
 
 def _with_one_norm(ours: dict[str, torch.Tensor], model: LaminaForCausalLM) -> None:
-    """If the two pre-norms of a layer in ``ours`` differ, replace both with a norm of gain 1 and bias 0.
+    """Replace two unequal pre-norms of a layer with a norm of gain 1 and bias 0.
 
-    The projection after a norm takes over the norm's gain g [width] and bias b [width]: W (g n + b) + c = (W g) n + (W
-    b + c).
+    The next projection W n + c takes the norm's gain g and bias b: W (g n + b) + c = (W g) n + (W b + c).
     """
     for index, block in enumerate(model.model.layers):
         layer_path = f"model.backbone.{adapter_of(backbone_of(model.config)).layers}.{index}"
@@ -304,9 +301,7 @@ def _with_one_norm(ours: dict[str, torch.Tensor], model: LaminaForCausalLM) -> N
 
 
 def _theirs(model: LaminaForCausalLM) -> tuple[PreTrainedConfig, Equivalent]:
-    """Return the configuration of the equivalent transformers model, and the ``Equivalent`` that describes its
-    tensors.
-    """
+    """Return the configuration and the ``Equivalent`` of the transformers model with the same placement."""
     backbone, plan = backbone_of(model.config), Plan.from_dict(model.config.plan or {})
     conversion = conversions().get(backbone.model_type)
     if conversion is not None and computed(plan) == computed(own_plan(backbone)):
@@ -335,7 +330,7 @@ def _theirs(model: LaminaForCausalLM) -> tuple[PreTrainedConfig, Equivalent]:
 
 
 def _as_stored(model: LaminaForCausalLM, row: Equivalent, theirs: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return the tensors under transformers' names, with the plan's constants folded into gains and embeddings."""
+    """Return the tensors under transformers' names. Multiply gains and embeddings by the placement's constants."""
     norms = {name: module for name, module in model.named_modules() if isinstance(module, LaminaNorm)}
     ours = model.state_dict()
     for name, norm in norms.items():
@@ -378,14 +373,12 @@ def _as_stored(model: LaminaForCausalLM, row: Equivalent, theirs: PreTrainedMode
 
 
 def in_pairs(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Reorder rows [heads * head_dim, ...] so that rows half a head apart become neighbors."""
+    """Reorder the rows [heads * head_dim, ...] of a rotary projection, from halves of a head to neighboring pairs."""
     return weight.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
 
 
 def _find(model: LaminaForCausalLM, plan: Plan, config: PreTrainedConfig) -> str:
-    """Return the transformers model type with the plan's equations. Raises UserError if no model type has the plan's
-    equations.
-    """
+    """Return the model type of transformers with the same norm placement. Raises UserError if there is none."""
     if config.model_type not in LLAMAS:
         raise UserError(
             f"plan: no model of transformers has this placement ({plan.placement!r}) on the backbone "
@@ -425,7 +418,7 @@ def _find(model: LaminaForCausalLM, plan: Plan, config: PreTrainedConfig) -> str
 
 
 def _inner_norms(model: LaminaForCausalLM, plan: Plan) -> str:
-    """Return the scope of the norms on queries and keys: "off", "head", "full", or "other" for unsupported ones."""
+    """Return where queries and keys have norms: "off", "head" or "full". Return "other" for other norms."""
     if plan.v_norm != "off" or plan.qkv_norm.kind not in ("backbone", "rms"):
         return "other"
     norm = getattr(model.get_submodule("model.backbone.layers.0.attention.module"), "q_norm", None)
@@ -435,7 +428,7 @@ def _inner_norms(model: LaminaForCausalLM, plan: Plan) -> str:
 
 
 def _folded(plan: Plan) -> Plan:
-    """Return the plan without constants that fit into weights, and without norms on queries, keys and values."""
+    """Return the placement without norms on queries, keys and values, and without constants that weights can absorb."""
 
     def unscaled(sub: Sublayer) -> Sublayer:
         if sub.coupling == "none":
@@ -450,8 +443,8 @@ def _folded(plan: Plan) -> Plan:
 def load(path: str | Path, *, dtype: str | torch.dtype = "auto", head: str = "causal_lm") -> PreTrainedModel:
     """Load a model with a head, from Lamina or transformers, by its folder or its name on the hub.
 
-    Lamina reads only safetensors and runs no remote code. Raises UserError that names the invalid field, file or
-    tensor. A missing or extra tensor is an error.
+    Lamina reads only safetensors and runs no remote code. Raises UserError for an invalid field or file, and for a
+    missing or extra tensor.
     """
     config = read_config(path)
     auto = getattr(transformers, HEADS[head].auto_class)
@@ -462,7 +455,7 @@ def load(path: str | Path, *, dtype: str | torch.dtype = "auto", head: str = "ca
 
 
 def read_config(path: str | Path, *, field: str = "source") -> PreTrainedConfig:
-    """Read the configuration of a checkpoint. Raises UserError if the checkpoint cannot be converted."""
+    """Read a checkpoint's configuration. Raises UserError if Lamina can't convert the checkpoint."""
     config = loading.read_config(path, field)
     if config.model_type == "gemma3":
         raise UserError(
@@ -478,7 +471,8 @@ def read_config(path: str | Path, *, field: str = "source") -> PreTrainedConfig:
 
 
 def computed(plan: Plan) -> Plan:
-    """Return the plan with defaults for all fields that do not change its function, such as names and initial values.
+    """Return the placement with defaults for all fields that do not change the computed function, such as initial
+    values.
 
     A norm of kind "rms" counts as "backbone", because all backbones in ``EQUIVALENTS`` have RMSNorms.
     """
@@ -532,8 +526,11 @@ def _name(model_or_path: object) -> str:
 
 
 class ConversionRecord(TypedDict):
-    """The content of conversion.json. ``model_type`` is the transformers model's type; ``backbone`` is the type of the
-    Lamina model's backbone.
+    """The content of conversion.json.
+
+    Attributes:
+        model_type: the model type of the transformers model.
+        backbone: the model type of the Lamina model's backbone.
     """
 
     source: str
@@ -550,7 +547,7 @@ class ConversionRecord(TypedDict):
 def convert(
     source: str, output: Path, *, to: Target | None, dtype: str, overwrite: bool, verify: bool
 ) -> ConversionRecord:
-    """Convert a saved model into a new folder; ``lamina.api.models.convert`` has the arguments.
+    """Convert a saved model into a new folder (see ``lamina.api.models.convert``).
 
     Raises UserError if the conversion fails, and leaves ``output`` unchanged.
     """
@@ -587,7 +584,7 @@ def convert(
 
 @contextmanager
 def written_model(source: str, output: Path, *, overwrite: bool) -> Iterator[Path]:
-    """Yield an empty folder for a model's files. At the end, move the files and the source's tokenizer to ``output``.
+    """Yield an empty folder for a model's files. At the end, move them and the source's tokenizer to ``output``.
 
     After an error, ``output`` is unchanged.
     """
@@ -612,7 +609,7 @@ def written_model(source: str, output: Path, *, overwrite: bool) -> Iterator[Pat
 
 
 def saved(model: PreTrainedModel, draft: Path, stored: object, *, dtype: str | torch.dtype = "auto") -> PreTrainedModel:
-    """Save a model in the dtype ``stored`` (None: the model's dtype). Return the saved model, loaded in ``dtype``."""
+    """Save a model in the dtype ``stored`` (None: its own dtype). Return the model, loaded again in ``dtype``."""
     if isinstance(stored, torch.dtype):
         nn.Module.to(model, stored)
     model.save_pretrained(draft)
@@ -621,9 +618,7 @@ def saved(model: PreTrainedModel, draft: Path, stored: object, *, dtype: str | t
 
 
 def source_beside(source: str, output: Path, *, overwrite: bool) -> str:
-    """Return the source model's folder. Raises UserError for an output folder with files, or that holds the
-    source.
-    """
+    """Return the source model's folder. Raises UserError if the output folder has files or contains the source."""
     job_folder.refuse(output, resume=False, overwrite=overwrite, resumes=False)
     source = str(model_folder(source))
     if Path(source).exists() and real_path(output) in (real_path(source), *real_path(source).parents):
@@ -635,7 +630,7 @@ def source_beside(source: str, output: Path, *, overwrite: bool) -> str:
 def largest_difference(first: PreTrainedModel, second: PreTrainedModel) -> tuple[float, float]:
     """Return the largest absolute difference between two models' logits, and the first model's largest logit.
 
-    The input is 4 sequences of 64 random tokens (or as many as fit into the context), from a separate generator.
+    The input is 4 sequences of at most 64 random tokens.
     """
     config = backbone_of(first.config)
     length = min(64, getattr(config, "max_position_embeddings", None) or 64)
@@ -654,7 +649,7 @@ def largest_difference(first: PreTrainedModel, second: PreTrainedModel) -> tuple
 
 
 def _verified_difference(model: PreTrainedModel, again: PreTrainedModel, backbone: str) -> float:
-    """Return the largest logit difference between written and source model. Raises UserError above the tolerance."""
+    """Return the largest difference of the logits, to the source model. Raises UserError if it is too large."""
     difference, largest = largest_difference(model, again)
     if math.isnan(difference):
         raise UserError(
@@ -671,7 +666,7 @@ def _verified_difference(model: PreTrainedModel, again: PreTrainedModel, backbon
 
 
 def _stored(source: str, name: str) -> str | None:
-    """Return the path of a file in a folder or in the hub's cache. Return None if the file is missing."""
+    """Return the path of a file in a folder or in the hub's cache, or None."""
     if Path(source).is_file():  # another trainer's checkpoint; transformers would look its name up on the hub
         return None
     quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}

@@ -1,7 +1,6 @@
-"""Load saved models from a path.
+"""Load saved models, and check their files first.
 
-A loader returns the model, or raises a one-line UserError. Weights are safetensors. Lamina unpickles nothing.
-Lamina runs code from a checkpoint's folder only with ``trust_remote_code``.
+Weights are safetensors. Lamina unpickles nothing, and runs a checkpoint's code only with ``trust_remote_code``.
 """
 
 from __future__ import annotations
@@ -68,9 +67,7 @@ NOT_STORED = "is not in the checkpoint"
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence transformers' messages and progress bars inside the context. Lamina reports problems itself, in
-    one line.
-    """
+    """Suppress transformers' messages and progress bars inside the context."""
     level, bar = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -87,14 +84,14 @@ def read_config(
 ) -> PreTrainedConfig:
     """Read the configuration of a saved model from a folder or the hub, and check the folder.
 
-    Lamina calls this function before it reads any model. The function compares the manifest with the files, and the
-    tensors' formats with the configuration. It rejects configurations that make transformers fetch code.
+    This function compares the files with the manifest, and the tensors' formats with the configuration. It rejects
+    configurations that make transformers fetch code.
 
     Args:
         path: a folder with config.json, or a name on the hub.
-        field: the user's name for the path ("model", "checkpoint"). Every message begins with ``field``.
-        trust_remote_code: run the code that the configuration asks for.
-        weights: whether the caller will also load the weights; a Lamina model then needs a plan.
+        field: the user's name for the path, such as "model", at the beginning of messages.
+        trust_remote_code: whether to run the code that the configuration asks for.
+        weights: whether the caller also loads the weights. A Lamina model then needs a norm placement.
         more: further arguments of ``AutoConfig.from_pretrained``.
 
     Raises:
@@ -145,7 +142,7 @@ def read_config(
 
 
 def _check_plan(plan: dict, source: str) -> None:
-    """Raise UserError for an invalid plan. An unknown norm kind is valid if an installed package registers it."""
+    """Raise UserError for an invalid norm placement. Accept norm kinds that an installed package registers."""
     try:
         Plan.from_dict(plan)
     except UserError:
@@ -160,7 +157,7 @@ def _check_plan(plan: dict, source: str) -> None:
 
 
 def refuse_scores(config: PreTrainedConfig, source: str) -> None:
-    """Raise UserError for a classifier, which cannot continue a text. The message begins with ``source``."""
+    """Raise UserError for a classifier, which can't continue a text. ``source`` is the beginning of the message."""
     for name in config.architectures or ():
         if name.endswith("Classification"):
             raise UserError(f"{source} is a {name}, which returns scores. Give a model that generates text.")
@@ -189,7 +186,7 @@ def _read_fields(path: str | Path, field: str, source: str) -> dict[str, object]
 
 
 def check_adapter(config: PreTrainedConfig, says: str) -> None:
-    """Raise UserError for an invalid ``lamina_adapter`` of a backbone. The message begins with ``says``."""
+    """Raise UserError for an invalid ``lamina_adapter`` of a backbone. ``says`` is the beginning of the message."""
     try:
         roles = adapter_of(config).roles
     except ValueError as error:
@@ -200,7 +197,7 @@ def check_adapter(config: PreTrainedConfig, says: str) -> None:
 
 
 def _check_quantization(requested: object, source: str) -> None:
-    """Raise UserError for an unknown quantization method, because transformers would ignore the method."""
+    """Raise UserError for an unknown quantization method, which transformers would ignore."""
     if requested is None:
         return
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as KNOWN
@@ -239,9 +236,7 @@ def _check_type(data: Mapping[str, object], source: str, trust_remote_code: bool
 
 
 def refuse_fetched(data: Mapping[str, object], source: str) -> None:
-    """Raise UserError for a field, also a nested field, that makes transformers fetch code. The message names the
-    field.
-    """
+    """Raise UserError for a field, at any level, that makes transformers fetch code from the hub."""
     for path, value in _texts(data):
         if _CHOOSING.search(path) is None:
             continue
@@ -266,7 +261,7 @@ def _falls_back(name: str) -> bool:
 
 
 def _texts(data: object, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield each text in JSON data with its path. A path leaves out the indices of lists."""
+    """Yield each text in JSON data with its path, without the indices of lists."""
     if isinstance(data, str):
         yield path, data
     elif isinstance(data, Mapping):
@@ -303,17 +298,19 @@ def load_weights(
     Args:
         path: a folder with weights, or a name on the hub.
         config: the model's configuration, as ``read_config`` returns it.
-        field: the user's name for the path. Every message begins with ``field``.
-        dtype: the dtype of the weights; "auto" keeps the checkpoint's dtype.
-        pickles: without a safetensors file, read the tensors of a .bin file.
-        optional: a function of the model and a tensor's name that returns whether the checkpoint may lack the tensor
-            (default: no tensor may be missing).
-        extra: whether the checkpoint may have a head that the model lacks. Lamina does not load the additional head.
+        cls: the model class or Auto class.
+        field: the user's name for the path, at the beginning of messages.
+        dtype: the dtype of the weights. "auto" keeps the checkpoint's dtype.
+        pickles: whether to read the tensors of a .bin file if there is no safetensors file.
+        trust_remote_code: whether to run the checkpoint's code.
+        optional: a function of the model and a tensor's name that returns whether the checkpoint may lack the tensor.
+            By default, the checkpoint must have all tensors.
+        extra: whether to ignore a head in the checkpoint that the model does not have.
         more: further arguments of ``from_pretrained``.
 
     Raises:
-        UserError: names the first tensor that is missing, extra, not finite or wrongly shaped, the unreadable file, or
-            transformers' error.
+        UserError: for a tensor that is missing, extra, not finite or wrongly shaped, for an unreadable file, and for
+            transformers' errors.
     """
     name, folder = str(path), Path(path)
     source = f"{field} {name!r}"
@@ -368,7 +365,7 @@ def _cached_tensors(name: str, field: str) -> dict[str, Stored]:
 
 
 def _check_room(config: PreTrainedConfig, cls: ModelClass, tensors: Mapping[str, Stored], source: str) -> None:
-    """Raise UserError, before allocating anything, if the configuration's model is far larger than the files."""
+    """Raise UserError, before allocating memory, if the configuration describes a far larger model than the files."""
     stored = sum(math.prod(tensor.shape) for tensor in tensors.values())
     text = backbone_of(config)
     layers = getattr(text, "num_hidden_layers", None)
@@ -398,7 +395,7 @@ def _check_room(config: PreTrainedConfig, cls: ModelClass, tensors: Mapping[str,
 
 
 def check_finite(model: nn.Module, field: str) -> None:
-    """Raise UserError for NaN or infinite weights. The message names the first invalid weight and the position."""
+    """Raise UserError for NaN or infinite weights. The message gives the first such weight and its position."""
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and not bool(torch.isfinite(parameter.detach()).all()):
             bad = ~torch.isfinite(parameter.detach())
@@ -412,9 +409,7 @@ def check_finite(model: nn.Module, field: str) -> None:
 def load_tokenizer(
     path: str | Path, config: PreTrainedConfig, field: str, *, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """Load the tokenizer in a model's folder. Raises UserError if there is no tokenizer, or if the tokenizer has more
-    tokens than the model.
-    """
+    """Load the tokenizer in a model's folder. Raises UserError if it is missing, or has more tokens than the model."""
     name, folder = str(path), Path(path)
     if folder.is_dir():
         present = [file for file in TOKENIZER_FILES if (folder / file).is_file()]

@@ -1,4 +1,4 @@
-"""Make the configuration of a backbone from a preset, a folder or the hub, and change its sizes."""
+"""Create the configuration of a backbone from a preset, a folder or the hub, and change its sizes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SPECIAL = tuple(f"{token}_token_id" for token in ("pad", "bos", "eos", "cls", "
 
 
 def preset_config(name: str) -> PreTrainedConfig:
-    """Make the configuration of a preset. Raises UserError for an unknown name, and suggests the nearest name."""
+    """Return the configuration of a preset. Raises UserError for an unknown name, and suggests a similar name."""
     preset = get(name)
     return AutoConfig.for_model(preset.model_type, **preset.fields)
 
@@ -39,12 +39,14 @@ def resolve_backbone(
     vocab_size: int | None = None,
     max_position_embeddings: int | None = None,
 ) -> PreTrainedConfig:
-    """Return the backbone's configuration, with the given sizes instead of the backbone's sizes.
+    """Return the backbone's configuration with changed sizes.
 
-    ``backbone`` is a preset's name, a transformers configuration, a folder with a configuration, or a model's name on
-    the hub ("HuggingFaceTB/SmolLM2-135M"). Lamina reads only the model's configuration. If ``hidden_size`` changes,
-    Lamina scales the feed-forward's width by the same factor, up to a multiple of 8. The number of heads changes so
-    that a head's width stays as close as possible. Raises UserError that names an invalid field.
+    If ``hidden_size`` changes, the feed-forward's width changes by the same factor, rounded to a multiple of 8. The
+    number of heads changes so that a head's width stays about the same. Raises UserError for an invalid size.
+
+    Args:
+        backbone: a preset's name, a transformers configuration or its folder, or a name on the hub, such as
+            "HuggingFaceTB/SmolLM2-135M". Lamina reads only the configuration.
     """
     if not isinstance(backbone, PreTrainedConfig):
         backbone = text("backbone", backbone)
@@ -120,9 +122,7 @@ def with_fields(config: PreTrainedConfig, changes: Mapping[str, object]) -> PreT
 
 
 def cut_config(config: PreTrainedConfig, kept: Sequence[int], count: int) -> None:
-    """Reduce a configuration of ``count`` layers to the layers ``kept``. Lamina also shortens lists with an entry per
-    layer.
-    """
+    """Reduce a configuration of ``count`` layers to the layers in ``kept``, with all lists by layer."""
     if isinstance(config, LaminaConfig) and config.plan is not None:
         config.plan = {**config.plan, "layers": [config.plan["layers"][index] for index in kept]}
     text = backbone_of(config)
@@ -140,14 +140,12 @@ def head_dim_of(config: PreTrainedConfig) -> int:
 
 
 def _heads(width: int, head_dim: int) -> int:
-    """Return the number of heads whose width comes nearest to ``head_dim``."""
+    """Return the number of heads that gives a head's width closest to ``head_dim``."""
     return min(_fitting_heads(width), key=lambda h: abs(width // h - head_dim))
 
 
 def _fitting_heads(width: int) -> list[int]:
-    """Return the head counts that give an even head width, for rotary embeddings. Raises UserError for an odd
-    ``width``.
-    """
+    """Return the numbers of heads with an even width, as rotary embeddings need. Raises UserError if there are none."""
     fitting = [h for h in range(1, width + 1) if width % h == 0 and width // h % 2 == 0]
     if not fitting:
         raise UserError(f"hidden_size: {width} cannot be divided into heads of an even width. Give an even number.")
@@ -155,21 +153,17 @@ def _fitting_heads(width: int) -> list[int]:
 
 
 class Count(NamedTuple):
-    """Parameter counts, including embeddings and head. ``active`` leaves out routed experts that a token does
-    not use.
-    """
+    """Parameter counts with embeddings and head. ``active`` omits the routed experts that a token does not use."""
 
     total: int
     active: int
 
 
 def count_parameters(config: PreTrainedConfig) -> Count:
-    """Count the parameters of transformers' model of this configuration; a tied parameter counts once.
+    """Count the parameters of transformers' model with this configuration. A tied parameter counts once.
 
-    If transformers registers a model type without a head, the count has no head.
-
-    All layers after the leading dense layers have equal sizes. So Lamina counts the parameters of two shallow models on
-    the meta device and extrapolates. The count for 512 layers takes no longer than the count for 2 layers.
+    Lamina counts two shallow models on the meta device and extrapolates to the depth. The count has a head if
+    transformers registers the model type with a head.
     """
     first = (getattr(config, "first_k_dense_replace", None) or 0) + 1
     if config.num_hidden_layers <= first:
@@ -189,14 +183,14 @@ def _count(config: PreTrainedConfig) -> Count:
 
 
 def parameters_of(model: PreTrainedModel) -> Count:
-    """Count the parameters of an existing model; a tied parameter counts once."""
+    """Count the parameters of a model. A tied parameter counts once."""
     config = backbone_of(model.config)
     sizes = [(parameter.numel(), used_by_a_token(name, config)) for name, parameter in model.named_parameters()]
     return Count(sum(size for size, _ in sizes), sum(int(size * used) for size, used in sizes))
 
 
 def used_by_a_token(name: str, config: PreTrainedConfig) -> Fraction:
-    """Return the share of a parameter that one token uses: below 1 only for routed experts."""
+    """Return the fraction of a parameter that a token uses, which is below 1 for routed experts."""
     experts = getattr(config, "n_routed_experts", None) or getattr(config, "num_experts", None)
     routed = experts and ".experts." in name
     return Fraction(config.num_experts_per_tok, experts) if routed else Fraction(1)

@@ -1,6 +1,4 @@
-"""Read the tensors' names and shapes from the headers of a checkpoint's files, and compare them with the loaded
-model.
-"""
+"""Read the names and shapes of tensors from a checkpoint's headers, and compare them with the loaded model."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ _VALUE_HEAD = "v_head."  # TRL's, beside a language model
 
 
 class Stored(NamedTuple):
-    """A tensor's shape and dtype from a file's header. ``dtype`` is a safetensors name, such as F32."""
+    """A tensor's shape and dtype in a file. ``dtype`` is a safetensors name, such as F32."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -39,9 +37,7 @@ Tensors = dict[str, Stored]
 
 
 def read_json(path: Path, source: str) -> dict[str, object]:
-    """Read a JSON file that holds an object. Raises UserError for any other content; the message begins with
-    ``source``.
-    """
+    """Read a JSON file that holds an object. Raises UserError for other content. ``source`` begins the message."""
     if path.stat().st_size > _LARGEST_JSON:
         raise UserError(
             f"{source} has {path.stat().st_size} bytes, more than the {_LARGEST_JSON} that Lamina reads. Give the "
@@ -59,16 +55,16 @@ def read_json(path: Path, source: str) -> dict[str, object]:
 
 
 def kind_of(value: object) -> str:
-    """Describe the type of a JSON value in words."""
+    """Return the type of a JSON value in words."""
     names = {"NoneType": "nothing", "list": "a list", "dict": "an object", "str": "a text", "bool": "true or false"}
     return names.get(type(value).__name__, "a number")
 
 
 def stored_tensors(path: Path, field: str, *, pickles: bool = False) -> Tensors | None:
-    """Check the headers of a folder's safetensors files, and return each tensor's shape and dtype by name.
+    """Return each tensor's shape and dtype by name, from the headers of a folder's safetensors files.
 
-    Returns None if there are only pickled weights and ``pickles`` allows them. Raises UserError that names a missing,
-    incomplete or altered file, or a file outside the folder.
+    Returns None if the folder has only pickled weights and ``pickles`` is true. Raises UserError for a missing,
+    incomplete or altered file, and for a file outside the folder.
     """
     source = f"{field} {str(path)!r}:"
     if (path / WEIGHTS).is_file():
@@ -123,7 +119,7 @@ def _header(file: Path, source: str) -> Tensors:
 
 
 def refuse_tensors(source: str, keys: Iterable[str], why: str) -> None:
-    """Raise UserError if ``keys`` is not empty. The message begins with ``source`` and names the first keys."""
+    """Raise UserError that names the first tensors in ``keys``, if there are any. ``source`` begins the message."""
     names = sorted(keys)
     if names:
         more = f" (and {len(names) - 1} more: {', '.join(names[1:3])}{', …' if len(names) > 3 else ''})"
@@ -150,11 +146,10 @@ def is_quantized(config: PreTrainedConfig) -> bool:
 def refuse_foreign(
     model: PreTrainedModel, stored: Mapping[str, Stored], unexpected: Iterable[str], source: str
 ) -> None:
-    """Raise UserError for a stored tensor that the loaded model does not use, or for integers where the model has
-    floats.
+    """Raise UserError for a stored tensor that the model does not use, or for integers where the model has floats.
 
-    Three kinds of unused tensors are allowed: heads of the same model type, buffers that older versions stored, and
-    tensors that transformers ignores.
+    Accept three kinds of unused tensors: heads of the same model type, buffers that older versions stored, and tensors
+    that transformers ignores.
     """
     unexpected = sorted(unexpected)
     _refuse_more_layers(model, unexpected, source)
@@ -187,7 +182,7 @@ def refuse_foreign(
 
 
 def _is_packed(key: str, modules: set[str]) -> bool:
-    """Return whether a tensor may belong to a module's quantized weight, such as a scale or a zero point."""
+    """Return whether a tensor may belong to a quantized weight, such as a scale or a zero point."""
     *path, last = key.split(".")
     inside = any(".".join(path[:count]) in modules for count in range(1, len(path) + 1))
     return inside and last not in ("weight", "bias")
@@ -198,7 +193,7 @@ def _is_mask(key: str, stored: Stored | None) -> bool:
 
 
 def _tensors_of_heads(model: PreTrainedModel) -> set[str]:
-    """Return the tensor names of all models that transformers can build from the configuration, one model per head."""
+    """Return the tensor names of all models that transformers can build from the configuration, with any head."""
     names: set[str] = set()
     for mapping in (value for name, value in vars(modeling_auto).items() if name.endswith("_MAPPING")):
         try:
@@ -245,9 +240,7 @@ _TORCH = {
 
 
 def _refuse_more_layers(model: nn.Module, unexpected: Iterable[str], source: str) -> None:
-    """Raise UserError if the weights have more layers than the configuration, because the model would lose these
-    layers.
-    """
+    """Raise UserError if the weights have more layers than the configuration."""
 
     def kind(key: str) -> str:
         return ".".join("#" if part.isdigit() else part for part in key.split("."))
