@@ -37,7 +37,7 @@ GROUPS: dict[str, dict[str, str]] = {
         **{name: JOBS[name].summary for name in ("compare", "preflight", "pretrain")},
         **{name: JOBS[name].summary for name in ("coord-check", "transfer", "max-lr")},
         "emit": "write the code of a placement (where the norms sit) as one file for your own trainer",
-        "backbones": "list the backbones (model families) that take a placement",
+        "backbones": "list the backbones: model families to build with a placement",
     },
     "after pretraining": {name: JOBS[name].summary for name in ("sft", "reward", "dpo", "rlhf")},
     "the papers": {"study": JOBS["study"].summary},

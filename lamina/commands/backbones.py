@@ -7,7 +7,7 @@ from lamina.core.terminal import show
 
 
 def parser() -> Parser:
-    return Parser("backbones", "List the backbones (model families) that take a placement.", "  lamina backbones")
+    return Parser("backbones", "List the backbones: model families to build with a placement.", "  lamina backbones")
 
 
 def run(argv: list[str]) -> int:

@@ -96,7 +96,7 @@ class BlockSource(ItemSource[TokenBlock], ABC):
 
     Attributes:
         parts: the sources of the corpora in a mix, with their shares. A single corpus is its only part.
-        known: the token ids that need no reading from a stream, [blocks, sequence_length] of unsigned integers.
+        known: the token ids in memory or in the cache, [blocks, sequence_length] of unsigned integers.
     """
 
     @property

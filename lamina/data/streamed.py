@@ -110,7 +110,7 @@ def stream_blocks(
 
 @dataclass
 class Excerpt:
-    """Token ids of some text of a corpus, by shard."""
+    """Some text of a corpus as token ids, by shard."""
 
     encoder: TextEncoder
     ids: dict[int, list[np.ndarray]] = field(default_factory=dict)

@@ -142,7 +142,9 @@ def _trained_bpe(size: int, corpus: Corpus, cache: Path, eval_fraction: float) -
         tokenizer.train_from_iterator(_train_texts(corpus, eval_fraction), trainer=trainer)
         if tokenizer.get_vocab_size() < size:
             logger.warning(
-                "the corpus gives a BPE tokenizer of only %d tokens, not %d", tokenizer.get_vocab_size(), size
+                "the corpus is too small: its BPE tokenizer has %d tokens instead of %d",
+                tokenizer.get_vocab_size(),
+                size,
             )
         tokenizer.save(str(draft / file.name))
 

@@ -26,7 +26,7 @@ class Candidate:
     """A model to evaluate.
 
     Attributes:
-        name: the unique name in the records.
+        name: the model's name in the records.
         path: the model's path or name on the hub.
         arm: the label of the model's row in the table, such as a checkpoint's name or the setting that a study varies.
         seed: the seed of the model's run, if known.

@@ -80,7 +80,7 @@ SETS: dict[str, TaskSet] = {
             Wanted(task="openbookqa", num_fewshot=5, metric="acc", heading="OBQA"),
             Wanted(task="winogrande", num_fewshot=5, metric="acc", heading="Winogrande"),
         ),
-        source="Mix-LN, Table 2 (five examples, as in OwLore's script, the paper's basis)",
+        source="Mix-LN, Table 2 (five examples, as in the script of OwLore, on which the paper builds)",
     ),
     "keel": TaskSet(
         columns=(

@@ -98,9 +98,9 @@ def read_sealed(path: Path) -> Json:
     """Read a YAML file and verify its checksum. Raises UserError if the file is missing or altered."""
     data = read_mapping(path)
     if DIGEST not in data:
-        raise UserError(f"{str(path)!r}: cut short or altered (its digest is missing)")
+        raise UserError(f"{str(path)!r}: cut short or altered (its checksum is missing)", "Restore the file.")
     if data.pop(DIGEST) != _digest(data):
-        raise UserError(f"{str(path)!r}: cut short or altered (its digest does not match)")
+        raise UserError(f"{str(path)!r}: cut short or altered (its checksum does not match)", "Restore the file.")
     return data
 
 
@@ -162,7 +162,7 @@ def read_seal(path: Path, data: Json) -> Json | None:
     digest = seal.pop(DIGEST, None)
     if digest != digest_of_json({**data, SEAL: seal}):
         raise UserError(
-            f"{str(path)!r}: altered (its digest does not match). Restore the original file. Or remove the "
+            f"{str(path)!r}: altered (its checksum does not match). Restore the original file. Or remove the "
             "altered file: --resume computes missing files again."
         )
     return seal
@@ -187,7 +187,7 @@ def read_config(folder: Path) -> Json:
     path = folder / CONFIG
     data = read_mapping(path)
     if DIGEST in data and data.pop(DIGEST) != _digest(data):
-        raise UserError(f"{str(path)!r}: cut short or altered (its digest does not match)", "Restore the file.")
+        raise UserError(f"{str(path)!r}: cut short or altered (its checksum does not match)", "Restore the file.")
     return data
 
 

@@ -126,7 +126,7 @@ def altered(folder: Path, by: str = RESULT, *, missing: bool = True) -> dict[str
     seal = read_seal(folder / by, noted(folder / by)) or {}
     faults = {}
     if seal and seal["trial"] != _trial(folder):
-        faults[by] = f"from another trial than the {TRIAL} in the same folder"
+        faults[by] = f"from another run than the {TRIAL} in the same folder"
     for name, digest in seal.get("files", {}).items():
         if name == f"{MODEL}/{MANIFEST}":
             continue

@@ -60,8 +60,7 @@ def build(
         num_labels: a classifier's number of classes. The default is the backbone's number for images, and 1 for
             sequences, as in a reward model.
         init: an initializer's name or ``"name(std=0.01)"``. "recommended" is the initializer of the paper's main runs.
-        profile_ids: the input for an initializer that runs the model, such as Admin's: token ids [batch, tokens], or
-            images for a vision backbone (default: random).
+        profile_ids: token ids or images for an initializer that runs the model, such as Admin's (default: random).
         scaling: a ``lamina.modeling.scaling.Scaling``, which scales the initial weights and the branches.
         adapter: a mapping from fields of ``lamina.modeling.modeling_lamina.Adapter`` to names of the backbone's
             modules, such as ``{"attention": "attn", "norm": "ln_f"}`` (default: the configuration's
@@ -180,7 +179,7 @@ def make_plan(placement: str | Plan, num_layers: int, **options: object) -> Plan
         return resolve(placement, num_layers, **options)
     if options:
         raise UserError(
-            f"placement: a plan takes no options ({', '.join(options)}). Pass the options to lamina.placements.resolve."
+            f"placement: a Plan takes no options ({', '.join(options)}). Pass the options to lamina.placements.resolve."
         )
     if placement.num_layers != num_layers:
         raise UserError(

@@ -54,8 +54,8 @@ def checked_device(name: str | None) -> str:
 def load(path: str | Path, *, dtype: str = "float32", device: str = "cpu") -> Loaded:
     """Load a checkpoint.
 
-    ``path`` is a folder with config.json or a .gguf file, a run's folder, a .gguf file, or a name on the hub. The
-    weights may be in safetensors, GGUF or .bin files. From a .bin file, torch reads only tensors (``weights_only``).
+    ``path`` is a saved model's folder, a run's folder, a .gguf file, or a name on the hub. The weights may be in
+    safetensors, GGUF or .bin files. From a .bin file, torch reads only tensors (``weights_only``).
 
     Raises UserError if the path holds no checkpoint, if the checkpoint needs custom code, or if a weight is NaN or
     infinite.

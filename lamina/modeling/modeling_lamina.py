@@ -379,7 +379,7 @@ class LaminaModel(LaminaPreTrainedModel):
         """Raise ValueError if a serving engine has split layers or channels that the norm placement needs together."""
         if not (self._pp_plan or all(isinstance(layer, Block) for layer in self.layers)):
             raise ValueError(
-                "plan: a model cannot be split into pipeline stages if the plan scales or normalizes the embedding, or "
+                "plan: a model cannot be split into pipeline stages if it scales or normalizes the embedding, or "
                 "has several streams. Set the pipeline parallel size to 1."
             )
         plan = self.config.plan or {}

@@ -208,7 +208,7 @@ class NormStyle:
 
 
 def make_norm(spec: dict | None, hidden_size: int, style: NormStyle) -> LaminaNorm | None:
-    """Return the norm for a norm's settings in a placement, or None for None."""
+    """Return the norm for its settings in a norm placement, or None without settings."""
     if spec is None:
         return None
     kind = style.kind if spec["kind"] == "backbone" else spec["kind"]
@@ -476,7 +476,7 @@ class Residual(nn.Module):
         return torch.stack([one(way) for one, way in zip(norms, hidden.unbind(-2), strict=True)], dim=-2)
 
     def branch_factor(self) -> float | torch.Tensor:
-        """Return the factor on the branch: a number, or a tensor [1] or [hidden_size]."""
+        """Return the factor on the branch: a number, or a learned tensor [1] or [hidden_size]."""
         return self.out_scale if self.gate is None else torch.sigmoid(self.gate / self.sublayer["gate_temperature"])
 
     def skip_factor(self) -> float | torch.Tensor:

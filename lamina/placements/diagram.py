@@ -1,8 +1,8 @@
 """Draw a norm placement as a picture (SVG), as a gallery of pictures, or as equations for a terminal.
 
 In the picture, the residual stream is the vertical line, from bottom to top. Each module is on a branch to its right.
-Norms on the line normalize the residual stream. Several lines are several residual streams. A small square is a state
-that the block stores for later blocks, or reads.
+Norms on the line normalize the residual stream. A placement with several residual streams has several lines. A small
+square is a state that the block stores for later blocks, or reads.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def layer_facts(layer: Layer) -> dict[str, object]:
 
 
 def end_facts(plan: Plan) -> dict[str, object]:
-    """Return the norms and factors outside the layers, and the norms on queries, keys and values, by field."""
+    """Return the norms and factors outside the layers by field, including the norms on queries, keys and values."""
     values = {name: getattr(plan, name) for name in _ENDS}
     return {name: norm_fact(v) if v is None or isinstance(v, Norm) else v for name, v in values.items()}
 

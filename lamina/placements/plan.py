@@ -146,8 +146,8 @@ class Streams:
         write: the initial values of the n weights.
         mix: the n x n matrix: the "identity", a "free" matrix, or a doubly stochastic matrix ("sinkhorn").
         normed: whether the post_norm normalizes each stream. An empty tuple means all streams.
-        norms: the RMSNorm of each stream: "stream" for the stream itself, "read" for only the sub-layer's input. An
-            empty tuple means no norms.
+        norms: for each stream, whether an RMSNorm normalizes the stream itself ("stream") or only the sub-layer's input
+            ("read"). An empty tuple means no norms.
         diagonal: the factor on the identity before Sinkhorn's iterations, at the start (mHC).
         noise: the initial standard deviation of the projections (mHC).
         transposed: whether mix_ij is the weight of stream j in the new stream i.
@@ -423,8 +423,8 @@ class Plan:
         counts.add(len(self.readout.read) if self.readout else 1)
         if len(counts) > 1:
             raise UserError(
-                f"streams: the plan's sub-layers have {sorted(counts)} streams. Give all sub-layers and the readout "
-                "the same number of streams."
+                f"streams: the sub-layers have different numbers of streams, {sorted(counts)}. Give all sub-layers and "
+                "the readout the same number of streams."
             )
         if self.readout and (self.readout.write or self.readout.mix != "identity"):
             raise UserError(

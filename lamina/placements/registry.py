@@ -55,12 +55,12 @@ COMMON: tuple[Option, ...] = (
         default=None,
         help="a factor on the embedding's output ('sqrt_hidden_size': Takase et al.'s scaled embedding)",
     ),
-    Option(name="norm", type=NormKind | None, default=None, help="the kind of every norm of the plan"),
+    Option(name="norm", type=NormKind | None, default=None, help="the kind of every norm"),
     Option(
         name="groups",
         type=int | None,
         default=None,
-        help="with norm='group': number of parts of a token's channels (default: 8)",
+        help="number of parts of a token's channels, for norm='group' (default: 8)",
     ),
     Option(name="qk_norm", type=HeadNorm | None, default=None, help="a norm on queries and keys"),
     Option(name="v_norm", type=HeadNorm | None, default=None, help="a norm on values"),
@@ -75,7 +75,7 @@ COMMON: tuple[Option, ...] = (
         type=int | None,
         default=None,
         help=(
-            "with wiring: number of streams (default: 4); for attn_res, number of layers per group (0: groups of one "
+            "number of streams of a wiring (default: 4); for attn_res, number of layers per group (0: a group for each "
             "sub-layer); for mudd, divisor of the projection's width"
         ),
     ),
@@ -83,14 +83,14 @@ COMMON: tuple[Option, ...] = (
         name="start",
         type=Literal["liger", "mean", "dlcl"] | None,
         default=None,
-        help="initial values; liger: for wiring=mhc, as in Liger's kernels; mean: for wiring=denseformer, all weights "
-        "1/(l+1); dlcl: as mean, with normed states",
+        help="initial values of a wiring's weights: liger (for mhc) as in Liger's kernels, mean (for denseformer) "
+        "1/(l+1) for all weights, dlcl (for denseformer) like mean, with normed states",
     ),
     Option(
         name="collapse",
         type=Literal["mean", "sum", "sum_of_norms"] | None,
         default=None,
-        help="with wiring: join several streams by their mean, by their sum, or by the sum of the normed streams",
+        help="how a wiring joins its streams after the last block: mean, sum, or sum of the normed streams",
     ),
     Option(
         name="depth_scaling",
@@ -103,7 +103,7 @@ COMMON: tuple[Option, ...] = (
         name="base_depth",
         type=int | None,
         default=None,
-        help="with depth_scaling: number of blocks for which the branches' factor is 1",
+        help="number of blocks at which depth_scaling does not change the branches",
     ),
 )
 

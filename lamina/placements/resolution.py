@@ -242,7 +242,7 @@ def resolve(name: str, num_layers: int, **options: object) -> Plan:
         raise UserError(f"placement {scheme.name!r}: its function returns {shortened(repr(plan), 200)}. Return a Plan.")
     if plan.num_layers != num_layers:
         raise UserError(
-            f"placement {scheme.name!r}: its plan has {plan.num_layers} layers, but num_layers is {num_layers}. Set "
+            f"placement {scheme.name!r}: it is for {plan.num_layers} layers, but num_layers is {num_layers}. Set "
             f"num_layers to {plan.num_layers}, or use another placement."
         )
     plan = replace(

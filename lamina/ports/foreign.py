@@ -61,7 +61,7 @@ class _Metadata(pickle.Unpickler):
 
 
 class _Reader(FileSystemReader):
-    """torch's reader with the safe reader of the index."""
+    """torch's reader of checkpoints, which reads the index with ``_Metadata``."""
 
     def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
         with open(Path(self.path) / ".metadata", "rb") as file:

@@ -188,7 +188,7 @@ def _is_new(norm: nn.Module | None, before: nn.Module | None) -> bool:
 
 @dataclass(frozen=True)
 class _Seen:
-    """A sub-layer of the old model: the module's input, the branch before the addition, and the output."""
+    """Three tensors of a sub-layer in the old model: the module's input, the branch, and the output."""
 
     entry: torch.Tensor
     branch: torch.Tensor

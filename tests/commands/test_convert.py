@@ -76,7 +76,7 @@ def test_a_source_that_cannot_be_converted(source, refused, tmp_path):
     GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=61)).save_pretrained(tmp_path / "gpt2")
     assert "model_type: Lamina cannot convert 'gpt2'" in refused("convert", tmp_path / "gpt2", out)
     lamina.build(LlamaConfig(**SMALL), "keel").save_pretrained(tmp_path / "keel")
-    assert "transformers has no model class with this variant of the placement 'keel'" in refused(
+    assert "transformers has no model class with the norms and scales of this placement, 'keel'" in refused(
         "convert", tmp_path / "keel", out
     )
     assert "is already a transformers checkpoint" in refused("convert", source, out, "--to", "transformers")

@@ -137,7 +137,7 @@ def test_a_small_corpus_holds_out_as_much_as_a_block_takes_and_says_so(tmp_path,
     blocks, _ = packed(corpus, length=256)
     assert len(blocks.eval) >= 1
     assert len(blocks.train) >= 1
-    assert "holds out the share" in caplog.text
+    assert "holds out the fraction" in caplog.text
 
 
 def test_a_corpus_shorter_than_two_blocks_is_refused_with_both_numbers_and_leaves_nothing(tmp_path, own_cache):

@@ -80,7 +80,7 @@ def test_the_architecture_that_computes_a_placement_is_found_and_loads(case, tmp
 @pytest.mark.parametrize("placement", sorted(set(names()) - set(ON_A_LLAMA)))
 def test_a_placement_that_no_architecture_has_is_refused_in_one_line(placement):
     with pytest.raises(
-        UserError, match="transformers has no model class with this variant of the placement"
+        UserError, match="transformers has no model class with the norms and scales of this placement"
     ) as refusal:
         to_transformers(built(placement, 4))
     assert "\n" not in str(refusal.value)

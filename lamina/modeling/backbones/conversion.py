@@ -412,7 +412,7 @@ def _find(model: LaminaForCausalLM, plan: Plan, config: PreTrainedConfig) -> str
     ]
     with_bias = " with biases on queries, keys and values" if bias else ""
     raise UserError(
-        "plan: transformers has no model class with this variant of the placement "
+        "plan: transformers has no model class with the norms and scales of this placement, "
         f"{plan.placement!r}{with_bias} (allowed: {', '.join(allowed)})"
     )
 
@@ -428,7 +428,9 @@ def _inner_norms(model: LaminaForCausalLM, plan: Plan) -> str:
 
 
 def _folded(plan: Plan) -> Plan:
-    """Return the placement without norms on queries, keys and values, and without constants that weights can absorb."""
+    """Return the placement without norms on queries, keys and values, and without the constants that Lamina can
+    multiply into weights.
+    """
 
     def unscaled(sub: Sublayer) -> Sublayer:
         if sub.coupling == "none":

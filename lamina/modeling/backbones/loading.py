@@ -136,7 +136,7 @@ def read_config(
         refuse_foreign_dtypes(stored_tensors(folder, field) or {}, config, f"{field} {name!r}:")
     if isinstance(config, LaminaConfig) and weights:
         if config.plan is None:
-            raise UserError(f"{source} has no plan. Give a complete Lamina checkpoint.")
+            raise UserError(f"{source} has no field 'plan'. Give a complete Lamina checkpoint.")
         _check_plan(config.plan, source)
     return config
 
@@ -303,14 +303,12 @@ def load_weights(
         dtype: the dtype of the weights. "auto" keeps the checkpoint's dtype.
         pickles: whether to read the tensors of a .bin file if there is no safetensors file.
         trust_remote_code: whether to run the checkpoint's code.
-        optional: a function of the model and a tensor's name that returns whether the checkpoint may lack the tensor.
-            By default, the checkpoint must have all tensors.
+        optional: a function of the model and a tensor's name: may the checkpoint lack the tensor (default: no)?
         extra: whether to ignore a head in the checkpoint that the model does not have.
         more: further arguments of ``from_pretrained``.
 
     Raises:
-        UserError: for a tensor that is missing, extra, not finite or wrongly shaped, for an unreadable file, and for
-            transformers' errors.
+        UserError: for a tensor that is missing, extra, not finite or wrongly shaped, and for an unreadable file.
     """
     name, folder = str(path), Path(path)
     source = f"{field} {name!r}"

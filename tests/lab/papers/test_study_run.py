@@ -262,5 +262,5 @@ def test_trials_that_failed_are_said_and_are_the_exit_code(tmp_path, corpus, cap
         assert main(["study", command[0], str(file), *places(tmp_path), *command[1:]]) == 1
         out, err = capsys.readouterr()
         assert "4 trials are done" not in out
-        assert "lamina: 4 trials failed. The first reason: " in err
+        assert "lamina: 4 trials failed. The first trial failed for this reason: " in err
         assert "short.txt" in err
