@@ -49,6 +49,7 @@ from lamina.training.checkpointing.resuming import (
 )
 from lamina.training.checkpointing.saved_model import ModelCard, push, save_model
 from lamina.training.monitor.followed import Followed
+from lamina.training.monitor.gain_measures import lamina_gains
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
 from lamina.training.monitor.monitor import Writers
 from lamina.training.monitor.parameter_measures import GradientNorms, UpdateRatios, found_parameters
@@ -411,6 +412,7 @@ class TrainingRun:
             realized=lambda steps: stage.realized(self, steps),
             updates=self.updates,
             measure=lamina_rows if self.followed is None else self.followed.rows,
+            gains_of=lamina_gains if self.followed is None else self.followed.gains,
             pause_step=self.settings.pause_step,
             full_speed=stage.full_speed(self),
             unit=stage.unit,

@@ -11,7 +11,8 @@ import torch
 
 from lamina.reports.diagnosis import gather
 from lamina.training.monitor.alarms import Alarms, describe, events, place_of, read_alarms
-from lamina.training.monitor.rules import PASTS, calibration, limits
+from lamina.training.monitor.pasts import PASTS
+from lamina.training.monitor.rules import calibration, limits
 
 LASTS = math.floor(limits()["rise/gradient_norm"]) + 1  # steps in a row at which a gradient is told
 

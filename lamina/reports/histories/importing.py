@@ -39,9 +39,10 @@ from lamina.reports.histories.recordings import Bools, Floats, Ints, Recording, 
 from lamina.reports.histories.sources import read_runs, recorded_in, runs_in
 from lamina.reports.loss_course import BEFORE, restarts, wander_of
 from lamina.training.monitor.alarms import Alarm, Alarms, events, write_alarms
+from lamina.training.monitor.pasts import DEVIATIONS, WINDOW
 from lamina.training.monitor.policy_signs import METRICS as POLICY
 from lamina.training.monitor.policy_signs import metrics_of
-from lamina.training.monitor.rules import DEVIATIONS, LAG, LEAST_NOISE, STANDS_OUT, WINDOW, limits
+from lamina.training.monitor.rules import LAG, LEAST_NOISE, STANDS_OUT, limits
 from lamina.training.monitor.writers import LOSS, NORM, VERSION, WATCHED, LayersWriter, Row
 
 Key: TypeAlias = tuple[Owner, str]

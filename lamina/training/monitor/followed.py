@@ -20,7 +20,7 @@ from lamina.probes.structure.proof import prove
 from lamina.probes.structure.sites import Point, Structure
 from lamina.training.checkpointing.sharding import reshard
 from lamina.training.monitor.flat_parameters import reshard_root
-from lamina.training.monitor.gain_measures import gains_of, rows_of_gains
+from lamina.training.monitor.gain_measures import Gain, gains_of, rows_of_gains
 from lamina.training.monitor.graph_hooks import is_compiled
 from lamina.training.monitor.stages import first_number
 from lamina.training.monitor.stream_measures import Spot, stream_points, stream_rows
@@ -56,11 +56,15 @@ class Followed:
         points = stream_points(self.structure) if self.structure is not None and self.whole else {}
         return {spot: point for spot, point in points.items() if spot[0] not in self.unproved}
 
+    def gains(self, model: nn.Module) -> list[Gain]:
+        """List the gains of the model's norms, and the weights of its embedding and output head."""
+        return [] if self.structure is None else gains_of(self.structure)
+
     def rows(self, model: nn.Module, inputs: torch.Tensor, step: int) -> list[Row]:
         """Measure the residual stream on ``inputs``, and the norms' gains, as tidy rows."""
         if self.structure is None:
             return []
-        return stream_rows(model, model, self.points, inputs, step) + rows_of_gains(gains_of(self.structure), step)
+        return stream_rows(model, model, self.points, inputs, step) + rows_of_gains(self.gains(model), step)
 
 
 def follow(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import TypeAlias, cast
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lamina.modeling.parts import body_of, sublayers
@@ -15,7 +16,7 @@ from lamina.modeling.wiring_lamina import SCALES, LaminaNorm
 from lamina.probes.structure.sites import Structure, effective_gain
 from lamina.training.checkpointing.sharding import reshard
 from lamina.training.monitor.parameter_measures import Owner
-from lamina.training.monitor.writers import Row
+from lamina.training.monitor.writers import BETWEEN, Row
 
 Gain: TypeAlias = tuple[int, str, str, int, float, torch.Tensor]
 """layer (-1 outside the layers), sub-layer, role, index among the gains of this role, the offset that the norm adds to
@@ -25,6 +26,11 @@ the gain, the gain.
 
 def gain_rows(model: nn.Module, step: int) -> list[Row]:
     """Measure the mean and the largest magnitude of each gain and learned scale of a Lamina model."""
+    return rows_of_gains(lamina_gains(model), step)
+
+
+def lamina_gains(model: nn.Module) -> list[Gain]:
+    """List the gains and learned scales of a Lamina model."""
     reshard(model)
     base = body_of(model, "layer monitor")
     roles = ("pre_norm", "key_norm", "value_norm", "out_norm", "post_norm", *SCALES, "gate")
@@ -35,7 +41,7 @@ def gain_rows(model: nn.Module, step: int) -> list[Row]:
         norm = isinstance(part, LaminaNorm)
         weight, offset = (part.weight, float(part.zero_centered)) if norm else (part, 0.0)
         gains += [(layer, sublayer, role, 0, offset, weight)] if isinstance(weight, nn.Parameter) else []
-    return rows_of_gains(gains, step)
+    return gains
 
 
 def gains_of(structure: Structure) -> list[Gain]:
@@ -78,31 +84,81 @@ def _offset(norm: nn.Module) -> float:
     return 0.0 if effective is None else float(round(float((effective - weight.float()).mean())))
 
 
-def rows_of_gains(gains: Iterable[Gain], step: int) -> list[Row]:
+def rows_of_gains(gains: Sequence[Gain], step: int) -> list[Row]:
     """Return tidy rows: the mean and the largest magnitude of each gain, and of each table's row norms."""
-    keys, names, sums, magnitudes, mesh = [], [], [], [], None
-    for *key, offset, parameter in gains:
-        keys.append(key)
-        names.append("row_norm" if parameter.ndim == 2 else "gain")
-        value, whole = parameter.detach(), parameter.shape[0] if parameter.ndim == 2 else parameter.numel()
-        if isinstance(value, DTensor):
-            mesh, value = value.device_mesh, value.to_local()
-        if parameter.ndim == 2:
-            value = torch.linalg.vector_norm(value, dim=-1, dtype=torch.float32)
-        value = value.float() + offset if offset else value.float()
-        sums.append(value.sum() / whole)
-        magnitudes.append(value.abs().max() if value.numel() else value.new_zeros(()))
-    if not keys:
-        return []
-    means, largests = torch.stack(sums), torch.stack(magnitudes)
-    if mesh is not None:
-        torch.distributed.all_reduce(means, group=mesh.get_group())
-        torch.distributed.all_reduce(largests, op=torch.distributed.ReduceOp.MAX, group=mesh.get_group())
-    rows: list[Row] = []
-    for key, name, mean, largest in zip(keys, names, means.tolist(), largests.tolist(), strict=True):
-        layer, sublayer, role, index = key
-        rows += [
-            (step, layer, sublayer, role, index, f"{name}_mean", mean),
-            (step, layer, sublayer, role, index, f"{name}_abs_max", largest),
+    series = GainSeries(gains)
+    series.end_step(step)
+    return series.rows(prefix="")
+
+
+class GainSeries:
+    """The means and the largest magnitudes of gains, and of tables' row norms, after each step.
+
+    Gains of the same size are measured together, because one small operation per gain would slow each step down. Only
+    ``rows`` waits for the device. All processes of a sharded model must call ``rows`` at the same step.
+    """
+
+    def __init__(self, gains: Sequence[Gain] = ()):
+        self.follow(gains)
+
+    def follow(self, gains: Sequence[Gain]) -> None:
+        """Measure these gains and tables from now on, and forget the steps since the last call of ``rows``."""
+        self.gains = gains
+        self._steps: list[int] = []
+        self._values: list[torch.Tensor] = []  # of each step: [mean or largest, gain], the gains in this order:
+        self._order: list[int] = []
+        self._mesh: DeviceMesh | None = None
+        self._offsets: dict[tuple[float, ...], torch.Tensor] = {}  # sending them waits for the device
+
+    @torch.no_grad()
+    def end_step(self, step: int) -> None:
+        """Measure the gains and tables after a step."""
+        if not self.gains:
+            return
+        kinds: dict[tuple[int, torch.Size, torch.dtype, torch.device], list[int]] = {}
+        parts: list[torch.Tensor] = []
+        for index, (*_, parameter) in enumerate(self.gains):
+            value = parameter.detach()
+            if isinstance(value, DTensor):
+                self._mesh, value = value.device_mesh, value.to_local()
+            whole = parameter.shape[0] if parameter.ndim == 2 else parameter.numel()
+            kinds.setdefault((whole, value.shape, value.dtype, value.device), []).append(index)
+            parts.append(value)
+        self._order = [index for members in kinds.values() for index in members]
+        measured = [self._measured([parts[at] for at in members], members, of[0]) for of, members in kinds.items()]
+        self._values.append(torch.cat([part.to(measured[0].device) for part in measured], dim=1))
+        self._steps.append(step)
+
+    def _measured(self, parts: Sequence[torch.Tensor], members: Sequence[int], whole: int) -> torch.Tensor:
+        """Return the means and the largest magnitudes of tensors of one shape. The means are over ``whole`` entries."""
+        if parts[0].ndim == 2:
+            values = torch.stack([torch.linalg.vector_norm(part, dim=-1, dtype=torch.float32) for part in parts])
+        else:
+            values = torch.stack([part.flatten() for part in parts]).float()
+        offsets = tuple(self.gains[index][4] for index in members)
+        if any(offsets):
+            if offsets not in self._offsets:
+                self._offsets[offsets] = torch.tensor(offsets, dtype=values.dtype, device=values.device)[:, None]
+            values = values + self._offsets[offsets]
+        largest = values.abs().amax(1) if values.shape[1] else values.new_zeros(len(values))
+        return torch.stack([values.sum(1) / whole, largest])
+
+    def rows(self, prefix: str = BETWEEN) -> list[Row]:
+        """Return the steps since the last call as tidy rows. The metrics' names begin with ``prefix``."""
+        steps, self._steps = self._steps, []
+        if not steps:
+            return []
+        places = sorted(range(len(self._order)), key=self._order.__getitem__)
+        means, largest = torch.stack(self._values)[:, :, places].unbind(1)
+        self._values = []
+        if self._mesh is not None:
+            means, largest = means.contiguous(), largest.contiguous()
+            torch.distributed.all_reduce(means, group=self._mesh.get_group())
+            torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX, group=self._mesh.get_group())
+        names = ["row_norm" if parameter.ndim == 2 else "gain" for *_, parameter in self.gains]
+        return [
+            (step, layer, sublayer, role, index, f"{prefix}{name}_{of}", value)
+            for step, *both in zip(steps, means.tolist(), largest.tolist(), strict=True)
+            for (layer, sublayer, role, index, *_), name, *pair in zip(self.gains, names, *both, strict=True)
+            for of, value in zip(("mean", "abs_max"), pair, strict=True)
         ]
-    return rows

@@ -6,6 +6,7 @@ adapter for a run of Lamina uses Trainer's callbacks (``recorder.RunRecorder``).
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from lamina.core.json_types import Json, RunState
 from lamina.jobs.seals import grown_records
 from lamina.modeling.processes import Processes
 from lamina.training.monitor.alarms import Alarm
+from lamina.training.monitor.gain_measures import GainSeries
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
 from lamina.training.monitor.trackers import Trackers
 from lamina.training.monitor.writers import LOSS, NORM, LayersWriter, MetricsWriter, Row
@@ -107,6 +109,7 @@ class Monitor:
         step: the last step that has ended.
         on_alarm: a function that the first process calls with the first alarm of each event (alarms within 20 steps).
         series: each step's loss and gradient norm.
+        gains: the gains and row norms after each step.
         last_loss: the loss of the last record.
     """
 
@@ -120,6 +123,7 @@ class Monitor:
 
     def __post_init__(self) -> None:
         self.alarms, self.series = self.guard.alarms, StepSeries(self.processes)
+        self.gains = GainSeries()
         self.alarms.folder = None if self.records is None else self.records.folder
         self.last_loss: float | None = None
         self._unjudged: list[Row] = []  # losses and norms that are written
@@ -129,6 +133,8 @@ class Monitor:
         """End a step. Add its loss and norm to ``series`` before this call. A ``skipped`` step has no norm."""
         self.step = step
         self.series.end_step(step, skipped=skipped)
+        with contextlib.suppress(RuntimeError):  # the gathered weight of a sharded model
+            self.gains.end_step(step)
 
     def look(self, rows: Sequence[Row] = (), rate: float | None = None, *, due: bool = True) -> list[Row]:
         """Check the steps since the last call and the ``rows`` for alarms, and write the steps.
@@ -146,7 +152,8 @@ class Monitor:
         """
         unwritten = self.new_steps()
         series, self._unjudged = [*self._unjudged, *unwritten], []
-        self._judge([*series, *self._waiting, *rows], rate)
+        between = (row for row in self.gains.rows() if not due or row[0] != self.step)
+        self._judge([*series, *self._waiting, *rows, *between], rate)
         self._waiting = []
         recorded = self.alarms.marked | ({self.step} if due else set())
         self._add([*unwritten, *(row for row in rows if row[0] in recorded)])

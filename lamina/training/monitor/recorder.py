@@ -29,7 +29,7 @@ from lamina.modeling.processes import Processes
 from lamina.training.checkpointing.checkpoints import RunState
 from lamina.training.checkpointing.sharding import sum_partial
 from lamina.training.monitor.experts import ExpertBalance
-from lamina.training.monitor.gain_measures import gain_rows
+from lamina.training.monitor.gain_measures import Gain, gain_rows
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
 from lamina.training.monitor.monitor import Monitor, StepSeries
 from lamina.training.monitor.parameter_measures import (
@@ -187,6 +187,7 @@ class RunRecorder(Monitor, TrainerCallback):
     realized: Callable[[int], dict[str, PartShare]]
     updates: UpdateRatios
     measure: Measure
+    gains_of: Callable[[nn.Module], list[Gain]]
     show_bar: bool
     pause_step: int | None
     full_speed: float | None = None
@@ -212,6 +213,7 @@ class RunRecorder(Monitor, TrainerCallback):
         self.alarms.vocabulary = getattr(self.trainer.bare_model().config, "vocab_size", None)
         self.step = self._begun_at = state.global_step
         self._logged_tokens = self.tokens_at(state.global_step)
+        self.gains.follow(self.gains_of(self.trainer.bare_model()))
         if state.global_step == 0:
             self._record()
 

@@ -20,9 +20,23 @@ from typing import NamedTuple, TypeAlias
 from lamina.core.json_types import Json
 from lamina.jobs.files import read_json
 from lamina.training.monitor.idle_parts import IdleParts
+from lamina.training.monitor.pasts import (
+    COURSES,
+    EVERY_STEP,
+    INTERVAL,
+    PACES,
+    PASTS,
+    RECORDS,
+    SOON,
+    WINDOW,
+    Past,
+    earlier_peak,
+    leaving,
+    pace_of,
+)
 from lamina.training.monitor.policy_signs import METRICS as POLICY
 from lamina.training.monitor.policy_signs import PolicyCourse
-from lamina.training.monitor.writers import LOSS, NORM, RATE, Row
+from lamina.training.monitor.writers import BETWEEN, LOSS, NORM, RATE, Row
 from lamina.training.monitor.written_weights import HANDS, WrittenWeights
 
 Series: TypeAlias = tuple[int, str, str, str]
@@ -31,11 +45,6 @@ Place: TypeAlias = tuple[int, str, str]
 """layer, sub-layer, role"""
 
 LIMITS = Path(__file__).parent / "limits.json"
-WINDOW = 32  # a series is judged by so many of its latest values
-DEVIATIONS = 5.0  # a value leaves its past if it is so many robust deviations away, and beyond the factor
-EVERY_STEP, RECORDS = 8, 4  # values that a series needs before it is judged: one per step, or one per record
-INTERVAL = 20  # usual steps between two records; if there are more, a series may move further in proportion
-LEAST = 0.15  # a score, the logarithm of a factor, below this is ignored
 LEAST_FALL = 0.5  # nats: a loss of few classes falls from 0.7 in some steps once the model has learned them
 LOGIT = 50.0  # an attention logit of this size makes all others negligible
 FROM_FIRST = 8.0  # times a layer's first logit, which is large under query and key norms without a scale (Gemma 4)
@@ -60,47 +69,6 @@ STANDS_OUT = math.log(2.0)  # a gradient stands out from this score; its limit i
 GRADIENTS = ("gradient_norm", "step_gradient_norm", "first_moment")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Past:
-    """How Lamina compares one metric's values with past values of the same series.
-
-    Attributes:
-        rises: whether a value above the past values counts.
-        falls: whether a value below the past values counts.
-        fewest: the smallest number of past values that a comparison needs.
-        calm: a rise to a value below ``calm`` does not count. For example, gains may start at 0.
-    """
-
-    rises: bool = True
-    falls: bool = False
-    fewest: int = RECORDS
-    calm: float = 0.0
-
-
-PASTS: Mapping[str, Past] = {
-    "gradient_norm": Past(fewest=EVERY_STEP),
-    NORM: Past(fewest=EVERY_STEP),
-    "first_moment": Past(),
-    "second_moment": Past(rises=False, falls=True),
-    "update_norm": Past(),
-    "hidden_abs_max": Past(),
-    "hidden_variance": Past(),
-    "attention_logit": Past(calm=10.0),
-    "gain_abs_max": Past(calm=4.0),
-    "gain_mean": Past(rises=False, falls=True),
-    "row_norm_abs_max": Past(),
-    "row_norm_mean": Past(rises=False, falls=True),
-    "weight_norm": Past(falls=True),
-    "experts_used": Past(rises=False, falls=True),
-}
-COURSES: Mapping[str, float] = {
-    **dict.fromkeys(("gain_mean", "gain_abs_max", "weight_norm"), 0.0),
-    "row_norm_mean": 0.1,  # an output head that starts near zero
-    "row_norm_abs_max": 0.25,  # at a high rate, SGD moves a frequent token's row from 0.16 to 2
-    "hidden_variance": 1.0,
-    "hidden_abs_max": 10.0,  # of a stream that begins at 0.02, under Muon's usual rates too
-}
-"""Metrics that must not rise or fall steadily over many records. A rise below the metric's value does not count."""
 _KEPT = {"update_ratio", "rate_ratio", "expert_load", "batch_repeats", "label_match", "kept_gradient", LOSS, *HANDS}
 JUDGED = {*PASTS, *_KEPT}
 _LAGS = ("gradient_norm", "update_norm")
@@ -226,6 +194,8 @@ class Rules:
         if compares:
             yield from self._written(step, rows, rate if latest else None)
         for row in rows:
+            if row[5] in PACES:
+                yield from self._pace(row)
             if row[5] not in JUDGED or row[5] == "expert_load":
                 continue
             if not math.isfinite(row[6]):
@@ -348,7 +318,7 @@ class Rules:
             if not (past.rises if rule == "rise" else past.falls) or len(recent) < past.fewest:
                 continue
             shrinks = rule == "fall" and metric in _OF_WEIGHTS
-            usual, score = _leaving(scaled, recent, sign, gaps if past.fewest == RECORDS else 0.0, shrinks)
+            usual, score = leaving(scaled, recent, sign, gaps if past.fewest == RECORDS else 0.0, shrinks)
             score /= max(1.0, (step - last) / INTERVAL) * (2.0 if self._chance and metric.startswith("hidden") else 1.0)
             if score and rule == "rise" and value <= self._calm(row, past):
                 score = 0.0
@@ -361,6 +331,26 @@ class Rules:
             yield course_now._replace(left=score > STANDS_OUT) if metric in GRADIENTS and rule == "rise" else course_now
         recent.append(scaled)
         self._seen[series_of(row)] = last, step
+
+    def _pace(self, row: Row) -> Iterator[Found]:
+        """Judge how fast a value moves between two records, because weights can do harm before the next record.
+
+        Only a value that has also moved away from the median of the records counts. Rows grow with the learning rate
+        while it warms up, so a rise does not count then.
+        """
+        metric = row[5].removeprefix(BETWEEN)
+        row, past = (*row[:5], metric, row[6]), PASTS[metric]
+        recent, (before, last) = self._recent.get(series_of(row), ()), self._seen.get(series_of(row), (0, 0))
+        steps = row[0] - last
+        if len(recent) < past.fewest or steps < SOON:
+            return
+        for rule, sign in (("rise", 1.0), ("fall", -1.0)):
+            if past.rises if rule == "rise" else past.falls:
+                usual, score = pace_of(row[6], recent, sign, steps, last - before)
+                warms_up = self._peak[0] == 0 and self._peak[2] >= last
+                if rule == "rise" and (warms_up or row[6] <= max(past.calm, COURSES[metric])):
+                    score = 0.0
+                yield self._fitted(rule, row, usual, score, "/pace")
 
     def _course(self, rule: str, row: Row, sign: float) -> Found | None:
         """Judge how far a series has moved in one direction over its last records.
@@ -390,7 +380,7 @@ class Rules:
         """
         if row[5] not in GRADIENTS:
             return past.calm
-        earlier = _earlier_peak([*self._past_of(row)]) if self._chance else 0.0
+        earlier = earlier_peak(self._past_of(row)) if self._chance else 0.0
         if row[2] == "model":
             return earlier
         parts = [
@@ -653,43 +643,3 @@ def _experts_used(step: int, rows: Iterable[Row]) -> list[Row]:
             entropy = -sum(value / total * math.log(value / total) for value in values if value > 0)
             used.append((step, layer, sublayer, "all", 0, "experts_used", math.exp(entropy)))
     return used
-
-
-def _earlier_peak(recent: Sequence[float]) -> float:
-    """Return the largest value. Ignore the latest values if all of them exceed all earlier values."""
-    count = len(recent)
-    peaks = [max(recent[:at]) for at in range(count // 2 + 1, count) if min(recent[at:]) > max(recent[:at])]
-    return peaks[0] if peaks else max(recent)
-
-
-def _leaving(value: float, recent: Sequence[float], sign: float, gaps: float, shrinks: bool) -> tuple[float, float]:
-    """Return the usual value, and the score of ``value``: |log(value / usual)|, or 0 within the noise.
-
-    The usual value is the past median or the trend, whichever is nearer to ``value``. The trend extends the last two
-    values by ``gaps`` times their distance in time. ``gaps`` is 0 for metrics of every step. Such metrics have a trend
-    only while their past is short, because gradients change manyfold at the start of a training. This trend extends the
-    medians of both halves of the past. With ``shrinks``, the value is of weights that may have grown: the past median
-    is at least the median of the latest 4 values, and only earlier falls count as noise.
-    """
-    usual, half = statistics.median(recent), len(recent) // 2
-    if shrinks:
-        usual = max(usual, statistics.median(list(recent)[-RECORDS:]))
-    last, before, steps = recent[-1], recent[-2], gaps
-    young = not gaps and len(recent) < WINDOW
-    if young:
-        last, before = statistics.median(list(recent)[-half:]), statistics.median(list(recent)[:half])
-        steps = 0.5 + 0.5 / half  # from the middle of the last half on, in halves
-    if (gaps or young) and before > 0 and last > 0:
-        ahead = last * (max if sign > 0 else min)(1.0, last / before) ** steps
-        usual = max(usual, ahead) if sign > 0 else min(usual, ahead)
-    if not usual > 0 or sign * (value - usual) <= 0:
-        return usual, 0.0
-    distance = abs(math.log(max(value, 1e-30) / usual))
-    if distance < LEAST:
-        return usual, 0.0
-    logs = [math.log(max(x, 1e-30)) for x in recent]
-    middle = statistics.median(logs)
-    spread = 1.4826 * statistics.median(abs(x - middle) for x in logs)
-    if shrinks:
-        spread = statistics.fmean(max(0.0, earlier - later) for earlier, later in pairwise(logs))
-    return usual, distance if distance > DEVIATIONS * spread else 0.0

@@ -28,7 +28,7 @@ from lamina.training.checkpointing.sharding import local_part
 from lamina.training.monitor.batches import KeptBatches
 from lamina.training.monitor.flat_parameters import FlatParameters
 from lamina.training.monitor.followed import Arguments, Followed, Inputs, batch_of, follow, is_tokens, tensors_of
-from lamina.training.monitor.gain_measures import Gain, gains_of, rows_of_gains
+from lamina.training.monitor.gain_measures import GainSeries, gains_of, rows_of_gains
 from lamina.training.monitor.graph_hooks import GraphHooks, Hook, is_compiled
 from lamina.training.monitor.listeners import listening
 from lamina.training.monitor.loop_signs import LoopSigns, StepSigns, kept_square, named
@@ -232,7 +232,7 @@ class Instruments:
         self._updates: UpdateRatios | None = None
         self._meter: ForwardMeter | None = None
         self._graph: GraphHooks[Spot] | None = None  # of a compiled model
-        self._gains: list[Gain] = []
+        self.gains = GainSeries()
         self._squares: list[tuple[int, torch.Tensor, bool, StepSigns]] = []  # numbers; whether an optimizer took it
         self._current: torch.Tensor | None = None
         self._weights: torch.Tensor | None = None  # squares of this step's, where they say what is not finite
@@ -370,7 +370,7 @@ class Instruments:
             self._graph = GraphHooks(points) if compiled else None
             self._meter = ForwardMeter(points, structure if self.settings.attention else None, graph=self._graph)
         hidden_by = self._flat.hidden_by
-        self._gains = [] if structure is None or hidden_by else gains_of(structure)
+        self.gains.follow([] if structure is None or hidden_by else gains_of(structure))
         if is_deepspeeds(self.model) and not self._flat:
             self.note(
                 "DeepSpeed hides gradients and weights, so Lamina does not record them by layer and makes no checks"
@@ -648,7 +648,7 @@ class Instruments:
                     f"{named(self.model, silent)}"
                 )
         with contextlib.suppress(RuntimeError):  # the gathered weight of a sharded model
-            rows += rows_of_gains(self._gains, step)
+            rows += rows_of_gains(self.gains.gains, step)
         return rows
 
     def about(self) -> Json:

@@ -134,7 +134,7 @@ class LoopMonitor(Monitor):
             alarms=Alarms() if records is None else records.alarms,
         )
         super().__init__(records=records, processes=processes, guard=guard, step=step, on_alarm=on_alarm)
-        self.instruments, self.settings = instruments, settings
+        self.instruments, self.settings, self.gains = instruments, settings, instruments.gains
         folder, self.batches = None if records is None else records.folder, None
         if instruments.batches is not None:
             self.batches = BatchRecords(instruments.batches, folder, step, tokenizer, instruments.model)

@@ -35,6 +35,8 @@ Row: TypeAlias = tuple[int, int, str, str, int, str, float]
 
 LOSS, NORM, RATE = "step_loss", "step_gradient_norm", "learning_rate"
 """The metrics of every step."""
+BETWEEN = "step_"
+"""The prefix of gains and row norms between two records. The alarm rules judge them, and Lamina does not write them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,123 @@
+"""How the alarm rules compare a value with the past values of its series."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from lamina.training.monitor.writers import BETWEEN, NORM
+
+WINDOW = 32  # a series is judged by so many of its latest values
+DEVIATIONS = 5.0  # a value leaves its past if it is so many robust deviations away, and beyond the factor
+EVERY_STEP, RECORDS = 8, 4  # values that a series needs before it is judged: one per step, or one per record
+LEAST = 0.15  # a score, the logarithm of a factor, below this is ignored
+INTERVAL = 20  # usual steps between two records; if there are more, a series may move further in proportion
+SOON = 4  # steps since the last record, before which a pace says little
+
+
+@dataclass(frozen=True, kw_only=True)
+class Past:
+    """How Lamina compares one metric's values with past values of the same series.
+
+    Attributes:
+        rises: whether a value above the past values counts.
+        falls: whether a value below the past values counts.
+        fewest: the smallest number of past values that a comparison needs.
+        calm: a rise to a value below ``calm`` does not count. For example, gains may start at 0.
+    """
+
+    rises: bool = True
+    falls: bool = False
+    fewest: int = RECORDS
+    calm: float = 0.0
+
+
+PASTS: Mapping[str, Past] = {
+    "gradient_norm": Past(fewest=EVERY_STEP),
+    NORM: Past(fewest=EVERY_STEP),
+    "first_moment": Past(),
+    "second_moment": Past(rises=False, falls=True),
+    "update_norm": Past(),
+    "hidden_abs_max": Past(),
+    "hidden_variance": Past(),
+    "attention_logit": Past(calm=10.0),
+    "gain_abs_max": Past(calm=4.0),
+    "gain_mean": Past(rises=False, falls=True),
+    "row_norm_abs_max": Past(),
+    "row_norm_mean": Past(rises=False, falls=True),
+    "weight_norm": Past(falls=True),
+    "experts_used": Past(rises=False, falls=True),
+}
+COURSES: Mapping[str, float] = {
+    **dict.fromkeys(("gain_mean", "gain_abs_max", "weight_norm"), 0.0),
+    "row_norm_mean": 0.1,  # an output head that starts near zero
+    "row_norm_abs_max": 0.25,  # at a high rate, SGD moves a frequent token's row from 0.16 to 2
+    "hidden_variance": 1.0,
+    "hidden_abs_max": 10.0,  # of a stream that begins at 0.02, under Muon's usual rates too
+}
+"""Metrics that must not rise or fall steadily over many records. A rise below the metric's value does not count."""
+PACES = {f"{BETWEEN}{metric}" for metric in ("gain_mean", "gain_abs_max", "row_norm_mean", "row_norm_abs_max")}
+"""Metrics between two records, of which the pace since the last record is judged."""
+
+
+def earlier_peak(recent: Collection[float]) -> float:
+    """Return the largest value. Ignore the latest values if all of them exceed all earlier values."""
+    recent, count = [*recent], len(recent)
+    peaks = [max(recent[:at]) for at in range(count // 2 + 1, count) if min(recent[at:]) > max(recent[:at])]
+    return peaks[0] if peaks else max(recent)
+
+
+def leaving(value: float, recent: Sequence[float], sign: float, gaps: float, shrinks: bool) -> tuple[float, float]:
+    """Return the usual value, and the score of ``value``: |log(value / usual)|, or 0 within the noise.
+
+    The usual value is the past median or the trend, whichever is nearer to ``value``. The trend extends the last two
+    values by ``gaps`` times their distance in time. ``gaps`` is 0 for metrics of every step. Such metrics have a trend
+    only while their past is short, because gradients change manyfold at the start of a training. This trend extends the
+    medians of both halves of the past. With ``shrinks``, the value is of weights that may have grown: the past median
+    is at least the median of the latest 4 values, and only earlier falls count as noise.
+    """
+    usual, half = statistics.median(recent), len(recent) // 2
+    if shrinks:
+        usual = max(usual, statistics.median(list(recent)[-RECORDS:]))
+    last, before, steps = recent[-1], recent[-2], gaps
+    young = not gaps and len(recent) < WINDOW
+    if young:
+        last, before = statistics.median(list(recent)[-half:]), statistics.median(list(recent)[:half])
+        steps = 0.5 + 0.5 / half  # from the middle of the last half on, in halves
+    if (gaps or young) and before > 0 and last > 0:
+        ahead = last * (max if sign > 0 else min)(1.0, last / before) ** steps
+        usual = max(usual, ahead) if sign > 0 else min(usual, ahead)
+    if not usual > 0 or sign * (value - usual) <= 0:
+        return usual, 0.0
+    distance = abs(math.log(max(value, 1e-30) / usual))
+    if distance < LEAST:
+        return usual, 0.0
+    logs = [math.log(max(x, 1e-30)) for x in recent]
+    middle = statistics.median(logs)
+    spread = 1.4826 * statistics.median(abs(x - middle) for x in logs)
+    if shrinks:
+        spread = statistics.fmean(max(0.0, earlier - later) for earlier, later in pairwise(logs))
+    return usual, distance if distance > DEVIATIONS * spread else 0.0
+
+
+def pace_of(value: float, recent: Sequence[float], sign: float, steps: int, gap: int) -> tuple[float, float]:
+    """Return the usual value, and how far the series would move in 20 steps at its pace since the last record.
+
+    The distance is |log(factor)|. It is 0 if the value is near the median of ``recent``, or if the pace is usual for
+    the series.
+
+    Args:
+        sign: 1 to judge a rise, and -1 to judge a fall.
+        steps: the steps since the last record.
+        gap: the steps between the last two records.
+    """
+    usual = max(statistics.median(recent), statistics.median(list(recent)[-RECORDS:]))
+    if not (min(recent) > 0 and value > 0) or sign * math.log(value / usual) < LEAST:
+        return usual, 0.0
+    moves = [sign * math.log(later / earlier) for earlier, later in pairwise(recent)]
+    pace = sign * math.log(value / recent[-1]) / steps
+    usually = statistics.fmean(max(0.0, move) for move in moves) / max(1, gap)
+    return usual, INTERVAL * pace if pace > DEVIATIONS * usually else 0.0
