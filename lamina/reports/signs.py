@@ -13,6 +13,7 @@ from lamina.training.monitor.alarms import (
     Alarm,
     events,
     first_before,
+    is_independent,
     is_spike,
     outlasts_spikes,
     place_of,
@@ -62,7 +63,8 @@ class Signs:
     def first(self) -> Alarm | None:
         """Return the alarm that explains most (``first_before``), outside of spikes that passed.
 
-        If a gradient has risen, and an alarm of a rule in ``HARD`` follows soon, Lamina takes the later alarm.
+        If a gradient has risen, and an independent alarm or an alarm of a rule in ``HARD`` follows soon, Lamina takes
+        the later alarm.
         """
         of = self.counted
         first = first_before(of.alarms, of.rose)
@@ -71,7 +73,8 @@ class Signs:
         first = next((group[0] for group in of.lasting if group[-1].step >= first.step), first)
         if first.metric in GRADIENTS and first.rule == "rise":
             soon = range(first.step, first.step + FOLLOWS + 1)
-            first = next((alarm for alarm in of.alarms if alarm.step in soon and alarm.rule in HARD), first)
+            near = [alarm for alarm in of.alarms if alarm.step in soon]
+            first = next((alarm for alarm in near if alarm.rule in HARD or is_independent(alarm)), first)
         return self.alarms[of.alarms.index(first)]
 
     @property

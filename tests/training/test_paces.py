@@ -8,6 +8,7 @@ import torch
 from training.tiny_runs import layers
 from training.watching.loops import llama, loop
 
+from lamina.reports.signs import Signs
 from lamina.training.monitor.alarms import Alarms, read_alarms
 from lamina.training.monitor.gain_measures import rows_of_gains
 from lamina.training.monitor.writers import BETWEEN
@@ -60,6 +61,21 @@ def test_the_longest_row_may_grow_while_the_learning_rate_does(schedule, said):
     assert [alarm.step for alarm in found] == said
     small, _ = told([value / 3 for value in values], EMBEDDING, "row_norm_abs_max")
     assert small == []
+
+
+@pytest.mark.parametrize("told_at", ["a record", "between"])
+def test_weights_that_shrink_are_no_consequence_of_a_gradient_shortly_before(told_at):
+    """A healthy outlier of the gradient, some steps before the weights are told to shrink."""
+
+    def more(step):
+        gradient = 30.0 if step == at - 3 else 1.0
+        return [(step, -1, "model", "all", 0, "step_gradient_norm", gradient)]
+
+    at = 120 if told_at == "a record" else 108
+    values = [0.9] * 119 + [0.5] * 5 if told_at == "a record" else falling(0.05)
+    found, alarms = told(values, more=more)
+    assert [(alarm.step, alarm.metric) for alarm in found] == [(at, "gain_mean")]
+    assert Signs(alarms=tuple(alarms.told), rose=None).first == found[0]
 
 
 def shrinking(model, optimizer, begin, factor):

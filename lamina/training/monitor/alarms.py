@@ -121,7 +121,7 @@ class Alarms(Rules):
     _out: set[Key] = field(default_factory=set)
     _high: dict[Key, list[Alarm]] = field(default_factory=dict)  # gradients that stood out where they were last seen
     _single: list[Alarm] = field(default_factory=list)  # those that are back
-    _done_at: int = -1  # the step of the last alarm that is hard
+    _done_at: int = -1  # the step of the last alarm that is independent
     _scores: dict[Key, list[float]] = field(default_factory=dict)  # the last two, of what must last
 
     def see(self, rows: Iterable[Row], rate: float | None = None) -> list[Alarm]:
@@ -134,8 +134,8 @@ class Alarms(Rules):
         for step, group in sorted(by_step.items()):
             found = self.judge(step, group, rate, latest=step == max(by_step))
             told = [alarm for candidate in found for alarm in self._once(candidate)]
-            soft = [alarm.step for alarm in told if not is_hard(alarm)]
-            self._done_at = max([alarm.step for alarm in told if is_hard(alarm)], default=self._done_at)
+            soft = [alarm.step for alarm in told if not is_independent(alarm)]
+            self._done_at = max([alarm.step for alarm in told if is_independent(alarm)], default=self._done_at)
             alarms += [*self._followed(step, begun=min(soft, default=math.inf)), *told]
         return self._tell(alarms)
 
@@ -252,11 +252,16 @@ def is_hard(alarm: Alarm) -> bool:
     return alarm.rule in HARD or alarm.metric in ("rate_ratio", "label_match", RATE)
 
 
+def is_independent(alarm: Alarm) -> bool:
+    """Return whether no gradient can cause an alarm: a hard alarm, or weights or moments that shrink."""
+    return is_hard(alarm) or (alarm.rule == "fall" and alarm.metric != LOSS)
+
+
 def outlasts_spikes(alarm: Alarm) -> bool:
-    """Return whether no spike of the loss or gradient can cause an alarm once the spike has passed: a hard alarm, a
-    value that is not finite, or weights or moments that shrink.
+    """Return whether no spike of the loss or gradient can cause an alarm once the spike has passed: an independent
+    alarm, or a value that is not finite.
     """
-    return is_hard(alarm) or alarm.rule == "not_finite" or (alarm.rule == "fall" and alarm.metric != LOSS)
+    return is_independent(alarm) or alarm.rule == "not_finite"
 
 
 def is_spike(alarms: Sequence[Alarm]) -> bool:
