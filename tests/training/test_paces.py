@@ -78,6 +78,17 @@ def test_weights_that_shrink_are_no_consequence_of_a_gradient_shortly_before(tol
     assert Signs(alarms=tuple(alarms.told), rose=None).first == found[0]
 
 
+@pytest.mark.parametrize("skips", [True, False])
+def test_a_stream_behind_layers_that_are_left_out_by_chance_is_compared_with_its_peak(skips):
+    """An OLMo 2's variance at its records: it depends on the layers that ran before it."""
+    alarms, found = Alarms(), []
+    for at, value in enumerate([0.03, 0.028, 1.17, 0.031, 0.03, 11.3, 0.03, 10.2, 0.03, 5000.0], 1):
+        rows = [(20 * at, 2, "attention", "all", 0, "hidden_variance", value)]
+        rows += [(20 * at, 1, "block", "all", 0, "not_called", 1.0)] * skips
+        found += alarms.see(rows)
+    assert [alarm.step for alarm in found] == ([200] if skips else [120, 160, 200])
+
+
 def shrinking(model, optimizer, begin, factor):
     """Let each step of the optimizer shrink all gains."""
     steps = iter(range(1, 10**6))

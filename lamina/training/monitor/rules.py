@@ -319,7 +319,10 @@ class Rules:
                 continue
             shrinks = rule == "fall" and metric in _OF_WEIGHTS
             usual, score = leaving(scaled, recent, sign, gaps if past.fewest == RECORDS else 0.0, shrinks)
-            score /= max(1.0, (step - last) / INTERVAL) * (2.0 if self._chance and metric.startswith("hidden") else 1.0)
+            if self._chance and metric.startswith("hidden"):  # which parts ran before it differs between the records
+                usual = max(usual, earlier_peak(recent))
+                score = min(score, max(0.0, math.log(max(scaled, 1e-30) / max(usual, 1e-30))) / 2)
+            score /= max(1.0, (step - last) / INTERVAL)
             if score and rule == "rise" and value <= self._calm(row, past):
                 score = 0.0
             if warms_up and metric.startswith("hidden"):
