@@ -45,8 +45,8 @@ STEPS, BREAKS, RATE = 200, 100, 2e-3
 LATER = 7  # steps by which the next seed's break comes later: most lie between two records
 AFTER, FROM_START = 60, 90  # steps behind the break, and of what is broken from the start
 BROKEN_SEEDS = 2
-SEEN = (6, 10, 14, 18, 22, 26, 30)  # the first seeds of what was judged with earlier rules, and looked at
-FRESH = 32  # the first seed of what is judged
+SEEN = (6, 10, 14, 18, 22, 26, 30, 32)  # the first seeds of what was judged with earlier rules, and looked at
+FRESH = 34  # the first seed of what is judged
 HELD, HELD_EVERY = 4, 2  # sequences of the batch whose loss says when a model is worse than its twin, and steps
 VOCABULARY, TOKENS = 256, 2048  # bytes; tokens of text
 COLUMNS = ("call", "step", "layer", "sublayer", "role", "index", "metric", "value")
@@ -200,7 +200,7 @@ OTHER = "other"
 SETUPS |= {
     f"{OTHER}-{family}-{number}": other(family, number, fitted)
     for family, fitted in OTHERS.items()
-    for number in range(2 if fitted else 14)
+    for number in range(2 if fitted else 16)
 }
 
 
