@@ -115,6 +115,51 @@ def test_a_mistake_of_an_own_loop_is_found_by_its_check_alone(fault):
     assert {each.name for each in found} == {fault.partition(":")[0]}
 
 
+class OnlyLoss(nn.Module):
+    """A module that returns only its loss, or whose loss calls only a part of the module."""
+
+    def __init__(self, model, loss):
+        super().__init__()
+        self.model, self.loss = model, loss
+
+    def training_step(self, batch):
+        return self.loss(self.model, batch)
+
+    def forward(self, *batch):
+        return self.training_step(batch)
+
+
+@pytest.mark.parametrize("step", [None, lambda m, b: m.training_step(b)], ids=["forward", "training_step"])
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "loss_inputs: viewed"])
+def test_a_mistake_is_found_in_a_model_that_returns_only_its_loss(fault, step):
+    model, batch, loss = FAULTS[fault]()
+    model = OnlyLoss(model, loss if isinstance(batch, tuple) or step else lambda m, b: loss(m, b[0]))
+    found = lamina.check(model, torch.optim.AdamW(spared(model), lr=1e-3), batch=batch, loss=step)
+    assert {each.name for each in found} == {fault.partition(":")[0]}
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda x, y: ENTROPY(input=x.transpose(1, 2), target=y),
+        lambda x, y: (x.logsumexp(-1) - x.gather(-1, y[..., None])[..., 0]).mean(),
+        lambda x, y: -x.log_softmax(-1).gather(-1, y[..., None]).mean(),
+    ],
+    ids=["by name", "logsumexp", "log_softmax"],
+)
+def test_targets_are_read_from_any_cross_entropy(loss):
+    for labels, finds in ((slice(1, None), []), (slice(0, -1), ["shift_of_labels"])):
+        model = OnlyLoss(*next_tokens(labels=labels, loss=loss)[::2])
+        found = lamina.check(model, batch=(IDS[:, :-1], IDS[:, labels]))
+        assert [each.name for each in found] == finds
+
+
+def test_the_model_of_transformers_inside_a_module_is_known():
+    model, ids = llama(pad_token_id=0), torch.cat([IDS % 50 + 1, torch.zeros_like(IDS[:, :4])], 1)
+    model = OnlyLoss(model, lambda m, b: m(input_ids=b[0], labels=b[0]).loss)
+    assert [each.name for each in lamina.check(model, batch=(ids[:1],))] == ["labels_of_padding"]
+
+
 SOUND = {
     "next tokens": next_tokens,
     "transposed logits": lambda: next_tokens(loss=lambda x, y: ENTROPY(x.transpose(1, 2), y)),

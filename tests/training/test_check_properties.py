@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import IA3Config, LoraConfig, OFTConfig, get_peft_model
 from torch import nn
 from torch.nn import functional
 from training.test_check import adamw
@@ -19,6 +19,8 @@ from transformers import (
     MambaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    SwitchTransformersConfig,
+    SwitchTransformersForConditionalGeneration,
 )
 
 import lamina
@@ -378,7 +380,88 @@ def plain(start):
     return of(model, ENTROPY, batch, torch.optim.SGD(model.parameters(), lr=1e-4))
 
 
+class Turned(Words):
+    """Words at sinusoids of positions that forward computes."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.places, self.dtype = nn.Identity(), dtype
+
+    def forward(self, x, padding=None):
+        rates = 100 ** (-torch.arange(8) / 8)
+        angles = torch.arange(x.shape[1], dtype=self.dtype)[:, None].float() * rates
+        hidden = self.words(x) + 0.02 * torch.cat([angles.cos(), angles.sin()], -1)
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        for layer in self.layers:
+            hidden = layer(hidden, src_mask=mask)
+        return self.head(self.norm(hidden))
+
+
+class Counted(Words):
+    """Words whose learned positions are counts of shown tokens."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.places, self.counts, self.dtype = nn.Identity(), nn.Embedding(512, 16), dtype
+        nn.init.normal_(self.counts.weight, std=0.02)
+
+    def forward(self, x, padding=None):
+        at = torch.ones_like(x).cumsum(1).to(self.dtype).long()
+        hidden = self.words(x) + self.counts(at)
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        for layer in self.layers:
+            hidden = layer(hidden, src_mask=mask)
+        return self.head(self.norm(hidden))
+
+
+def long(model):
+    ids = torch.randint(2, VOCAB, (2, 321), generator=torch.Generator().manual_seed(0))
+    return of(model, batch=(ids[:, :-1], ids[:, 1:]))
+
+
+def begun(times, where="begin"):
+    ids = torch.cat([torch.ones(6, times, dtype=torch.int64), X], 1)
+    ids = ids.flip(1) if where == "end" else ids
+    return of(Words(), batch=(ids[:, :-1], ids[:, 1:]))
+
+
+def normalized(**options):
+    model = Words()
+    model.head = nn.Sequential(nn.Flatten(0, 1), nn.BatchNorm1d(16, **options), nn.Linear(16, VOCAB))
+    return of(model, lambda x, y: ENTROPY(x, y.flatten()))
+
+
+def added(part):
+    model = Words()
+    model.more = part
+    return of(model)
+
+
+def adapter(merged, config=IA3Config, **options):
+    model = get_peft_model(llama(), config(target_modules=["k_proj", "down_proj"], **options))
+    if merged:
+        model.merge_adapter()
+    return model.train(), adamw(model, decay=0.0), {"batch": {"input_ids": IDS, "labels": IDS}}
+
+
+def switching():
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "num_experts": 4}
+    config = SwitchTransformersConfig(vocab_size=VOCAB, decoder_start_token_id=0, **sizes)
+    return SwitchTransformersForConditionalGeneration(config), None, {"batch": {"input_ids": X, "labels": Y}}
+
+
 FAULTS = {
+    "rounded_positions": lambda: long(Turned(torch.bfloat16)),
+    "rounded_positions: counts": lambda: long(Counted(torch.bfloat16)),
+    "doubled_tokens": lambda: begun(2),
+    "doubled_tokens: at the end": lambda: begun(3, "end"),
+    "statistics_of_norms": lambda: normalized(momentum=0.99),
+    "statistics_of_norms: swapped": lambda: normalized(eps=0.1, momentum=1e-5),
+    "no_gradient_to_parts: a norm": lambda: added(nn.LayerNorm(16)),
+    "no_gradient_to_parts: a second head": lambda: added(nn.Linear(16, VOCAB)),
+    "adapters: IA3 is merged": lambda: adapter(True, feedforward_modules=["down_proj"]),
+    "adapters: OFT is merged": lambda: adapter(True, OFTConfig, oft_block_size=4),
+    "coefficients": lambda: (m := llama(), adamw(m, betas=(0.1, 0.001)), {}),
     "changed_inputs: keys": lambda: masked(keys=False),
     "changed_inputs: no positions": lambda: classes(places=False),
     "changed_inputs: tags": lambda: (Returning(Words("batch first")), None, {"batch": (X, X * 7 % 5)}),
@@ -436,7 +519,7 @@ class TimeFirst(Words):
 
     def forward(self, x, padding=None):
         mask = nn.Transformer.generate_square_subsequent_mask(len(x))
-        return self.head(self.layers(self.words(x) + self.places(torch.arange(len(x)))[:, None], mask))
+        return self.head(self.norm(self.layers(self.words(x) + self.places(torch.arange(len(x)))[:, None], mask)))
 
 
 class Returning(nn.Module):
@@ -460,6 +543,12 @@ class Pairs(Words):
 
 
 SOUND = {
+    "angles": lambda: long(Turned(torch.float32)),
+    "counts": lambda: long(Counted(torch.float32)),
+    "a begin": lambda: begun(1),
+    "a batch norm": lambda: normalized(momentum=0.01, eps=1e-3),
+    "IA3": lambda: adapter(False, feedforward_modules=["down_proj"]),
+    "a router of Switch": switching,
     "time first": lambda: of(TimeFirst(), batch=(X.T, Y.T)),
     "time first, with labels": lambda: (Returning(TimeFirst()), None, {"batch": (X.T, Y.T)}),
     "residual connections outside of the layers": lambda: of(Outside()),
@@ -507,6 +596,7 @@ def test_padding_in_a_mean_and_decoders_without_positions_are_notes():
         (masked(mean=True), "mean"),
         (of(NoPlaces()), "two tokens"),
         (of(Unturned()), "two tokens"),
+        (added(nn.Linear(16, 1)), "for this batch"),
     ):
         found = lamina.check(model, adamw(model), **options)
         assert found == []

@@ -12,7 +12,8 @@ from torch import nn
 
 from lamina.probes.structure.hooks import Output
 from lamina.probes.structure.sites import Structure
-from lamina.training.monitor.first_pass import FirstPass, offset_of
+from lamina.training.monitor.first_pass import FirstPass
+from lamina.training.monitor.loss_targets import offset_of
 
 NARROW = 0.03  # a standard deviation times sqrt(inputs)
 _SHOWN = 3
@@ -94,9 +95,26 @@ class BeforeTraining:
         return found
 
     @cached_property
+    def inner(self) -> nn.Module:
+        """The model of transformers that holds all parameters, such as the model inside a LightningModule."""
+        count = sum(1 for _ in self.model.parameters())
+        known = (m for m in self.model.modules() if hasattr(type(m), "get_input_embeddings"))
+        return next((m for m in known if sum(1 for _ in m.parameters()) == count), self.model)
+
+    @property
+    def config(self) -> Output:
+        return getattr(self.inner, "config", None)
+
+    @property
+    def padding(self) -> int | None:
+        """The model's padding token."""
+        token = getattr(self.config, "pad_token_id", None)
+        return token if isinstance(token, int) else None
+
+    @cached_property
     def ends(self) -> tuple[Output, Output] | None:
         """The input embedding and the output head, or None if the model lacks get_input_embeddings()."""
-        model: Output = self.model
+        model: Output = self.inner
         try:
             table, head = model.get_input_embeddings(), model.get_output_embeddings()
         except (AttributeError, NotImplementedError, TypeError):  # an own model, one of images, other arguments
@@ -124,14 +142,10 @@ class BeforeTraining:
 
     @cached_property
     def merged(self) -> dict[int, str]:
-        """The trainable parameters of LoRA that are merged into their base matrices, by id, with their names."""
-        parts = [
-            (path, m) for path, m in self.model.named_modules() if m.training and getattr(m, "merged", False) is True
-        ]
-        named = (
-            (p, f"{path}.{name}") for path, m in parts for name, p in m.named_parameters() if "lora" in name.lower()
-        )
-        return {id(p): name for p, name in named if p.requires_grad}
+        """The trainable parameters of adapters that are merged into their base matrices, by id, with their names."""
+        parts = [m for m in self.model.modules() if m.training and getattr(m, "merged", False) is True]
+        adapters = (p for m in parts for p in adapter_of(m).values() if p.requires_grad)
+        return {id(p): self.names[id(p)] for p in adapters}
 
     @cached_property
     def blocks(self) -> list[tuple[str, list[nn.Module]]]:
@@ -158,7 +172,7 @@ class BeforeTraining:
 
     @property
     def is_encoder_decoder(self) -> bool:
-        return bool(getattr(getattr(self.model, "config", None), "is_encoder_decoder", False))
+        return bool(getattr(self.config, "is_encoder_decoder", False))
 
     @cached_property
     def shift(self) -> int | None:
@@ -171,6 +185,13 @@ class BeforeTraining:
 
     def listed(self, parameters: Iterable[torch.Tensor]) -> str:
         return listing([self.names.get(id(parameter), "?") for parameter in parameters])
+
+
+def adapter_of(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters of an adapter of PEFT, or of an own LoRA, by their names in the adapted module."""
+    parts = {*getattr(module, "adapter_layer_names", ())}
+    named = module.named_parameters()
+    return {name: p for name, p in named if parts & {*name.split(".")} or (not parts and "lora" in name.lower())}
 
 
 def _leaves(tensor: torch.Tensor) -> list[torch.Tensor]:

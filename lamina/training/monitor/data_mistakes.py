@@ -15,6 +15,7 @@ from lamina.training.monitor.loss_targets import Targets
 ABOVE, WIDER = 1.0, 2e-4  # nats above guessing at the first step, and more for each channel: a head's own 0.02
 ONE_TOKEN = 0.9  # of a batch's tokens: one that says nothing
 IN_A_ROW = 0.5  # of labels whose next token has one: an answer, where masked words lie scattered
+MANY = 4  # rows that share an unknown special token
 TAIL = 3  # equal tokens at a row's end that are padding, where one is an end of text
 _CAUSAL = re.compile(r"ForCausalLM$|LMHeadModel$")
 LABELS = "Count labels from 0, and set num_labels"
@@ -58,7 +59,7 @@ def shift_of_labels(setup: BeforeTraining) -> Iterator[Mistake]:
         )
     if trial is not None:
         offset = trial.offset if trial.causal and (trial.reads or trial.offset == 2) else None
-    elif setup.shift == 1 and "labels" in setup.batch and _CAUSAL.search(type(setup.model).__name__):
+    elif setup.shift == 1 and "labels" in setup.batch and _CAUSAL.search(type(setup.inner).__name__):
         offset = 2
     if offset == 2:
         yield Mistake(
@@ -75,7 +76,7 @@ def shift_of_labels(setup: BeforeTraining) -> Iterator[Mistake]:
             if setup.is_encoder_decoder
             else "Compare logits[:, :-1] with labels[:, 1:]",
         )
-    start, labels = getattr(getattr(setup.model, "config", None), "decoder_start_token_id", None), setup.labels
+    start, labels = getattr(setup.config, "decoder_start_token_id", None), setup.labels
     own = setup.is_encoder_decoder and not any("decoder" in name for name in setup.batch) and isinstance(start, int)
     if own and labels is not None and labels.ndim == 2 and len(labels) > 1 and bool((labels[:, 0] == start).all()):
         yield Mistake(
@@ -162,11 +163,10 @@ def mask_and_labels(setup: BeforeTraining) -> Iterator[Mistake]:
         mask = (~passed if passed.dtype == torch.bool else passed >= 0).long()
     if mask is None or mask.ndim != 2 or tokens is None or tokens.shape != mask.shape or setup.is_encoder_decoder:
         return
-    hidden = mask == 0
-    padding = getattr(getattr(setup.model, "config", None), "pad_token_id", None)
+    hidden, padding = mask == 0, setup.padding
     if padding is None and len(shown := tokens[~hidden].unique()) == 1 and len(tokens[hidden].unique()) > 2:
         padding = int(shown)
-    if isinstance(padding, int) and bool(hidden.any()) and torch.equal(tokens == padding, ~hidden):
+    if padding is not None and bool(hidden.any()) and torch.equal(tokens == padding, ~hidden):
         yield Mistake(
             what=f"the mask shows padding (token {padding}) and hides all other tokens",
             why="the model reads only the padding",
@@ -192,6 +192,31 @@ def mask_and_labels(setup: BeforeTraining) -> Iterator[Mistake]:
 
 
 @checks
+def doubled_tokens(setup: BeforeTraining) -> Iterator[Mistake]:
+    """Find rows that all begin, or all end, with the same special token twice."""
+    tokens, mask = setup.tokens, setup.batch.get("attention_mask")
+    if tokens is None or tokens.shape[1] < 4:
+        return
+    shown = (
+        mask != 0
+        if mask is not None and mask.shape == tokens.shape
+        else tokens != (-1 if setup.padding is None else setup.padding)
+    )
+    known = {getattr(setup.config, f"{name}_token_id", None) for name in ("bos", "eos", "cls", "sep")}
+    for where, rows, there in (("begin", tokens, shown), ("end", tokens.flip(1), shown.flip(1))):
+        first = there.int().argmax(1, keepdim=True).clamp(max=rows.shape[1] - 2)
+        pairs = torch.cat([rows.gather(1, first), rows.gather(1, first + 1)], 1)
+        token = int(pairs[0, 0])
+        only = ((rows == token) & there).sum(1) == 2
+        if bool((pairs == token).all()) and bool(only.all()) and len(rows) >= (2 if token in known else MANY):
+            yield Mistake(
+                what=f"all rows {where} with two tokens {token}",
+                why="the chat template and the tokenizer probably both add this token, and inference has only one",
+                do="Tokenize the template's text with add_special_tokens=False",
+            )
+
+
+@checks
 def untrained_rows(setup: BeforeTraining) -> Iterator[Mistake]:
     """Find tokens of the batch with an untrained embedding: 0, or close to the mean embedding in a frozen table."""
     table, tokens = setup.ends[0].weight if setup.ends is not None else None, setup.tokens
@@ -200,8 +225,7 @@ def untrained_rows(setup: BeforeTraining) -> Iterator[Mistake]:
     values, used = whole(table).float(), tokens.unique()
     if values.shape != table.shape:  # a part of it
         return
-    padding = getattr(getattr(setup.model, "config", None), "pad_token_id", None)
-    used = used[used != padding] if isinstance(padding, int) else used
+    used = used[used != setup.padding] if setup.padding is not None else used
     apart = (values - values.mean(0)).norm(dim=1)
     zero, middle = ~values[used].any(1), apart[used] < 0.1 * apart.median()
     new = used[zero | middle] if not table.requires_grad else used[zero]
@@ -219,7 +243,7 @@ def untrained_rows(setup: BeforeTraining) -> Iterator[Mistake]:
 def sees_next_token(setup: BeforeTraining) -> Iterator[Mistake]:
     """Find a model that reads the tokens that it must predict, because a causal mask or masked tokens are missing."""
     trial = setup.trial
-    if trial is None or not trial.reads or trial.causal:
+    if trial is None or not trial.reads or trial.causal or setup.is_encoder_decoder:
         return
     if trial.offset == 1:
         yield Mistake(
@@ -228,7 +252,7 @@ def sees_next_token(setup: BeforeTraining) -> Iterator[Mistake]:
             do="Give the attention a causal mask (is_causal=True), and check the dimension of each softmax, view and "
             "norm",
         )
-    elif trial.offset == 0 and "MaskedLM" in type(setup.model).__name__:
+    elif trial.offset == 0 and "MaskedLM" in type(setup.inner).__name__:
         yield Mistake(
             what="all labels equal the input's tokens, and no token is masked",
             why="the model learns to copy its input",
@@ -263,12 +287,12 @@ def equal_inputs(setup: BeforeTraining) -> Iterator[Mistake]:
 @checks
 def beyond_tables(setup: BeforeTraining) -> Iterator[Mistake]:
     """Find token ids and labels beyond the model's tables, and rows with more tokens than the model has positions."""
-    config, tokens, labels = getattr(setup.model, "config", None), setup.tokens, setup.labels
+    config, tokens, labels = setup.config, setup.tokens, setup.labels
     if config is None or tokens is None or not hasattr(config, "get_text_config"):
         return
     text = config.get_text_config()
     vocabulary, longest = getattr(text, "vocab_size", None), getattr(text, "max_position_embeddings", None)
-    task = bool(re.search(r"Classification$", type(setup.model).__name__)) and getattr(config, "num_labels", 1) > 1
+    task = bool(re.search(r"Classification$", type(setup.inner).__name__)) and getattr(config, "num_labels", 1) > 1
     ids = labels if labels is not None and not labels.is_floating_point() and labels.numel() else None
     for value, limit, what, do in (
         (int(tokens.max()) + 1, vocabulary, "token", "Call model.resize_token_embeddings(len(tokenizer))"),
@@ -307,10 +331,9 @@ def image_values(setup: BeforeTraining) -> Iterator[Mistake]:
 @checks
 def reads_padding(setup: BeforeTraining) -> Iterator[Mistake]:
     """Find an encoder that reads the padding at the rows' ends, because no mask hides the padding."""
-    padding = getattr(getattr(setup.model, "config", None), "pad_token_id", None)
-    mask, tokens = setup.batch.get("attention_mask"), setup.tokens
-    encodes = setup.is_encoder_decoder or re.search("bert", type(setup.model).__name__, re.IGNORECASE)
-    if tokens is None or not encodes or not isinstance(padding, int) or tokens.shape[1] <= TAIL:
+    mask, tokens, padding = setup.batch.get("attention_mask"), setup.tokens, setup.padding
+    encodes = setup.is_encoder_decoder or re.search("bert", type(setup.inner).__name__, re.IGNORECASE)
+    if tokens is None or not encodes or padding is None or tokens.shape[1] <= TAIL:
         return
     ends = (tokens[:, -TAIL:] == padding).all(1)
     if bool(ends.any()) and (mask is None or (mask.shape == tokens.shape and bool((mask[:, -TAIL:] != 0).all()))):
@@ -332,8 +355,7 @@ def labels_of_padding(setup: BeforeTraining) -> Iterator[Mistake]:
     same = shown[(shown[:, -TAIL:] == shown[:, -1:]).all(1), -1]
     of, rows = same[same >= 0].unique(return_counts=True)
     hidden = mask is not None and mask.shape == targets.classes.shape and not setup.is_encoder_decoder
-    padding = getattr(getattr(setup.model, "config", None), "pad_token_id", None)
-    if len(of) == 1 and (int(rows) > 1 or padding == int(of)) and not (hidden and bool((mask == 0).any())):
+    if len(of) == 1 and (int(rows) > 1 or setup.padding == int(of)) and not (hidden and bool((mask == 0).any())):
         ends = int((shown == of).flip(1).cumprod(1).sum())
         if int((shown == of).sum()) - ends <= len(shown):  # where it is an end of text, too
             yield Mistake(

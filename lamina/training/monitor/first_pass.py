@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import inspect
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
@@ -22,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lamina.errors import UserError, one_line
 from lamina.probes.structure.hooks import Output, evaluating, first_tensor, fresh_gradients
 from lamina.training.monitor.graph_hooks import is_compiled
-from lamina.training.monitor.loss_targets import Targets, targets_of
+from lamina.training.monitor.loss_targets import Targets, offset_of, targets_of
 from lamina.training.monitor.zero_gradients import ZeroGradients, is_own_reference, size_of, zero_gradients
 
 LossOf: TypeAlias = Callable[[nn.Module, Output], Output]
@@ -35,7 +34,8 @@ UNORDERED = 1e-4  # of the change by another token: a change by the order of two
 _CLASSES = 256  # of logits, by which two passes are compared
 _ROWS = 64  # of a batch, each of which gets a pass of its own
 _FEW = 8  # targets
-SAME = 0.99  # of the labels
+EXACT = 256  # integers that bfloat16 holds exactly
+LARGE_ANGLE = 16.0  # that bfloat16 rounds by more than 0.03
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +59,7 @@ class FirstPass:
             "summary" (a vector for each row), "mean" (the mean of a row's tokens), or "" for none.
         ordered: whether the first layer's output depends on the order of the tokens (true if unknown).
         turns: whether forward computes cosines, as for rotary positions.
+        rounded: whether the positions of tokens are rounded, so that neighbors share a position.
         drops: whether dropout is active in evaluation mode.
         skips: the comparison of each layer's output with the layer's input, by the layer's id.
         strange: whether most targets of a causal model differ from the tokens of their row.
@@ -86,6 +87,7 @@ class FirstPass:
     leaks: str = ""
     ordered: bool = True
     turns: bool = False
+    rounded: bool = False
     drops: bool = False
     strange: bool = False
     broken: Sequence[int] = ()
@@ -115,6 +117,11 @@ WATCHED = {
     functional.multi_head_attention_forward: "attention",
     functional.scaled_dot_product_attention: "attention",
 }
+
+
+_NORMALIZING = {getattr(of, name) for of in (torch, torch.Tensor) for name in ("log_softmax", "logsumexp")}
+_NORMALIZING.add(functional.log_softmax)
+_TURNING = (torch.cos, torch.Tensor.cos)
 
 
 class Skip(NamedTuple):
@@ -161,8 +168,9 @@ class _Calls(TorchFunctionMode):
         self._part, self._swap = part, swap
         self.first: dict[str, dict[str, Output]] = {}
         self.entropies: list[torch.Tensor] = []
-        self.scores: torch.Tensor | None = None  # of the first cross-entropy, with the classes last
-        self.half = self.teaches = self.drops = self.turns = False
+        self.scores: list[tuple[torch.Tensor, int]] = []  # the first cross-entropy's, and the classes' dimension
+        self.normalized: list[tuple[torch.Tensor, int]] = []  # the last log-softmax's
+        self.half = self.teaches = self.drops = self.turns = self.rounded = False
 
     def __torch_function__(
         self, func: Callable[..., Output], types: Output, args: tuple = (), kwargs: dict[str, Output] | None = None
@@ -171,10 +179,15 @@ class _Calls(TorchFunctionMode):
         if self._swap is not None and func is functional.embedding and torch.equal(args[0], self._swap.tokens):
             output = output.clone()
             output[:, self._swap.at] = output[:, self._swap.by]
-        self.turns = self.turns or func in (torch.cos, torch.Tensor.cos)
+        for x in args[:1] if func in _TURNING or func is functional.embedding else ():
+            self.turns = self.turns or func in _TURNING
+            self.rounded = self.rounded or is_rounded(x if func in _TURNING else x[..., None])
         self.drops = self.drops or _dropped(func, args, kwargs or {}) > 0
         half = isinstance(output, torch.Tensor) and output.dtype == torch.float16 and output.requires_grad
         self.half, name = self.half or half, WATCHED.get(func)
+        if func in _NORMALIZING and args and output.requires_grad == torch.is_grad_enabled():
+            of = next(iter(args[1:]), (kwargs or {}).get("dim"))
+            self.normalized = [(args[0], of)] if isinstance(of, int) else []
         if name is None:
             if "broadcast" not in self.first and _is_spread(args, output):
                 of, to = sorted(args, key=lambda x: not x.requires_grad)
@@ -191,11 +204,48 @@ class _Calls(TorchFunctionMode):
                 ids = [leaves_of(arguments[of]).keys() for of in ("input", "target")]
                 self.teaches = all(ids) and ids[0].isdisjoint(ids[1])
             self.first.setdefault(name, {key: self._part(value) for key, value in arguments.items()})
-            if name in ("cross_entropy", "nll_loss") and self.scores is None and args[0].ndim > 1:
-                self.scores = args[0].movedim(1, -1)
+            if name in ("cross_entropy", "nll_loss") and not self.scores and arguments["input"].ndim > 1:
+                self.scores = [(arguments["input"], 1)]
             if name == "cross_entropy" and output.requires_grad:
                 self.entropies.append(output.detach().clone())  # AdaLoRA adds to the output in place
         return output
+
+    def targets(
+        self, logits: torch.Tensor | None, given: Output
+    ) -> tuple[torch.Tensor | None, list[list[Targets | None]]]:
+        """Return the logits, and a list that will hold their targets after the backward pass."""
+        if logits is not None and logits.ndim > 1:
+            asked = [_ask(logits, -1, logits)]
+        else:
+            logits = self.of_rows(given)
+            asked = [_ask(*each, logits) for each in self.scored()]
+        self.scores = self.normalized = []
+        return logits, asked
+
+    def scored(self) -> Iterator[tuple[torch.Tensor, int]]:
+        """Yield the loss's logits and their dimension of classes, if the loss is a cross-entropy."""
+        yield from (self.scores or self.normalized)[:1]
+
+    def of_rows(self, given: Output) -> torch.Tensor | None:
+        """Return the loss's logits with the rows and tokens of the model's arguments, and with the classes last."""
+        for logits in (x.movedim(of, -1) for x, of in self.scored()):
+            shapes = [tuple(x.shape) for x in tree_leaves(given) if isinstance(x, torch.Tensor) and x.ndim > 1]
+            for rows, tokens, *_ in shapes if logits.ndim == 2 else ():
+                if rows < len(logits) and len(logits) in (rows * (tokens - cut) for cut in range(3)):
+                    return logits.unflatten(0, (rows, -1))
+            return logits
+        return None
+
+
+def is_rounded(positions: torch.Tensor) -> bool:
+    """Return whether rows [tokens, angles] are large in half precision, or equal to the next row from row 256 on."""
+    if positions.ndim < 2 or positions.requires_grad or not positions.numel():
+        return False
+    rows = positions.flatten(0, -3)[0] if positions.ndim > 2 else positions
+    same = (rows[1:] == rows[:-1]).all(-1)
+    if positions.dtype in (torch.float16, torch.bfloat16) and not bool(same.all()) and float(rows.max()) >= LARGE_ANGLE:
+        return True
+    return len(same) > EXACT and not bool(same[: EXACT - 1].any()) and int((same[:-1] & ~same[1:]).sum()) >= _FEW
 
 
 def _is_spread(args: tuple, output: Output) -> bool:
@@ -289,7 +339,7 @@ def first_pass(
             args, kwargs = arguments_of(model, batch)
             return _parts(model(*args, **kwargs))
         loss = loss_of(model, batch)
-        return loss, _parts(seen.outputs[0])[1] if seen.outputs else None
+        return loss, _parts(seen.outputs[0])[1] if seen.outputs else None  # a LightningModule may call only its parts
 
     devices = [p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"][:1]
     eager = torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext()  # watched functions run
@@ -299,17 +349,18 @@ def first_pass(
                 loss, logits = loss_and_logits()
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
                 return None
-            asked = _ask(calls.scores if logits is None or logits.ndim < 2 else logits)
+            logits, asked = calls.targets(logits, [*seen.given.values()])
             logits, value, leaves = _first_rows(logits), float(loss.detach()), leaves_of(loss)
             seen.outputs.clear()  # the logits of a large vocabulary
-            calls.scores, ran = None, {key: {*of} for key, of in seen.ran.items()}  # later passes drop no layers
+            ran = {key: {*of} for key, of in seen.ran.items()}  # later passes drop no layers
             if loss.requires_grad:
                 loss.backward()
             gradients = {id(p): size_of(p.grad) for p in every if p.grad is not None}
             same = is_own_reference(model, ran, lambda: loss_and_logits()[0])
             zero = zero_gradients(model, gradients, lambda: loss_and_logits()[0])
-            first, targets = [layers[0] for _, layers in blocks], next(iter(asked), None)
-            found = _Repeats(model, seen.given[0], loss_and_logits, targets, first).found() if seen.given else {}
+            first, targets = [layers[0] for _, layers in blocks], next((x for of in asked for x in of), None)
+            entries = seen.entries(model)
+            found = _Repeats(model, entries[0], loss_and_logits, targets, first).found() if entries else {}
             found["broken"] = _broken(batch, lambda rows: loss_and_logits(rows)[0]) if not math.isfinite(value) else ()
         return FirstPass(
             loss=value,
@@ -319,12 +370,10 @@ def first_pass(
             zero=zero,
             same=same,
             foreign=[x for key, x in leaves.items() if isinstance(x, nn.Parameter) and key not in map(id, every)],
-            teaches=calls.teaches,
             calls=calls.first,
             entropies=[float(each) for each in calls.entropies if each.numel() == 1],
             targets=targets,
-            half=calls.half,
-            turns=calls.turns,
+            **{name: getattr(calls, name) for name in ("half", "teaches", "turns", "rounded")},
             skips=seen.skips,
             **found,
         )
@@ -332,27 +381,43 @@ def first_pass(
         raise UserError(f"batch: {type(model).__name__} does not run on this batch ({one_line(error)})") from error
 
 
-def _ask(scores: torch.Tensor | None) -> list[Targets | None]:
-    """Return an empty list. The backward pass will add the targets of the logits' first rows to this list."""
+def _ask(scores: torch.Tensor, classes: int, logits: torch.Tensor | None) -> list[Targets | None]:
+    """Return an empty list. The backward pass will add the targets of the first rows of ``logits`` to this list.
+
+    ``scores`` are the logits in the loss's shape, and ``classes`` is their dimension of the classes.
+    """
     asked = list[Targets | None]()
-    if scores is not None and scores.requires_grad:
-        shown, rows = _first_rows(scores), len(scores)
-        scores.register_hook(lambda of: asked.append(targets_of(shown, of[: len(shown)] * (rows / len(shown)))))
+    if logits is not None and scores.requires_grad:
+        shape, shown, rows = logits.shape, _first_rows(logits), len(logits)
+        scores.register_hook(
+            lambda of: asked.append(
+                targets_of(shown, of.movedim(classes, -1).reshape(shape)[: len(shown)] * (rows / len(shown)))
+            )
+        )
     return asked
 
 
 @dataclass
 class _Seen:
-    """The values that hooks collect: the model's arguments and outputs, and each layer's ``Skip``.
+    """The values that hooks collect: the arguments of the model and its children, outputs, and each layer's ``Skip``.
 
     ``ran`` maps each called module to whether autograd recorded its calls.
     """
 
     ran: dict[int, set[bool]] = field(default_factory=dict)
     outputs: list[Output] = field(default_factory=list)
-    given: list[tuple[tuple, dict[str, Output]]] = field(default_factory=list)
+    given: dict[int, tuple[tuple, dict[str, Output]]] = field(default_factory=dict)
     skips: dict[int, Skip] = field(default_factory=dict)
     entered: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def entries(self, model: nn.Module) -> list[tuple[nn.Module, tuple, dict[str, Output]]]:
+        """Return the model and its children that were called, with their arguments. The largest module comes first."""
+        called = [m for m in (model, *model.children()) if id(m) in self.given]
+        called.sort(key=lambda m: -sum(p.numel() for p in m.parameters()))
+        return [(m, *self.given[id(m)]) for m in called]
+
+    def enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Output]) -> None:
+        self.given.setdefault(id(module), (args, kwargs))
 
 
 def _enter(
@@ -392,7 +457,8 @@ def _watching(model: nn.Module, blocks: Sequence[tuple[str, Sequence[nn.Module]]
         for module in model.modules()
     ]
     hooks.append(model.register_forward_hook(lambda m, a, output: seen.outputs.append(output)))
-    hooks.append(model.register_forward_pre_hook(lambda m, a, k: seen.given.append((a, k)), with_kwargs=True))
+    for part in (model, *model.children()):
+        hooks.append(part.register_forward_pre_hook(seen.enter, with_kwargs=True))
     for layer in (layer for _, layers in blocks for layer in layers):
         hooks.append(layer.register_forward_hook(partial(_skip, seen.skips), with_kwargs=True))
         enter = partial(_enter, seen.entered, id(layer))
@@ -415,36 +481,23 @@ def _watching(model: nn.Module, blocks: Sequence[tuple[str, Sequence[nn.Module]]
                 buffer.copy_(buffers[name])
 
 
-def offset_of(tokens: torch.Tensor, labels: torch.Tensor, there: torch.Tensor) -> tuple[torch.Tensor, int] | None:
-    """Return which labels count, and how many tokens ahead labels are, or None if labels are not the row's tokens."""
-    length = labels.shape[1]
-    if tokens.shape[1] < 4 or not tokens.shape[1] - 2 <= length <= tokens.shape[1]:
-        return None
-    wide = functional.pad(tokens, (1, 3), value=-1)
-    for offset in (1, 0, 2, -1):
-        known = wide[:, offset + 1 : offset + 1 + length]
-        counted = there & (known >= 0)
-        if counted.sum() > 3 and float((known == labels)[counted].float().mean()) >= SAME:
-            return counted, offset
-    return None
-
-
 class _Repeats:
     """Repeats the pass in evaluation mode with changed inputs, to find the inputs that change the logits."""
 
     def __init__(
         self,
         model: nn.Module,
-        given: tuple[tuple, dict[str, Output]],
+        given: tuple[nn.Module, tuple, dict[str, Output]],
         run: Callable[[], tuple[torch.Tensor | None, torch.Tensor | None]],
         targets: Targets | None,
         layers: Sequence[nn.Module],
     ):
-        places: dict[int | str, Output] = {**dict(enumerate(given[0])), **given[1]}
+        places: dict[int | str, Output] = {**dict(enumerate(given[1])), **given[2]}
         order = sorted(places, key=lambda at: "decoder" not in f"{at}")
+        self._places = places
         self._given = {at: x for at in order if isinstance(x := places[at], torch.Tensor)}
         self._nested = any(isinstance(x, Mapping | list | tuple) for x in places.values())  # such as encoder_outputs
-        self._model, self._run, self._targets, self._layers = model, run, targets, layers
+        self._model, self._entry, self._run, self._targets, self._layers = model, given[0], run, targets, layers
         self._now, self._drops = list[torch.Tensor](), False
         self._logits = self._again({})
         exact = all(p.dtype in (torch.float32, torch.float64) for p in model.parameters())
@@ -468,13 +521,13 @@ class _Repeats:
                 raise StopIteration  # the other layers need not run
 
         calls, seen = _Calls(lambda value: None, swap), list[torch.Tensor]()
-        hooks = [self._model.register_forward_pre_hook(swapped, with_kwargs=True)]
+        hooks = [self._entry.register_forward_pre_hook(swapped, with_kwargs=True)]
         hooks += [layer.register_forward_hook(see) for layer in self._layers]
         try:
             with torch.random.fork_rng(devices=[]), evaluating(self._model), calls:
                 torch.manual_seed(seed)
                 logits = self._run()[1]
-                logits = _few_classes(calls.scores if logits is None else logits)
+                logits = _few_classes(calls.of_rows(self._places) if logits is None else logits)
         except Exception:  # a loss may not take other inputs
             return None
         finally:
@@ -490,21 +543,27 @@ class _Repeats:
         found = {"mixes": mixes, "by_row": by_row, "leaks": self.leaks(), "ordered": self.ordered()}
         found["drops"] = self._drops
         if target is None:
-            return {**found, "strange": mixes is False and self.strange()}  # not time-first: there, rows mix
+            return {**found, "strange": mixes is False and self.strange()}
         reads, causal = self.reads(*target)
-        if target[-1] == 0 and reads is False and mixes and self._is_time_first():  # an argument is the labels
-            return found
         return {**found, "offset": target[-1], "reads": reads, "causal": causal}
 
-    def _is_time_first(self) -> bool:
-        """Return whether the rows are dimension 1: to flip them only flips the logits."""
-        if (before := self._logits) is None or before.ndim != 3:
-            return False
-        rows = {at: x.flip(1) for at, x in self._given.items() if x.shape[:2] == before.shape[:2]}
-        after = self._again(rows)
-        if after is None or after.shape != before.shape:
-            return False
-        return bool((after.flip(1) - before).abs().amax() <= self._share * before.std())
+    def _has_rows(self, before: torch.Tensor) -> bool:
+        """Return whether the logits of a batch are [rows, ...], and not [tokens, rows, classes] or [rows, rows].
+
+        Of a batch with the tokens first, to flip dimension 1 only flips the logits. In a contrastive loss, the number
+        of classes changes with the number of rows.
+        """
+        if before.ndim == 3:
+            flipped = {at: x.flip(1) for at, x in self._given.items() if x.ndim > 1 and x.shape[1] == before.shape[1]}
+            after = self._again(flipped) if flipped else None
+            if after is None or after.shape != before.shape:
+                return True
+            return bool((after.flip(1) - before).abs().amax() > self._share * before.std())
+        size = len(before)
+        if before.shape[-1] % size:
+            return True
+        half = self._again({at: x[: size // 2] for at, x in self._given.items() if x.ndim and len(x) == size})
+        return half is not None and half.shape[-1] == before.shape[-1]
 
     def leaks(self) -> str:
         """Change a hidden token's embedding at a row's end, and return the value of ``FirstPass.leaks``.
@@ -571,10 +630,17 @@ class _Repeats:
             return
         classes, counted = self._targets.classes, self._targets.counted
         for at, tokens in self._given.items():
-            integers = tokens.ndim == 2 and tokens.dtype in (torch.int64, torch.int32)
             rows = len(classes) if classes.ndim > 1 else len(tokens)
-            if integers and not re.search("label|target", f"{at}") and rows <= len(tokens) and not len(classes) % rows:
+            if at in self._read and rows <= len(tokens) and not len(classes) % rows:
                 yield at, tokens[:rows], classes.reshape(rows, -1), counted.reshape(rows, -1)
+
+    @cached_property
+    def _read(self) -> list[int | str]:
+        """The names of the arguments of token ids: tables of integers that change the logits."""
+        tables = [at for at, x in self._given.items() if x.ndim == 2 and x.dtype in (torch.int64, torch.int32)]
+        changed = [(at, self._again({at: self._given[at].roll(1, 1)})) for at in tables]
+        before = self._logits
+        return [at for at, x in changed if before is not None and x is not None and not torch.equal(x, before)]
 
     def strange(self) -> bool:
         for at, tokens, classes, counted in self._asked():
@@ -603,7 +669,7 @@ class _Repeats:
     def rows(self) -> tuple[bool | None, bool]:
         """Return the values of ``FirstPass.mixes`` and ``FirstPass.by_row``."""
         size, before = next((len(x) for x in self._given.values() if x.ndim > 1), 0), self._logits
-        if size < 2 or self._nested or before is None or len(before) != size or before.shape[-1] == size:
+        if size < 2 or self._nested or before is None or len(before) != size or before.ndim < 2:
             return None, False
         inner = slice(1, -1) if size > 2 else slice(1, None)
         changed = {at: x.clone() for at, x in self._given.items() if x.ndim and len(x) == size}
@@ -615,6 +681,8 @@ class _Repeats:
         limit = self._share * before.std()
         ends = [0, -1] if size > 2 else [0]
         differ = bool((logits - before)[ends].abs().amax() > limit)
+        if differ and not self._has_rows(before):
+            return None, False
         by_row = not differ and bool((logits[0] - logits[inner][0]).abs().amax() > limit)
         other = self._again(changed, seed=1) if by_row else None  # a model may draw for each row
         return differ, other is not None and torch.equal(other, logits)

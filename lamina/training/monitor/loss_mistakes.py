@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from lamina.training.monitor.before_training import BeforeTraining, Mistake, checks
+from lamina.training.monitor.first_pass import is_rounded
 
 FEW = 16  # numbers that lie between 0 and 1 by chance
 ZEROS = 0.02  # of the logits
@@ -152,6 +153,19 @@ def additive_mask(setup: BeforeTraining) -> Iterator[Mistake]:
 
 
 @checks
+def rounded_positions(setup: BeforeTraining) -> Iterator[Mistake]:
+    """Find positions in half precision, in which neighbors are equal."""
+    tables = (x.squeeze() for x in setup.model.buffers() if x.is_floating_point())
+    if (setup.trial is not None and setup.trial.rounded) or any(x.ndim == 2 and is_rounded(x) for x in tables):
+        yield Mistake(
+            what="the positions of tokens are rounded, so that neighbors share a position",
+            why="bfloat16 holds integers exactly only up to 256, and float16 up to 2048",
+            do="Compute positions and their angles in float32 (torch.arange without dtype, and autocast disabled), and "
+            "cast only the cosines and sines",
+        )
+
+
+@checks
 def changed_inputs(setup: BeforeTraining) -> Iterator[Mistake]:
     """Find outputs that depend on the wrong inputs, such as hidden tokens, other rows or the row's index."""
     trial, rows = setup.trial, next(iter(setup.batch.values()), None)
@@ -176,7 +190,7 @@ def changed_inputs(setup: BeforeTraining) -> Iterator[Mistake]:
         }[trial.leaks]
         what = "the model's outputs change with the tokens that its mask hides"
         yield Mistake(what=what, why=why, do=do, note=trial.leaks == "mean")
-    mixed = getattr(getattr(setup.model, "config", None), "layer_types", None)  # of which some have no positions
+    mixed = getattr(setup.config, "layer_types", None)  # of which some have no positions
     if not trial.ordered:
         yield Mistake(
             what="swapping two tokens does not change the first layer's outputs for other tokens",
@@ -198,8 +212,8 @@ def changed_inputs(setup: BeforeTraining) -> Iterator[Mistake]:
         )
     if not trial.mixes or trial.logits is None or rows is None or setup.is_encoder_decoder:
         return
-    named = {"input_ids", "pixel_values"} & set(setup.batch)
-    if named or trial.offset is not None or (trial.logits.ndim == 2 and rows.ndim > 1 and rows.shape[1] != len(rows)):
+    graph = rows.ndim < 2 or rows.shape[1] == len(rows) or (rows.ndim == 2 and rows.is_floating_point())
+    if trial.logits.ndim == 3 or not graph:  # its nodes are no rows
         yield Mistake(
             what="the outputs of a row depend on the other rows of the batch",
             why="a module mistakes the batch for the sequence, as torch's attention without batch_first=True does",

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional
 
 _FITS = 0.1  # of a gradient's size: label smoothing and a logit's penalty
 _MOST = 0.95  # of the positions
+SAME = 0.99  # of the labels
 _POSITIONS = 256  # that are read at a time
 
 
@@ -59,3 +61,17 @@ def _of_positions(logits: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.T
     of_logarithms = (size - peak.abs() <= _FITS * size) & (total.abs() < _FITS)
     weights = torch.where(of_logits, -peak / (1 - likely).clamp(min=1e-6), -peak)
     return at[..., 0], weights, of_logits | of_logarithms, losses
+
+
+def offset_of(tokens: torch.Tensor, labels: torch.Tensor, there: torch.Tensor) -> tuple[torch.Tensor, int] | None:
+    """Return which labels count, and how many tokens ahead labels are, or None if labels are not the row's tokens."""
+    length = labels.shape[1]
+    if tokens.shape[1] < 4 or not tokens.shape[1] - 2 <= length <= tokens.shape[1]:
+        return None
+    wide = functional.pad(tokens, (1, 3), value=-1)
+    for offset in (1, 0, 2, -1):
+        known = wide[:, offset + 1 : offset + 1 + length]
+        counted = there & (known >= 0)
+        if counted.sum() > 3 and float((known == labels)[counted].float().mean()) >= SAME:
+            return counted, offset
+    return None

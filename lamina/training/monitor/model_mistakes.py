@@ -19,6 +19,7 @@ from lamina.training.monitor.silent_parameters import named_alike
 
 NEAR_ZERO, TWICE = 0.05, (1.9, 2.1)  # mean gains that switch a norm off, or count the 1 of a "1 + weight" twice
 _LINEAR = ("Linear", "Conv1D", "NonDynamicallyQuantizableLinear")
+_NUMBER = r"(?<![^.])\d+(?![^.])"  # of a layer or an expert, in a path
 LIBRARIES = ("torch.", "transformers.")
 WIDE, SOLE = 4.0, 8.0  # standard deviations times sqrt(inputs); and times that of the same part elsewhere
 
@@ -65,9 +66,12 @@ def no_gradient_to_parts(setup: BeforeTraining) -> Iterator[Mistake]:
     trial = setup.trial
     if trial is None or not any(trial.gradients.values()):
         return
-    every = {id(p): p for p in _silent(setup, trial) if id(p) not in setup.merged}
+    unused = [*_unused(setup, trial)]
+    wanted = (*_silent(setup, trial), *(p for p, sure in unused if sure))
+    every = {id(p): p for p in wanted if id(p) not in setup.merged}
     silent = [p for p in every.values() if p.requires_grad]
-    cut, idle = trial.zero.cut, trial.zero.idle
+    cut, idle, none = trial.zero.cut, trial.zero.idle, "the loss does not use {} of the parameters ({})"
+    optional = [p for p, sure in unused if not sure and id(p) not in every.keys() | setup.merged.keys()]
     for found, what, why, do in (
         (
             [p for p in silent if id(p) in cut],
@@ -84,13 +88,15 @@ def no_gradient_to_parts(setup: BeforeTraining) -> Iterator[Mistake]:
         ),
         (
             [p for p in silent if id(p) not in cut | idle],
-            "the loss does not use {} of the parameters ({})",
+            none,
             "forward calls another module in their place, or drops their output",
             "Call these modules and use what they return. Choose an adapter with model.set_adapter(name)",
         ),
+        (optional, none, "forward does not call their modules for this batch", "Call these modules, or remove them"),
     ):
         if found:
-            yield Mistake(what=what.format(len(found), setup.listed(found)), why=why, do=do)
+            what = what.format(len(found), setup.listed(found))
+            yield Mistake(what=what, why=why, do=do, note=found is optional)
 
 
 def _silent(setup: BeforeTraining, trial: FirstPass) -> Iterator[torch.Tensor]:
@@ -121,26 +127,40 @@ def _silent(setup: BeforeTraining, trial: FirstPass) -> Iterator[torch.Tensor]:
     dead = [layer for layer in ran if layer and not layer & trial.reached]  # what lies before them is silent, too
     cut = trial.zero.cut.difference(spared, *dead) & (inside if dead else trial.zero.cut)
     yield from (p for p in setup.trained if id(p) in cut | (trial.zero.idle - inside))
-    yield from _unused(setup, trial)
 
 
-def _unused(setup: BeforeTraining, trial: FirstPass) -> Iterator[torch.Tensor]:
-    """Yield the matrices of modules that the model should call, and never calls."""
-    parts = {n: m for n, m in setup.model.named_modules() if isinstance(m, nn.Linear) and id(m.weight) in setup.groups}
-    used = {re.sub(r"\d+", "", n) for n, m in parts.items() if id(m) in trial.ran or id(m.weight) in trial.reached}
-    run = (m for _, layers in setup.blocks for layer in layers for m in layer.modules() if id(m) in trial.ran)
-    children = {id(child) for module in run for child in module.children()}  # a decoder alone has no cross-attention
-    unused = {id(m.weight) for n, m in parts.items() if re.sub(r"\d+", "", n) not in used}
-    yield from (m.weight for n, m in parts.items() if id(m.weight) in unused and (id(m) in children or "lora" in n))
+def _unused(setup: BeforeTraining, trial: FirstPass) -> Iterator[tuple[torch.Tensor, bool]]:
+    """Yield the parameters of modules that are never called, and whether the model should call the module."""
+    every, met = dict(setup.model.named_modules()), trial.ran.keys() | trial.reached
+    run = {
+        name: [p.shape for p in m.parameters()]
+        for name, m in every.items()
+        if not met.isdisjoint(map(id, (*m.modules(), *m.parameters())))
+    }
+    used = {re.sub(_NUMBER, "", name) for name in run}
+    layers = {id(m) for _, layers in setup.blocks for layer in layers for m in layer.modules()}
+    for name, module in every.items():
+        path, _, child = name.rpartition(".")
+        holder, weights = every[path], [*module.parameters()]
+        own = [p for p in weights if p.requires_grad and (id(p) in setup.groups or not setup.optimizers)]
+        if not own or id(holder) not in trial.ran or re.sub(_NUMBER, "", name) in used:
+            continue
+        adapts = child in getattr(holder, "adapter_layer_names", ())
+        if type(holder).__module__.startswith((*LIBRARIES, "peft.")) and not adapts:  # they may need no cross-attention
+            yield from ((p, True) for p in own if id(holder) in layers and isinstance(module, nn.Linear))
+        else:
+            alike = any(run[x] == [p.shape for p in weights] for x in run if x.rpartition(".")[0] == path)
+            sure = alike or id(holder) in layers or is_norm(module) or adapts
+            yield from ((p, sure) for p in own)
     table = setup.ends[0] if setup.ends is not None and "input_ids" in setup.batch else None
     if table is not None and id(table) not in trial.ran and id(table.weight) not in trial.reached:
-        yield table.weight
+        yield table.weight, True
 
 
 @checks
 def untied(setup: BeforeTraining) -> Iterator[Mistake]:
     """Find an untied embedding and output head: two tensors that should be one tensor."""
-    config: Output = getattr(setup.model, "config", None)
+    config = setup.config
     if setup.ends is not None and hasattr(config, "get_text_config"):
         table, head = (module.weight for module in setup.ends)
         tied = bool(getattr(config.get_text_config(), "tie_word_embeddings", False))
@@ -204,7 +224,11 @@ def weight_scales(setup: BeforeTraining) -> Iterator[Mistake]:
     own: dict[str, float] = {}  # matrices whose inputs may be either dimension
     for path, layers in setup.blocks:
         for at, layer in enumerate(layers):
+            experts = {p.shape[0] for p in layer.parameters() if p.ndim == 3}
+            experts |= {len(m) for m in layer.modules() if isinstance(m, nn.ModuleList | nn.ModuleDict)}
             for name, module in layer.named_modules():
+                if not {p.shape[0] for p in module.parameters(recurse=False) if p.ndim == 2}.isdisjoint(experts):
+                    continue  # a router: its outputs are choices, and no part of the residual stream
                 if type(module).__name__ in _LINEAR:
                     if (scale := scale_of(module)) is not None:
                         scales.setdefault(f"{path}.N.{name}", {})[f"{path}.{at}.{name}"] = scale

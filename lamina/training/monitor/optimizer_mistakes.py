@@ -12,7 +12,7 @@ from torch import nn
 
 from lamina.probes.structure.hooks import Output
 from lamina.probes.structure.sites import is_norm
-from lamina.training.monitor.before_training import NARROW, BeforeTraining, Mistake, checks, listing
+from lamina.training.monitor.before_training import NARROW, BeforeTraining, Mistake, adapter_of, checks, listing
 from lamina.training.monitor.first_pass import whole
 
 HEAD_ONLY = 0.1  # of the trainable elements: an optimizer that has fewer of them trains a head on purpose
@@ -21,6 +21,7 @@ ERASING = 5e-3  # rate times decay: the share of the weights that decay takes aw
 USUAL = 0.2  # a weight decay of AdamW: with a rate that makes it erase the weights, the rate is the mistake
 STRONG = 5.0  # a weight decay of AdamW, at any rate; Lion's rates are smaller, and its decays larger
 SWAPPED = 0.98  # a first beta that is a second one
+LOW = 0.5  # a second beta that is 1 minus a beta
 EPSILON, UNSEEN_EPSILON = 1e-4, 1e-2  # of Adam, with a batch to compare it with gradients, and without
 SWAPPED_RATE = 1e3  # times below an Adam's epsilon
 FADED = 1e-5  # of the largest gradient's norm
@@ -164,11 +165,12 @@ def rate_of_adam(setup: BeforeTraining) -> Iterator[Mistake]:
 def coefficients(setup: BeforeTraining) -> Iterator[Mistake]:
     """Find two betas in the wrong order. Three betas (Adan) have another order."""
     pairs = (group["betas"] for _, group in setup.settings if len(group.get("betas") or ()) == 2)
-    if betas := next((pair for pair in pairs if pair[0] > pair[1] and pair[0] >= SWAPPED), None):
+    if betas := next((pair for pair in pairs if pair[0] > pair[1] and (pair[0] >= SWAPPED or pair[1] < LOW)), None):
+        lag = f"the direction of the steps lags by {1 / max(1 - float(betas[0]), 1e-9):.0f} steps"
         yield Mistake(
             what=f"the optimizer's betas are ({betas[0]:g}, {betas[1]:g})",
-            why="beta1 averages gradients, and beta2 averages squared gradients, so the direction of the steps "
-            f"lags by {1 / max(1 - float(betas[0]), 1e-9):.0f} steps",
+            why="beta1 averages gradients, and beta2 averages squared gradients, so "
+            + (lag if betas[1] >= LOW else "steps follow the last gradients. A beta is the share of the old average"),
             do="Pass betas=(0.9, 0.95) or (0.9, 0.999)",
         )
 
@@ -290,7 +292,7 @@ def rates_by_depth(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def adapters(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find LoRA that is merged or frozen, has too large a scale, or has base matrices that the optimizer trains."""
+    """Find adapters that are merged, frozen, scaled too much, or have base matrices that the optimizer trains."""
     scales, base, frozen = dict[str, float](), list[nn.Parameter](), list[nn.Parameter]()
     for path, module in setup.model.named_modules():
         scaling = vars(module).get("scaling")
@@ -298,14 +300,14 @@ def adapters(setup: BeforeTraining) -> Iterator[Mistake]:
         if (scale := max((float(x) for x in values if isinstance(x, int | float)), default=0.0)) > LARGE_SCALE:
             scales[path] = scale
         own = [name for name, _ in [*module.named_parameters(recurse=False), *module.named_children()]]
-        if "lora" in type(module).__name__.lower() or any("lora" in name.lower() for name in own):
-            named = dict(module.named_parameters())
-            adapter = [p for name, p in named.items() if "lora" in name.lower()]
+        named_so = any("lora" in name.lower() for name in (type(module).__name__, *own))
+        if named_so or hasattr(module, "adapter_layer_names"):
+            named, adapter = dict(module.named_parameters()), adapter_of(module).values()
             frozen += adapter if not any(p.requires_grad for p in adapter) else []
             base += [p for name in _BASES if (p := named.get(name)) is not None and id(p) in setup.groups]
     if setup.merged:
         yield Mistake(
-            what=f"LoRA is merged into the base matrices ({listing([*setup.merged.values()])})",
+            what=f"an adapter is merged into the base matrices ({listing([*setup.merged.values()])})",
             why="forward uses only the merged matrices, so the adapter gets no gradient",
             do="Call model.unmerge_adapter() before training",
         )
@@ -317,13 +319,13 @@ def adapters(setup: BeforeTraining) -> Iterator[Mistake]:
         )
     if frozen and setup.trained:
         yield Mistake(
-            what=f"{len(frozen)} of LoRA's matrices are frozen ({setup.listed(frozen)})",
+            what=f"{len(frozen)} of the adapters' parameters are frozen ({setup.listed(frozen)})",
             why="their requires_grad is False, so the adapter does not learn",
-            do="Freeze the base before you add the adapter, or set requires_grad of LoRA's matrices to True",
+            do="Freeze the base before you add the adapter, or set their requires_grad to True",
         )
     if any(p.requires_grad for p in base):
         yield Mistake(
-            what=f"the optimizer trains {len(base)} of the base matrices of LoRA ({setup.listed(base)})",
-            why="LoRA trains only the adapter, and a frozen matrix needs no optimizer state",
+            what=f"the optimizer trains {len(base)} of the adapters' base matrices ({setup.listed(base)})",
+            why="only the adapter should learn, and a frozen matrix needs no optimizer state",
             do="Set requires_grad of the model's own weights to False",
         )

@@ -18,6 +18,7 @@ from lamina.training.monitor.model_mistakes import WIDE, is_off, scale_of
 
 APART, DROWNED = 0.2, 0.05  # a cosine; and a share of the first layer's input
 MUCH_DROPPED = 0.8  # of a dropout's elements
+MOSTLY, LARGE_EPS = 0.5, 0.05  # a batch norm's momentum; and a norm's eps
 TRAINED = 0.05  # the range of a norm's gains after more than a few steps
 _TASKS = re.compile(r"For(\w*Classification|QuestionAnswering|MultipleChoice)$")
 _HEADS = ("classifier", "score", "qa_outputs", "classification_head")
@@ -214,6 +215,31 @@ def freezing_without_effect(setup: BeforeTraining) -> Iterator[Mistake]:
         )
 
 
+@checks
+def statistics_of_norms(setup: BeforeTraining) -> Iterator[Mistake]:
+    """Find batch norms that keep only the last batch's statistics, and norms with a large eps."""
+    named = [(path, m) for path, m in setup.model.named_modules() if is_norm(m) or hasattr(m, "running_mean")]
+    moving = [path for path, m in named if hasattr(m, "running_mean") and (getattr(m, "momentum", 0) or 0) > MOSTLY]
+    large = [path for path, m in named if isinstance(eps := getattr(m, "eps", None), float) and eps >= LARGE_EPS]
+    for found, what, why, do in (
+        (
+            moving,
+            f"the momentum is above {MOSTLY:g}",
+            "torch's momentum is the share of the new batch (1 minus the momentum of Keras), so the statistics for "
+            "evaluation are those of the last batches",
+            "Use 0.01 to 0.1",
+        ),
+        (
+            large,
+            f"eps is {LARGE_EPS:g} or more",
+            "the norm divides by sqrt(variance + eps), so such an eps hides the variance of small inputs",
+            "Use 1e-5, and check the order of eps and momentum",
+        ),
+    ):
+        if found:
+            yield Mistake(what=f"{what} in {len(found)} norms ({listing(found)})", why=why, do=do)
+
+
 def _is_new(weight: torch.Tensor, deviation: float | None) -> bool:
     """Return whether a matrix looks newly initialized, with a usual standard deviation and rows of equal size."""
     values = whole(weight).float()
@@ -235,8 +261,7 @@ def _spread_of_gains(layer: nn.Module) -> float:
 @checks
 def partly_loaded(setup: BeforeTraining) -> Iterator[Mistake]:
     """Find layers and output heads that look newly initialized, in a model whose other layers look trained."""
-    model: Output = setup.model
-    deviation = getattr(getattr(model, "config", None), "initializer_range", None)
+    deviation = getattr(setup.config, "initializer_range", None)
     new: list[str] = []
     loaded = False
     for path, layers in setup.blocks:
@@ -248,7 +273,7 @@ def partly_loaded(setup: BeforeTraining) -> Iterator[Mistake]:
         trained = [size > 0 and not unused for size, unused in zip(spread, fresh, strict=True)]
         loaded = loaded or (all(trained) and min(spread) > TRAINED)
         new += [f"{path}.{at}" for at, unused in enumerate(fresh) if any(trained) and unused and not spread[at]]
-    if loaded and setup.ends is not None and not _TASKS.search(type(model).__name__):
+    if loaded and setup.ends is not None and not _TASKS.search(type(setup.inner).__name__):
         table, head = setup.ends  # an embedding's rare rows stay as they were initialized
         tied = head.weight is table.weight
         new += [setup.modules[id(head)]] if not tied and _is_new(head.weight, deviation) else []
