@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, OFTConfig, get_peft_model
+from peft import IA3Config, LoraConfig, OFTConfig, RandLoraConfig, VBLoRAConfig, get_peft_model
 from torch import nn
 from torch.nn import functional
 from training.test_check import adamw
@@ -534,6 +534,36 @@ class Returning(nn.Module):
         return logits, ENTROPY(logits.flatten(0, 1), y.flatten())
 
 
+class Contrast(Words):
+    """A model whose loss compares each row with the other rows, and with as many negatives."""
+
+    def forward(self, x, y, z):
+        one, *others = (functional.normalize(super(Contrast, self).forward(ids).mean(1), dim=-1) for ids in (x, y, z))
+        return ENTROPY(one @ torch.cat(others).T / 0.02, torch.arange(len(x)))
+
+
+class Copying(Words):
+    """An encoder and a decoder that learn to copy."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = Encoder()
+        self.encoder.head = nn.Linear(16, 16)
+
+    def forward(self, x, y):
+        hidden = self.words(y) + self.places(torch.arange(y.shape[1])) + self.encoder(x)[:, None]
+        mask = nn.Transformer.generate_square_subsequent_mask(y.shape[1])
+        for layer in self.layers:
+            hidden = layer(hidden, src_mask=mask)
+        return self.head(self.norm(hidden))
+
+
+def copying():
+    ids = IDS % 50 + 2
+    loss = lambda m, b: ENTROPY(m(b[0], b[0][:, :-1]).flatten(0, 1), b[0][:, 1:].flatten())  # noqa: E731
+    return Copying(), None, {"batch": (ids,), "loss": loss}
+
+
 class Pairs(Words):
     """A model of text pairs, whose logits compare the rows of a batch at a temperature of 14, as CLIP's do."""
 
@@ -543,6 +573,18 @@ class Pairs(Words):
 
 
 SOUND = {
+    "negatives": lambda: (
+        Contrast(),
+        None,
+        {"batch": (IDS.repeat(2, 1), IDS.repeat(2, 1).flip(1), IDS.repeat(2, 1).roll(3, 1))},
+    ),
+    "a copy": copying,
+    "returns below 0": lambda: of(
+        Words(),
+        lambda x, y: (likelihood(x, y) * torch.rand(y.shape, generator=torch.Generator().manual_seed(0))).mean(),
+    ),
+    "VB-LoRA": lambda: adapter(False, VBLoRAConfig, vector_length=8, num_vectors=16, r=2),
+    "RandLoRA": lambda: adapter(False, RandLoraConfig, r=4),
     "angles": lambda: long(Turned(torch.float32)),
     "counts": lambda: long(Counted(torch.float32)),
     "a begin": lambda: begun(1),

@@ -114,7 +114,8 @@ def first_loss(setup: BeforeTraining) -> Iterator[Mistake]:
         classes, first = trial.targets.count, trial.targets.loss  # of a loss without torch's function
     outputs = trial.logits.shape if trial.logits is not None else ()
     # not the other rows of the batch, as in a contrastive loss
-    classes *= classes in setup.vocabularies or (outputs[-1:] == (classes,) and outputs != (classes,) * 2)
+    contrast = len(outputs) == 2 and classes % outputs[0] == 0 and trial.mixes is None
+    classes *= classes in setup.vocabularies or (outputs[-1:] == (classes,) and not contrast)
     width = setup.structure.hidden_size if setup.structure is not None else 0
     limit = math.log(max(classes, 1)) + ABOVE + WIDER * width
     if classes >= 8 and first > limit:

@@ -539,13 +539,14 @@ class _Repeats:
 
     def found(self) -> dict[str, Output]:
         """Return attributes of ``FirstPass``."""
-        (mixes, by_row), target = self.rows(), self.target()
+        mixes, by_row = self.rows()
         found = {"mixes": mixes, "by_row": by_row, "leaks": self.leaks(), "ordered": self.ordered()}
         found["drops"] = self._drops
-        if target is None:
+        read = [(target[-1], *self.reads(*target)) for target in self.targets()]
+        if not read:
             return {**found, "strange": mixes is False and self.strange()}
-        reads, causal = self.reads(*target)
-        return {**found, "offset": target[-1], "reads": reads, "causal": causal}
+        offset, reads, causal = next((each for each in read if each[-1]), read[0])  # an encoder may read the same row
+        return {**found, "offset": offset, "reads": reads, "causal": causal}
 
     def _has_rows(self, before: torch.Tensor) -> bool:
         """Return whether the logits of a batch are [rows, ...], and not [tokens, rows, classes] or [rows, rows].
@@ -617,12 +618,11 @@ class _Repeats:
                 return bool(swapped.nanmedian() > UNORDERED * replaced.nanmedian())
         return True
 
-    def target(self) -> Target | None:
-        """Return the name of the argument that contains the targets, the counted positions, and the targets' offset."""
+    def targets(self) -> Iterator[Target]:
+        """Yield the name of each argument that contains the targets, the counted positions, and the targets' offset."""
         for at, tokens, classes, counted in self._asked():
             if (found := offset_of(tokens, classes, counted)) is not None:
-                return at, *found
-        return None
+                yield at, *found
 
     def _asked(self) -> Iterator[tuple[int | str, torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Yield each argument of token ids: its name, its rows, their targets, and the positions that count."""

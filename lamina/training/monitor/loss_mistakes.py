@@ -128,7 +128,9 @@ def sign_of_loss(setup: BeforeTraining) -> Iterator[Mistake]:
     """Find training that raises the loss, because the loss has the wrong sign or the optimizer maximizes."""
     trial, rises = setup.trial, any(group.get("maximize") for _, group in setup.settings)
     targets = trial.targets if trial is not None else None
-    negative = targets is not None and bool((targets.weights <= 0).all())
+    added = targets.weights[targets.counted] if targets is not None else torch.ones(1)
+    sizes = (added / added.abs().max()).round(decimals=2).unique()  # in a policy gradient, the returns
+    negative = bool((added < 0).all()) and len(sizes) <= max(1, len(added) // 2)
     if targets is not None and targets.count == 2 and (labels := setup.labels) is not None:
         same = targets.classes.shape == labels.shape
         negative = same and not bool((targets.classes == labels)[targets.counted].any())

@@ -191,7 +191,7 @@ def norm_gains(setup: BeforeTraining) -> Iterator[Mistake]:
     """Find norms whose gain starts at 0 or at 2. Only a norm at the end of a branch may start at 0."""
     sites = list(setup.structure.norms()) if setup.structure is not None else []
     roles = {id(site.module): site.role for _, _, site in sites}
-    gains = {m: gain for m in setup.model.modules() if (gain := _gain(m)) is not None and gain.numel() > 1}
+    gains = {m: gain for m in setup.model.modules() if (gain := gain_of(m)) is not None and gain.numel() > 1}
     off = [m for m, gain in gains.items() if is_off(gain) and roles.get(id(m)) != "out_norm"]
     zero = [m for m in off if not bool(gains[m].any()) and any(bool(p.any()) for p in m.parameters())]
     if not 1 < len(gains) == sum(map(is_off, gains.values())):  # else a class may start at 0 for the ends of branches
@@ -300,7 +300,7 @@ def is_off(gain: torch.Tensor) -> bool:
     return float(gain.abs().max()) < NEAR_ZERO or (size < NEAR_ZERO and abs(float(gain.mean())) < size / 2)
 
 
-def _gain(module: nn.Module) -> torch.Tensor | None:
+def gain_of(module: nn.Module) -> torch.Tensor | None:
     """Measure a norm's gain. Return None if the module is not a norm: a norm's output does not grow with the input."""
     vectors = [p for p in module.parameters(recurse=False) if p.ndim == 1]
     if not vectors or next(module.children(), None) is not None or hasattr(module, "running_mean"):

@@ -290,6 +290,15 @@ def rates_by_depth(setup: BeforeTraining) -> Iterator[Mistake]:
             )
 
 
+def _is_low_rank(module: nn.Module) -> bool:
+    """Return whether an adapter is a product of two matrices, and not a combination of fixed ones (RandLoRA)."""
+    ends = getattr(module, "in_features", None), getattr(module, "out_features", None)
+    shapes = [p.shape for p in adapter_of(module).values() if p.ndim == 2]
+    return ends == (None, None) or any(
+        (one[1], other[0]) == ends and one[0] == other[1] for one in shapes for other in shapes
+    )
+
+
 @checks
 def adapters(setup: BeforeTraining) -> Iterator[Mistake]:
     """Find adapters that are merged, frozen, scaled too much, or have base matrices that the optimizer trains."""
@@ -297,7 +306,8 @@ def adapters(setup: BeforeTraining) -> Iterator[Mistake]:
     for path, module in setup.model.named_modules():
         scaling = vars(module).get("scaling")
         values = scaling.values() if isinstance(scaling, dict) else [scaling]
-        if (scale := max((float(x) for x in values if isinstance(x, int | float)), default=0.0)) > LARGE_SCALE:
+        scale = max((float(x) for x in values if isinstance(x, int | float)), default=0.0)
+        if scale > LARGE_SCALE and _is_low_rank(module):
             scales[path] = scale
         own = [name for name, _ in [*module.named_parameters(recurse=False), *module.named_children()]]
         named_so = any("lora" in name.lower() for name in (type(module).__name__, *own))

@@ -11,10 +11,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lamina.probes.structure.hooks import Output
-from lamina.probes.structure.sites import effective_gain, is_norm
+from lamina.probes.structure.sites import is_norm
 from lamina.training.monitor.before_training import BeforeTraining, Mistake, checks, listing
 from lamina.training.monitor.first_pass import whole
-from lamina.training.monitor.model_mistakes import WIDE, is_off, scale_of
+from lamina.training.monitor.model_mistakes import WIDE, gain_of, is_off, scale_of
 
 APART, DROWNED = 0.2, 0.05  # a cosine; and a share of the first layer's input
 MUCH_DROPPED = 0.8  # of a dropout's elements
@@ -77,7 +77,8 @@ def repeated_layer(setup: BeforeTraining) -> Iterator[Mistake]:
     """Find lists of layers that hold a single layer, or a single part of a layer, several times."""
     for path, layers in setup.blocks:
         parts = [
-            {name: id(m) for name, m in layer.named_modules() if any(True for _ in m.parameters())} for layer in layers
+            {n: id(m) for n, m in layer.named_modules() if any(True for _ in m.parameters()) and not _holds(m)}
+            for layer in layers
         ]
         one = [name for name, of in parts[0].items() if all(each.get(name) == of for each in parts)]
         if one:
@@ -88,6 +89,11 @@ def repeated_layer(setup: BeforeTraining) -> Iterator[Mistake]:
                 why="the layers share all weights of this module, as after nn.ModuleList([layer] * n)",
                 do="Create each layer in a comprehension, or run one layer in a loop if it should be shared",
             )
+
+
+def _holds(module: nn.Module) -> bool:
+    """Return whether a module only holds parameters, such as VB-LoRA's shared vectors."""
+    return isinstance(module, nn.ParameterDict | nn.ParameterList)
 
 
 @checks
@@ -101,7 +107,7 @@ def skip_connections(setup: BeforeTraining) -> Iterator[Mistake]:
         twice = all(skip.cosine > 1 - APART and abs(skip.factor - 2) < APART for skip in middle)
         if without and any((scale_of(m) or 0.0) > WIDE for layer in layers for m in layer.modules()):
             without = False  # large outputs drown the inputs
-        gains = [effective_gain(m) for m in layers[0].modules() if is_norm(m)] if without or twice else []
+        gains = [gain_of(m) for m in layers[0].modules() if is_norm(m)] if without or twice else []
         scaled = gains and not any(gain is not None and is_off(gain) for gain in gains)  # else a norm hides the input
         if len(skips) >= max(3, len(layers) - 1) and scaled:
             yield Mistake(
