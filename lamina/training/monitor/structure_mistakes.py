@@ -75,9 +75,14 @@ def unregistered(setup: BeforeTraining) -> Iterator[Mistake]:
 @checks
 def repeated_layer(setup: BeforeTraining) -> Iterator[Mistake]:
     """Find lists of layers that hold a single layer, or a single part of a layer, several times."""
+    held = nn.ParameterDict | nn.ParameterList  # such as VB-LoRA's shared vectors
     for path, layers in setup.blocks:
         parts = [
-            {n: id(m) for n, m in layer.named_modules() if any(True for _ in m.parameters()) and not _holds(m)}
+            {
+                n: id(m)
+                for n, m in layer.named_modules()
+                if any(True for _ in m.parameters()) and not isinstance(m, held)
+            }
             for layer in layers
         ]
         one = [name for name, of in parts[0].items() if all(each.get(name) == of for each in parts)]
@@ -89,11 +94,6 @@ def repeated_layer(setup: BeforeTraining) -> Iterator[Mistake]:
                 why="the layers share all weights of this module, as after nn.ModuleList([layer] * n)",
                 do="Create each layer in a comprehension, or run one layer in a loop if it should be shared",
             )
-
-
-def _holds(module: nn.Module) -> bool:
-    """Return whether a module only holds parameters, such as VB-LoRA's shared vectors."""
-    return isinstance(module, nn.ParameterDict | nn.ParameterList)
 
 
 @checks
