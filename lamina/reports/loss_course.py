@@ -36,7 +36,7 @@ def risen(before: Sequence[float], after: Sequence[float], *, wanders: float = 0
 
 
 def _ceiling(before: Sequence[float], least: float, wanders: float) -> float:
-    """Return the highest loss that is no rise over the losses ``before``, or infinity for too few losses."""
+    """Return the loss above which the loss has risen, or infinity for too few losses ``before``."""
     finite = [loss for loss in before[-BEFORE:] if math.isfinite(loss)]
     if len(finite) < BEFORE // 2:
         return math.inf
@@ -45,7 +45,7 @@ def _ceiling(before: Sequence[float], least: float, wanders: float) -> float:
 
 
 def spikes_of(losses: Mapping[int, float]) -> dict[int, tuple[float, int | None]]:
-    """Return the spikes: rises of the loss by half a nat or more, by the first step.
+    """Return the spikes by their first step. A spike is a rise of the loss by half a nat or more.
 
     The value holds the spike's highest loss, and the step at which the loss was back down (None if the record ends
     first).

@@ -27,8 +27,8 @@ def summarize(results: Frame) -> Frame:
     """Return one row per placement at its best learning rate, sorted by the mean eval loss of the finished seeds.
 
     The best learning rate has the lowest mean loss among the learning rates at which most seeds finished. So a learning
-    rate cannot win because its bad seeds failed. Below the ranked placements follow the placements that did not beat a
-    bigram table, and then the placements without a finished seed, sorted by status.
+    rate cannot win because its bad seeds failed. The placements that did not beat a bigram table come next. The
+    placements without a finished seed come last, sorted by status.
 
     The main columns:
 

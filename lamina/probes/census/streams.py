@@ -251,9 +251,7 @@ class StreamLayers:
     def _sum(
         self, x: torch.Tensor, sources: Mapping[str, torch.Tensor], own: tuple[str, ...], calls: Sequence[Call]
     ) -> tuple[StreamSum, Weights] | None:
-        """Fit the equation with the result x. Return the equation and each token's weights, or None if no equation
-        fits.
-        """
+        """Fit the equation of x. Return the equation and each token's weights, or None if no equation fits."""
         norms, total, normed = dict[str, str](), x.clone(), [False] * self.n
         narrow, last = self._pairs(calls, 1), set[Call]()
         for call, given, made in [*narrow, *self._pairs(calls, self.n)]:

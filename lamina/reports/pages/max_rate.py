@@ -86,7 +86,8 @@ def summarize(results: Frame) -> list[Json]:
 
     ``mean``, ``std``, ``low``, ``high``: the seeds' largest learning rates (std: ddof 1, NaN for one seed).
     ``seeds``: the number of seeds with a largest learning rate.
-    ``open``: the number of seeds that reached the end of the warm-up. If there are any, the mean is a lower bound.
+    ``open``: the number of seeds that reached the end of the warm-up. If this number is above 0, the mean is a lower
+        bound.
     ``loss``: the mean smoothed loss at the largest learning rates.
     ``ends``: the number of runs that each rule stopped, as a text.
     """

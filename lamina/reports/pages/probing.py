@@ -100,8 +100,8 @@ def _read(path: Path) -> Figure:
 def main_numbers(frame: Frame) -> Frame:
     """Summarize a probe's values: one row per metric, sub-layer, role, number format and way to drop a layer.
 
-    The columns hold the number of rows, the number of values that are not finite, the lowest, median and highest value,
-    and the layers of the lowest and the highest value.
+    The columns hold the lowest, median and highest value, and the layers of the lowest and the highest value. Two more
+    columns count the rows and the values that are not finite.
     """
     apart = ("metric", "sublayer", "role", "format", "meaning")
     by = [name for name in apart if name in frame and frame[name].notna().any()]
