@@ -80,7 +80,9 @@ class Argument:
 
     @property
     def kinds(self) -> tuple[object, ...]:
-        """Return the types that the option's value may have, with text for a Literal, which the settings check."""
+        """Return the types that the option's value may have. A Literal counts as text, because the settings
+        check it.
+        """
         kinds = get_args(self.kind) if get_origin(self.kind) in (Union, UnionType) else (self.kind,)
         return tuple(str if get_origin(kind) is Literal else get_origin(kind) or kind for kind in kinds)
 

@@ -20,9 +20,7 @@ EXTRAS = {"report": _REPORT, "train": _TRAIN, "posttrain": _POSTTRAIN, "qlora": 
 
 
 def require(what: str, extra: str) -> None:
-    """Raise UserError if modules of an extra are missing. The message says that ``what`` (a command or page) needs
-    them.
-    """
+    """Raise UserError if modules of an extra are missing. ``what`` is the command or page that needs them."""
     if missing := [module for module in EXTRAS[extra] if importlib.util.find_spec(module) is None]:
         raise _missing(what, missing, extra)
 

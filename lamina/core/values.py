@@ -235,7 +235,7 @@ def in_order(names: Iterable[str]) -> list[str]:
 
 
 def nearby(missing: str | Path) -> str:
-    """Return a hint that lists the content of the nearest existing parent folder of a missing path.
+    """Return a hint for a missing path: the content of the nearest parent folder that exists.
 
     Return "" if this parent is the current folder, the home folder or the root.
     """

@@ -85,8 +85,8 @@ class ItemSource(Dataset[T], Generic[T], ABC):
         return None
 
     def load_state_dict(self, state: object, *, verbose: bool = True) -> None:
-        """Continue from the state of ``state_dict``, or from the beginning for None. ``verbose`` logs each
-        new epoch.
+        """Continue from the state of ``state_dict``, or from the beginning for None. With ``verbose``, log each new
+        epoch.
         """
 
 

@@ -53,7 +53,7 @@ def is_whole(folder: Path) -> bool:
     if broken is None:
         _whole[folder] = state
     elif (folder / MANIFEST).exists():  # without a manifest it is from an older Lamina, or half deleted
-        logger.warning("%s: %s. Lamina makes the folder again", folder, broken)
+        logger.warning("%s: %s. Lamina creates the folder again", folder, broken)
     return broken is None
 
 

@@ -227,7 +227,7 @@ class _Packing:
                 return packed, fraction
             if self.padded and (fraction >= 0.5 or packed.documents < 2):
                 raise UserError(
-                    f"corpus: {corpus.spec!r} has too few documents for training and evaluation ({packed.documents}). "
+                    f"corpus: {corpus.spec!r} has too few documents for training and evaluation: {packed.documents}. "
                     "Give a .jsonl file with a document per row, or remove --packing off."
                 )
             if not self.padded and (fraction >= 0.5 or packed.all_tokens < 2 * length):
@@ -246,7 +246,7 @@ def _cached(root: Path, key: str, write: Callable[[Path], Json]) -> tuple[Path, 
 
 @dataclass
 class SplitFile:
-    """A file of a split's tokens, with the number of tokens in it and of the UTF-8 bytes of their text."""
+    """The file of a split's tokens, with its counts of tokens and of UTF-8 bytes of text."""
 
     file: BinaryIO
     joiner: TokenJoiner

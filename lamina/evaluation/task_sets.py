@@ -103,7 +103,7 @@ SETS: dict[str, TaskSet] = {
 def columns_of(names: Sequence[str], num_fewshot: int | None = None) -> list[Wanted]:
     """Convert users' names to columns. A set gives all its columns, and ``TASK@5`` a column with five examples.
 
-    ``num_fewshot`` replaces every number of examples. Raises UserError for a malformed number.
+    If you give ``num_fewshot``, every column has this number of examples. Raises UserError for a malformed number.
     """
     from lamina.evaluation.generated import NAMES
 

@@ -95,8 +95,8 @@ def passed_on(name: str, offered: Collection[str], outside: Mapping[str, tuple[s
 def suggestion(name: str, offered: Collection[str]) -> str | None:
     """Return the allowed setting for an unknown or misspelled name, or None.
 
-    A name from another library gives the setting with the same meaning. Other names give the setting with the most
-    similar name or alias.
+    For a name from another library, return the setting with the same meaning. For any other name, return the setting
+    with the most similar name or alias.
     """
     others = {other for names in (*TAKEN.values(), *NEAR.values()) for other in names}
     settings_by_name = {

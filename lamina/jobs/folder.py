@@ -41,7 +41,7 @@ _DRAFTS = (
 
 
 def in_use(folder: Path) -> bool:
-    """Return whether the folder holds more than the first files of a job."""
+    """Return whether the folder holds files, other than the files that a job writes at its start."""
     return folder.is_dir() and not all(map(_is_beginning, folder.iterdir()))
 
 

@@ -67,7 +67,9 @@ def seal(folder: Path, listed: Mapping[str, Entry] | None = None) -> None:
 
 
 def listed(folder: Path) -> dict[str, Entry]:
-    """Return the files in a manifest. Raises OSError, or an error in NOT_A_MANIFEST if the manifest was altered."""
+    """Return the files in a manifest. Raises OSError if it is unreadable, or one of NOT_A_MANIFEST if it was
+    altered.
+    """
     if is_special(folder / MANIFEST):
         raise OSError(errno.EINVAL, SPECIAL)
     manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))

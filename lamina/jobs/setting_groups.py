@@ -40,7 +40,7 @@ class ProbesSettings(Settings, group="records"):
 
     probes: str = setting(
         "all",
-        "all, or comma-separated probes, each with options: name(option=value); or a Python file with your own probe "
+        "all, or comma-separated probes, such as name(option=value), or a Python file with your own probe "
         "(Lamina executes the file)",
         comma_separated,
         decides=False,

@@ -183,7 +183,7 @@ def make_plan(placement: str | Plan, num_layers: int, **options: object) -> Plan
         )
     if placement.num_layers != num_layers:
         raise UserError(
-            f"placement: the plan is for {placement.num_layers} layers, but the backbone has {num_layers}. Set "
+            f"placement: the Plan is for {placement.num_layers} layers, but the backbone has {num_layers}. Set "
             f"num_layers to {placement.num_layers}."
         )
     return placement

@@ -208,7 +208,7 @@ class NormStyle:
 
 
 def make_norm(spec: dict | None, hidden_size: int, style: NormStyle) -> LaminaNorm | None:
-    """Return the norm for its settings in a norm placement, or None without settings."""
+    """Create a norm from its settings in a norm placement. Return None for None."""
     if spec is None:
         return None
     kind = style.kind if spec["kind"] == "backbone" else spec["kind"]

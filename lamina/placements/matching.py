@@ -130,7 +130,7 @@ def _more_of(plan: Plan) -> int:
 
 
 def _candidates(layers: Sequence[Facts]) -> Iterator[tuple[str, Plan]]:
-    """Yield each registered placement. If it does not match, also yield it with a wiring or a changed option."""
+    """Yield each registered placement, and if it does not match, its variants with a wiring or another option."""
     for name in names():
         plan = resolved(name, len(layers))
         if plan is None:

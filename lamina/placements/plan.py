@@ -6,7 +6,7 @@ A sub-layer computes
 
 - A, B, C: ``pre_norm``, ``out_norm`` and ``post_norm`` (the positions in Figure 2 of the Peri-LN paper)
 - x: the residual stream
-- s: the source of the skip, which is x, the block's input (FuseNorm's feed-forward), or their sum (B2T)
+- s: the source of the skip: x itself, the block's input (FuseNorm's feed-forward), or the sum of both (B2T)
 
 The data need neither torch nor transformers, and stay equal in a round trip through JSON.
 """

@@ -75,8 +75,8 @@ COMMON: tuple[Option, ...] = (
         type=int | None,
         default=None,
         help=(
-            "number of streams of a wiring (default: 4); for attn_res, number of layers per group (0: a group for each "
-            "sub-layer); for mudd, divisor of the projection's width"
+            "number of streams of a wiring (default: 4). For attn_res: number of layers per group (0: a group for each "
+            "sub-layer). For mudd: divisor of the projection's width"
         ),
     ),
     Option(
@@ -96,8 +96,8 @@ COMMON: tuple[Option, ...] = (
         name="depth_scaling",
         type=DepthScheme | None,
         default=None,
-        help="divide every branch by (num_layers / base_depth)^alpha; alpha is 1/2 (depth-mup) or 1 (completep); the "
-        "job option `--depth-scaling` also scales the learning rates",
+        help="divide every branch by (num_layers / base_depth)^alpha, with alpha = 1/2 (depth-mup) or 1 (completep). "
+        "The job option `--depth-scaling` also scales the learning rates",
     ),
     Option(
         name="base_depth",

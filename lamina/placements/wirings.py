@@ -1,7 +1,7 @@
 """Residual paths other than a single stream, for the option ``wiring`` of every norm placement.
 
-A wiring is a function that changes the layers of a placement. Its parameter ``size`` is the number of streams (for
-attn_res: of layers per group), and ``start`` decides the initial values.
+A wiring is a function that changes the layers of a placement. The parameter ``size`` is the number of streams, or for
+attn_res the number of layers in a group. ``start`` decides the initial values.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ def identity_hc(plan: Plan, size: int | None) -> Plan:
 def mhc(plan: Plan, size: int | None, start: str | None = None) -> Plan:
     """Use Hyper-Connections whose mixing keeps the residual streams' sum. Sinkhorn's iterations run in float32.
 
-    ``start`` "liger" initializes as Liger's kernels do: all biases are 0, and the projections are N(0, 0.02^2). Then
-    each sub-layer first reads and mixes all streams about equally, and the final state is their mean.
+    ``start`` "liger" initializes as Liger's kernels do: all biases are 0, and the projections are N(0, 0.02^2). At the
+    start, each sub-layer reads and mixes all streams about equally. After the last block, Lamina takes their mean.
     """
     if start is None:
         return _sigmoid(plan, size, mix="sinkhorn")

@@ -1,6 +1,6 @@
 """Write a norm placement as Python code for a trainer: a block's norms, constants and forward pass.
 
-Layers that differ get a condition on the layer's index, or a table if no condition can express the difference.
+Where layers differ, the code has a condition on the layer's index, or a table if no condition is possible.
 """
 
 from __future__ import annotations

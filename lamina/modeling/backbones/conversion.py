@@ -428,9 +428,7 @@ def _inner_norms(model: LaminaForCausalLM, plan: Plan) -> str:
 
 
 def _folded(plan: Plan) -> Plan:
-    """Return the placement without norms on queries, keys and values, and without the constants that Lamina can
-    multiply into weights.
-    """
+    """Return the placement without norms on queries, keys and values, and without factors that weights can absorb."""
 
     def unscaled(sub: Sublayer) -> Sublayer:
         if sub.coupling == "none":

@@ -122,7 +122,9 @@ def with_fields(config: PreTrainedConfig, changes: Mapping[str, object]) -> PreT
 
 
 def cut_config(config: PreTrainedConfig, kept: Sequence[int], count: int) -> None:
-    """Reduce a configuration of ``count`` layers to the layers in ``kept``, with all lists by layer."""
+    """Reduce a configuration of ``count`` layers, and its lists with an entry for each layer, to the layers
+    ``kept``.
+    """
     if isinstance(config, LaminaConfig) and config.plan is not None:
         config.plan = {**config.plan, "layers": [config.plan["layers"][index] for index in kept]}
     text = backbone_of(config)

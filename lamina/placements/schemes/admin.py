@@ -26,8 +26,8 @@ def admin(num_layers: int, *, omega: Literal["profiled", "log", "sqrt", "one"] =
 
     Args:
         omega: the skips' initial value, with n = 2 N sub-layers. With "profiled", the initializer admin measures it in
-            a forward pass. "log" is sqrt((n + 1) / ln(n + 1) - 1), "sqrt" is sqrt(n), and "one" is 1. These three need
-            another initializer, such as normal.
+            a forward pass. "log" is sqrt((n + 1) / ln(n + 1) - 1), "sqrt" is sqrt(n), and "one" is 1. "log", "sqrt" and
+            "one" need another initializer, such as normal.
     """
     n = 2 * num_layers
     start = {"profiled": 1.0, "log": math.sqrt((n + 1) / math.log(n + 1) - 1), "sqrt": math.sqrt(n), "one": 1.0}[omega]
