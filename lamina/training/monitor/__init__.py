@@ -1,1 +1,1 @@
-"""Monitor a training run: measure each layer at each step, raise alarms, stop diverged runs and write records."""
+"""Monitor training: measure each layer at each step, raise alarms, and stop diverged runs."""

@@ -1,8 +1,4 @@
-"""Early alarms: find unusual gradients, updates, moments or hidden states of a layer before the loss rises.
-
-Each alarm names one sub-layer and one step. This module does not import transformers, because report pages use this
-module to read alarms.jsonl and notable.jsonl.
-"""
+"""Early alarms: find unusual gradients, updates, moments or hidden states of a layer before the loss rises."""
 
 from __future__ import annotations
 
@@ -25,7 +21,7 @@ from lamina.training.monitor.writers import LOSS, NORM, RATE, Row
 logger = logging.getLogger(__name__)
 
 Key: TypeAlias = tuple[str, Series]
-"""rule, series"""
+"""The alarm rules. If a step has several alarms, Lamina lists them in this order."""
 
 HELD = 8  # steps for which an isolated gradient outlier is held back
 FOLLOWS = 4  # another alarm follows the outlier if it begins within so many steps
@@ -36,7 +32,7 @@ ORDER = (
     "not_finite", "skipped", "guess", "kept", "dead", "unmoved", "forgotten", "written", "repeated", "equal", "fall",
     "fp16", "apart", "low", "rewritten", "logit", "rise", "drift", "collapse", "cut", NOTABLE,
 )  # fmt: skip
-"""The alarm rules. If a step has several alarms, Lamina lists first the alarm whose rule comes first here."""
+"""The rules and metrics that show where a failure is. Outliers in hidden states or gradients spread to other layers."""
 HARD = ("skipped", "guess", "kept", "dead", "unmoved", "forgotten", "written", "repeated", "equal")
 PLACED = ("not_finite", "guess", "dead", "unmoved", "written", "low")
 PARAMETERS = (
@@ -49,12 +45,12 @@ because such outliers spread to other layers.
 
 @dataclass(frozen=True, kw_only=True)
 class Alarm:
-    """An alarm: a measurement that is outside its usual range at a step.
+    """A measurement outside its usual range.
 
     Attributes:
-        rule: the name of the rule, one of ``ORDER``.
+        rule: the name of the rule.
         value: the measured value.
-        usual: the value that the rule expects for this measurement.
+        usual: the value that the rule expects.
     """
 
     step: int
@@ -71,20 +67,20 @@ class Alarm:
 
     @property
     def excess(self) -> float:
-        """The value divided by the usual value, or infinity if one of them is not a positive finite number."""
+        """The value divided by the usual value, or infinity if a value is not positive and finite."""
         return self.value / self.usual if self.usual > 0 and math.isfinite(self.value) else math.inf
 
     @property
     def distance(self) -> float:
-        """The absolute logarithm of ``excess``, or infinity if ``excess`` is not a positive finite number."""
+        """The absolute logarithm of ``excess``, or infinity if a value is not positive and finite."""
         return abs(math.log(self.excess)) if 0 < self.excess < math.inf else math.inf
 
     @property
     def order(self) -> tuple[float, ...]:
-        """The sort key: by step, and within a step the alarm nearest to the cause first.
+        """The sort key. Alarms are sorted by step, and within a step by closeness to the cause.
 
-        If several values are not finite, the first of them in the order of computation is nearest to the cause. NaN and
-        infinity spread to later layers in hidden states, and to earlier layers in gradients.
+        NaN and infinity spread to later layers in hidden states, and to earlier layers in gradients. The first value in
+        the order of computation is therefore closest to the cause.
         """
         rank = 2 * self.layer + (self.sublayer == "feed_forward")
         forward = self.metric.startswith(("hidden", "attention"))  # these come before the gradients
@@ -96,20 +92,18 @@ class Alarm:
 
 @dataclass(kw_only=True)
 class Alarms(Rules):
-    """Raises alarms for unusual rows. A series raises a second alarm only after it has returned to its usual range.
+    """Raise alarms for unusual measurements. Each metric of a layer must return to normal before its next alarm.
 
-    An unusual gradient becomes an alarm if the gradient stays unusual for more steps than its limit. An unusual
-    gradient also becomes an alarm if another series, such as the loss, becomes unusual soon after. Otherwise, Lamina
-    records the gradient's batch as a notable batch.
+    An unusual gradient becomes an alarm if it stays unusual, or if another metric, such as the loss, soon becomes
+    unusual. Otherwise, Lamina records it as a notable batch.
 
     Args:
-        folder: the run's folder. Two files in the folder get a line for each alarm or notable batch, oldest first. With
-            None, Lamina writes no file.
+        folder: the run's folder, for alarms.jsonl and notable.jsonl. None means no files.
 
     Attributes:
         told: all alarms and notable batches so far, oldest first.
-        marked: the steps with an unusual value, among the steps of the last call of ``see``.
-        news: the text of the first alarm of an event that began in the last call of ``see``, or "".
+        marked: the steps with an unusual value in the last call of ``see``.
+        news: the text of the first alarm of a new event, or "".
         paths: the known paths of layers in the model.
     """
 
@@ -125,7 +119,11 @@ class Alarms(Rules):
     _scores: dict[Key, list[float]] = field(default_factory=dict)  # the last two, of what must last
 
     def see(self, rows: Iterable[Row], rate: float | None = None) -> list[Alarm]:
-        """Find, write and return the alarms in new rows. Lamina divides updates by the learning rate ``rate``."""
+        """Check new measurements. Returns the alarms, which are also written to the file.
+
+        Args:
+            rate: the learning rate, by which Lamina divides updates.
+        """
         by_step: dict[int, list[Row]] = {}
         for row in rows:
             by_step.setdefault(row[0], []).append(row)
@@ -140,14 +138,11 @@ class Alarms(Rules):
         return self._tell(alarms)
 
     def first(self, rose: float) -> Alarm | None:
-        """Return the first alarm of the last event before the step ``rose``, as ``first_before`` does."""
+        """Return the first alarm of the last event before the loss rose."""
         return first_before([*self.told, *chain(*self._high.values()), *self._single], rose)
 
     def close(self) -> None:
-        """Decide which of the latest unusual gradients are alarms, and write the alarms.
-
-        Call this method after the last rows.
-        """
+        """Decide which of the last unusual gradients are alarms. Call this after the last measurements."""
         self._single += chain(*self._high.values())
         self._high = {}
         self._tell(self._followed(math.inf, begun=math.inf))
@@ -196,7 +191,7 @@ class Alarms(Rules):
             self._write()
 
     def _followed(self, step: float, begun: float) -> list[Alarm]:
-        """Return the unusual gradients that an alarm at step ``begun`` confirms, and new notable batches."""
+        """Return the unusual gradients that a new alarm confirms, and new notable batches."""
         told: list[Alarm] = []
         high = [(key, values[0]) for key, values in self._high.items()]
         for key, alarm in [*high, *((None, alarm) for alarm in self._single)]:
@@ -217,7 +212,7 @@ class Alarms(Rules):
         return told
 
     def _once(self, found: Found) -> list[Alarm]:
-        """Return an alarm if a series has just left its usual range. A gradient must stay outside for several steps."""
+        """Return an alarm if a metric has just left its usual range. A gradient must stay outside for several steps."""
         if not (found.left or found.name or self._out):
             return []
         rule, (step, layer, sublayer, role, _, metric, value), usual = found.rule, found.row, found.usual
@@ -248,7 +243,7 @@ class Alarms(Rules):
 
 
 def is_hard(alarm: Alarm) -> bool:
-    """Return whether an alarm shows a fault of the training code or its settings, rather than an outlier."""
+    """Return whether an alarm shows a fault of the training code or its settings, and not an outlier."""
     return alarm.rule in HARD or alarm.metric in ("rate_ratio", "label_match", RATE)
 
 
@@ -309,7 +304,7 @@ def in_words(metric: str) -> str:
 
 
 def describe(alarm: Alarm, paths: Mapping[int, str] = MappingProxyType({})) -> str:
-    """Return an alarm as a sentence without the final period. If known, the sentence has the layer's path."""
+    """Return an alarm as a sentence without the final period, with the layer's path if it is known."""
     name = in_words(alarm.metric)
     others = "the other layers' median" if alarm.layer >= 0 else "the layers' median"
     words = {
@@ -352,10 +347,10 @@ def describe(alarm: Alarm, paths: Mapping[int, str] = MappingProxyType({})) -> s
 
 
 def events(alarms: Iterable[Alarm]) -> list[list[Alarm]]:
-    """Group alarms into events, oldest first: an alarm within 20 steps of the previous alarm belongs to the same event.
+    """Group alarms into events, oldest first. An alarm within 20 steps of the previous one belongs to its event.
 
-    The limit is 60 steps after an alarm about the learning rate, because the learning rate shows a problem first. The
-    limit is also 60 steps before an alarm about the loss, because the loss shows a problem last.
+    The limit is 60 steps after an alarm about the learning rate and before an alarm about the loss, because a learning
+    rate shows a problem first and the loss shows it last.
     """
     groups: list[list[Alarm]] = []
     for alarm in sorted((alarm for alarm in alarms if alarm.rule != NOTABLE), key=lambda alarm: alarm.order):
@@ -367,8 +362,9 @@ def events(alarms: Iterable[Alarm]) -> list[list[Alarm]]:
 
 
 def first_before(alarms: Iterable[Alarm], rose: float | None) -> Alarm | None:
-    """Return the first alarm of the last event before the step ``rose``, at which the loss rose. Return the first
-    event's first alarm if ``rose`` is None or no event began before step ``rose``.
+    """Return the first alarm of the last event before the loss rose.
+
+    If the step of the rise is None, or no event precedes it, return the very first alarm.
     """
     groups = events(alarms)
     before = [group for group in groups if rose is not None and group[0].step <= rose]
@@ -376,15 +372,15 @@ def first_before(alarms: Iterable[Alarm], rose: float | None) -> Alarm | None:
 
 
 def says_where(alarm: Alarm) -> bool:
-    """Return whether an alarm's rule (in ``PLACED``) or metric (in ``PARAMETERS``) locates a failure."""
+    """Return whether an alarm shows where a failure is."""
     return alarm.rule in PLACED or (alarm.metric in PARAMETERS and alarm.rule != "rewritten")
 
 
 def place_of(alarms: Iterable[Alarm], first: Alarm) -> Alarm:
-    """Return the first alarm within 20 steps of ``first`` that locates the failure.
+    """Return the first alarm that shows where a failure is, within 20 steps of the given alarm.
 
-    Later alarms also count, because Lamina checks most measures only at recorded steps. If no alarm locates the
-    failure, return the first alarm that names a layer or part.
+    Later alarms count too, because Lamina takes most measurements only at some steps. Without such an alarm, return the
+    first alarm that names a layer or part.
     """
     if is_hard(first) and (first.sublayer, first.role) == ("model", "all"):
         return first  # what was done to the whole training
@@ -394,7 +390,7 @@ def place_of(alarms: Iterable[Alarm], first: Alarm) -> Alarm:
 
 
 def write_alarms(folder: Path, told: Iterable[Alarm]) -> None:
-    """Write alarms to alarms.jsonl and notable batches to notable.jsonl. Do not create a file without lines."""
+    """Write alarms to alarms.jsonl and notable batches to notable.jsonl. A file without lines is not created."""
     lines: dict[str, list[Json]] = {ALARMS: [], NOTABLE_BATCHES: []}
     for alarm in told:
         lines[NOTABLE_BATCHES if alarm.rule == NOTABLE else ALARMS].append(asdict(alarm))
@@ -406,10 +402,7 @@ def write_alarms(folder: Path, told: Iterable[Alarm]) -> None:
 
 
 def read_alarms(folder: Path) -> list[Alarm]:
-    """Read a run's alarms and notable batches, oldest first. Older versions wrote notable batches into alarms.jsonl.
-
-    Skips damaged lines. If another version of Lamina wrote alarms that this version does not know, logs one warning.
-    """
+    """Read a run's alarms and notable batches, oldest first. Damaged lines are skipped."""
     lines = [line for name in (ALARMS, NOTABLE_BATCHES) for line in parse_lines(folder / name)[0]]
     lines, names = sorted(lines, key=lambda line: line["step"]), {each.name for each in fields(Alarm)}
     for line in lines:

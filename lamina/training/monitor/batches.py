@@ -1,7 +1,4 @@
-"""Record the rows of unusual batches in batches.jsonl, to show the text that caused a spike.
-
-This module loads neither torch nor transformers, because report pages use this module to read batches.jsonl.
-"""
+"""Record the rows of unusual batches in batches.jsonl, to show the text that caused a spike."""
 
 from __future__ import annotations
 
@@ -43,7 +40,7 @@ class Tokenizer(Protocol):
 
 
 class KeptBatches:
-    """Keeps the batches of the last steps in one process. Only the method ``rows`` waits for the device.
+    """Keep the batches of the last steps in one process. Only the method ``rows`` waits for the device.
 
     Args:
         every: the number of steps between two records. On a GPU, Lamina checks for alarms only at a record.
@@ -55,7 +52,7 @@ class KeptBatches:
         self._open: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # micro-batches of the step that is under way
 
     def see(self, inputs: Mapping[str, torch.Tensor], main: str | None) -> None:
-        """Keep a micro-batch's padding mask and tokens. Without tokens, keep the micro-batch's main input."""
+        """Keep a micro-batch's tokens and padding mask. Without tokens, keep its main input."""
         tensors = {name: value.detach() for name, value in inputs.items() if value.ndim}
         names = [*([main] if main in tensors else []), *(n for n in tensors if not any(part in n for part in _BESIDE))]
         whole = {name for name in names if not tensors[name].is_floating_point()}
@@ -86,16 +83,15 @@ class KeptBatches:
 
 
 class BatchRecords:
-    """Writes batches.jsonl: a line for each row of a batch with an alarm, an unusual gradient or an unusual loss.
+    """Write batches.jsonl, with a line for each row of an unusual batch.
 
-    A line has the keys ``step``, ``process``, ``row``, ``hash`` and ``beginning``. ``beginning`` is the row's first
-    tokens as text. Without a tokenizer, ``beginning`` is a list of token ids. If the row has no tokens, ``beginning``
-    is None.
+    A batch is unusual if its step has an alarm, an unusual gradient or an unusual loss. The key "beginning" holds a
+    row's first tokens as text, or as token ids without a tokenizer.
 
     Args:
-        folder: the folder of the file, or None in all processes but the first.
-        step: the last step before this start, or 0 for a new run.
-        tokenizer: the tokenizer that decodes each row's beginning (default: the model's tokenizer, if Lamina finds it).
+        folder: the folder of the file, or None in all processes except the first.
+        step: the last step before training began or resumed.
+        tokenizer: the tokenizer that decodes rows (default: the model's tokenizer).
     """
 
     def __init__(
@@ -109,10 +105,7 @@ class BatchRecords:
             write_lines(folder / BATCHES, self._lines)
 
     def write(self, steps: Iterable[int], series: Iterable[Row], processes: Processes) -> None:
-        """Write the batches of the first process's ``steps``, and of the steps in ``series`` whose loss is an outlier.
-
-        All processes must call this method together.
-        """
+        """Write the batches of the given steps, and of steps whose loss is an outlier. Call this in all processes."""
         steps = {*steps, *(row[0] for row in series if row[5] == LOSS and self._high.see(LOSS, row[6]))}
         written = {line["step"] for line in self._lines}
         new = sorted(step for step in set(steps) - written if self.kept.steps.get(step))
@@ -153,7 +146,7 @@ class BatchRecords:
 
 
 def hash_of_row(row: torch.Tensor) -> str:
-    """Return the first 16 digits of a row's SHA-256, computed from token ids as int64 or from values as float32."""
+    """Return the first 16 digits of a row's SHA-256 hash, from token ids as int64 or values as float32."""
     values = row.float().numpy().astype("<f4") if row.is_floating_point() else row.numpy().astype("<i8")
     return hashlib.sha256(values.tobytes()).hexdigest()[:16]
 
@@ -174,13 +167,13 @@ def tokenizer_of(model: nn.Module) -> Tokenizer | None:
 
 
 def read_batches(folder: Path) -> list[Json]:
-    """Read batches.jsonl, which has a line for each row of a batch. Skips damaged lines."""
+    """Read batches.jsonl. Damaged lines are skipped."""
     names = {"step", "process", "row", "hash", "beginning"}
     return [line for line in parse_lines(folder / BATCHES)[0] if line.keys() == names]
 
 
 def beginning_of(line: Json) -> str:
-    """Return the beginning of a row as one line of text, or as token ids."""
+    """Return the beginning of a recorded row as one line of text, or as token ids."""
     beginning = line["beginning"]
     if isinstance(beginning, str):
         return " ".join(beginning.split())

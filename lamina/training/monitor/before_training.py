@@ -1,4 +1,4 @@
-"""The state of a training before its first step, and a registry of the checks that examine this state."""
+"""The training setup before its first step, and the list of checks that examine it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ _SHOWN = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Mistake:
-    """A mistake in a training setup: the fault, why it matters, what to do, and the name of the check that found it.
+    """A mistake in a training setup: the fault, why it matters, what to do, and the name of the check.
 
-    If ``note`` is true, the fault is often intentional.
+    Attributes:
+        note: whether the fault is often intentional.
     """
 
     what: str
@@ -41,7 +42,7 @@ class BeforeTraining:
     """The training setup that the checks examine.
 
     Attributes:
-        model: the bare model.
+        model: the model without wrappers.
         optimizers: the optimizers (empty if unknown).
         structure: the model's layers, or None if Lamina did not find any.
         batch: the batch's tensors, by the names of the model's arguments (empty without a batch).
@@ -51,7 +52,7 @@ class BeforeTraining:
         half: whether autocast computes in float16.
         running: whether the model runs its first training step.
         recording: whether autograd records operations.
-        failed: for each check that raised an exception, the exception's text.
+        failed: the names of checks that raised an exception, with the exception's text.
     """
 
     model: nn.Module
@@ -82,7 +83,7 @@ class BeforeTraining:
 
     @cached_property
     def unregistered(self) -> dict[str, torch.Tensor]:
-        """Trainable tensors that plain attributes, lists, tuples or dicts hide from model.parameters(), by name."""
+        """Trainable tensors that model.parameters() lacks because lists or other attributes hold them, by name."""
         found: dict[str, torch.Tensor] = {}
         for path, module in self.model.named_modules():
             for name, value in vars(module).items():
@@ -128,7 +129,7 @@ class BeforeTraining:
 
     @cached_property
     def groups(self) -> dict[int, list[Mapping[str, Output]]]:
-        """For each parameter's id, the optimizers' groups that contain the parameter or its float32 master copy."""
+        """The optimizers' groups that contain a parameter or its float32 master copy, by the parameter's id."""
         outputs: dict[int, list[Mapping[str, Output]]] = {}
         halves = [p for p in self.trained if p.dtype in (torch.float16, torch.bfloat16)]
         for _, group in self.settings:
@@ -149,7 +150,7 @@ class BeforeTraining:
 
     @cached_property
     def blocks(self) -> list[tuple[str, list[nn.Module]]]:
-        """The path and the layers of each ModuleList whose layers have the same class."""
+        """Each ModuleList whose modules have the same class: its path and its modules."""
         lists = [
             (name, list(module)) for name, module in self.model.named_modules() if isinstance(module, nn.ModuleList)
         ]
@@ -176,7 +177,7 @@ class BeforeTraining:
 
     @cached_property
     def shift(self) -> int | None:
-        """The number of tokens by which labels are ahead of the input: 1 if each label is the next token."""
+        """The number of tokens by which the labels are ahead of the input: 1 if each label is the next token."""
         tokens, labels = self.tokens, self.labels
         if tokens is None or labels is None or labels.shape != tokens.shape:
             return None

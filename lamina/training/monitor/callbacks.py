@@ -54,7 +54,7 @@ def was_killed(settings: WatchSettings) -> bool:
 
 
 class WatchCallback:
-    """The base class of the callbacks for Trainer and Lightning, with ``lamina.watch``'s arguments and a monitor."""
+    """The base class of the callbacks for Trainer and Lightning."""
 
     def __init__(
         self,
@@ -73,13 +73,13 @@ class WatchCallback:
 
     @property
     def diverged(self) -> Diverged | None:
-        """The reason for the divergence and its layer, or None if the run did not diverge."""
+        """The step and reason of the divergence, or None."""
         return None if self.monitor is None else self.monitor.diverged
 
     def _begin(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], step: int) -> None:
-        """Begin the monitor after ``step`` steps. If training resumes from a checkpoint, continue the records.
+        """Start the monitor. If training resumes from a checkpoint, continue the records.
 
-        If the training was killed before its first checkpoint, replace the old records.
+        If training was killed before its first checkpoint, replace the old records.
         """
         resume: Resume = "auto" if step else False
         overwrite = not step and (self.overwrite or was_killed(self.settings))
@@ -97,19 +97,17 @@ class LayerMonitor(WatchCallback, TrainerCallback):
     >>> trainer = Trainer(model, args, train_dataset=data, callbacks=[lamina.LayerMonitor("runs/mine")])
     >>> trainer.train()
 
-    With ``on_divergence="stop"``, training ends after the step at which Lamina finds a divergence. If Trainer resumes
-    from a checkpoint, Lamina continues the records, or logs why it cannot.
+    If Trainer resumes from a checkpoint, Lamina continues the records, or logs why it cannot.
 
     Args:
         output: the folder of the records.
         overwrite: whether to replace the folder's content.
-        on_alarm: a function that the monitor calls with the first alarm of each event (alarms within 20 steps).
-        tokenizer: with ``batches=True``, the tokenizer that decodes recorded batches (default: Trainer's or the
-            model's).
+        on_alarm: a function that Lamina calls with the first alarm of each event (alarms within 20 steps).
+        tokenizer: the tokenizer that decodes recorded batches (default: Trainer's or the model's).
         settings: the other settings of ``lamina.watch``.
 
     Raises:
-        UserError: for invalid settings or, when training begins, for an output folder with files.
+        UserError: a setting is invalid or, when training begins, the output folder has files.
     """
 
     _release: Callable[[], None] | None = None

@@ -29,8 +29,8 @@ def check(
 
     >>> lamina.check(model, optimizer, batch=batch)
 
-    Call ``check`` just before training, with the final model and optimizer. The check restores gradients, buffers and
-    random states.
+    Call this just before training, with the final model and optimizer. Gradients, buffers and random states stay
+    unchanged.
 
     Args:
         model: the model that will be trained.
@@ -42,8 +42,8 @@ def check(
         scaler: the GradScaler of float16 training, if there is one.
 
     Raises:
-        UserError: for a model that is not a torch.nn.Module, an optimizer that is not a torch optimizer, or a batch
-            that the model does not run on.
+        UserError: the model is not a torch.nn.Module, the optimizer is not a torch optimizer, or the model does not run
+            on the batch.
     """
     if not isinstance(model, nn.Module):
         raise UserError(f"model: a {type(model).__name__}. Pass a torch.nn.Module.")
@@ -73,7 +73,7 @@ def check(
 
 
 def _tried(setup: BeforeTraining, batch: object, loss: LossOf | None) -> list[str]:
-    """If there is a batch, run the model on the batch. Return the checks that were not possible."""
+    """Run the model on the batch, if there is one. Return the checks that were not possible."""
     if batch is None:
         return ["first loss, labels, masks and gradients. Pass batch= to check them"]
     model = setup.model

@@ -88,10 +88,7 @@ def shift_of_labels(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def first_loss(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find a first loss far above the loss of guessing among all tokens.
-
-    A trained model's loss is below the loss of guessing.
-    """
+    """Find a first loss far above the loss of guessing among all tokens."""
     trial = setup.trial
     if trial is None:
         return
@@ -134,7 +131,11 @@ def first_loss(setup: BeforeTraining) -> Iterator[Mistake]:
 
 
 def _reduction(targets: Targets, logits: torch.Tensor, *, alone: bool) -> Iterator[Mistake]:
-    """Find a mean cross-entropy that the loss divides again, and (with ``alone``) a sum instead of a mean."""
+    """Find a cross-entropy that is averaged twice, or summed instead of averaged.
+
+    Args:
+        alone: whether the loss is only a cross-entropy, so that Lamina also looks for sums.
+    """
     if targets.weights.ndim < 2 or not bool((targets.weights >= 0).all()):
         return
     total = float(targets.weights.sum())
@@ -157,7 +158,7 @@ def _reduction(targets: Targets, logits: torch.Tensor, *, alone: bool) -> Iterat
 
 @checks
 def mask_and_labels(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find an inverted mask, labels at tokens that the mask hides, and ends of text without a label."""
+    """Find an inverted mask, labels at masked tokens, and ends of text without a label."""
     mask, labels, tokens = setup.batch.get("attention_mask"), setup.labels, setup.tokens
     passed = setup.trial.calls.get("attention", {}).get("padding") if setup.trial is not None else None
     if mask is None and isinstance(passed, torch.Tensor):  # True, or -inf, at padding
@@ -242,7 +243,7 @@ def untrained_rows(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def sees_next_token(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find a model that reads the tokens that it must predict, because a causal mask or masked tokens are missing."""
+    """Find a model that reads the tokens it must predict, because a causal mask or masked tokens are missing."""
     trial = setup.trial
     if trial is None or not trial.reads or trial.causal or setup.is_encoder_decoder:
         return
@@ -263,7 +264,7 @@ def sees_next_token(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def equal_inputs(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find batches whose rows are equal, and batches that consist of a single token."""
+    """Find batches of equal rows, and batches that consist of a single token."""
     rows = next(
         (x for name, x in setup.batch.items() if x.ndim > 1 and not re.search("mask|label|pos|type", name)), None
     )

@@ -1,13 +1,12 @@
-"""Balance the load of experts, as in the DeepSeek papers, and measure the load of each expert.
+"""Balance the load of experts as in the DeepSeek papers, and measure each expert's load.
 
-With "bias" (DeepSeek-V3, arXiv 2412.19437 Section 2.1.2; Wang et al., arXiv 2408.15664 Algorithm 1), Lamina changes
-each expert's bias after each optimizer step:
+The mode "bias" (DeepSeek-V3, arXiv 2412.19437 Section 2.1.2; Wang et al., arXiv 2408.15664 Algorithm 1) changes each
+expert's bias after each optimizer step:
 
     bias_e += rate * sign(mean load - load_e)
 
-The router adds the bias to the scores when it chooses experts. The bias has no gradient, and does not change the
-weights of the chosen experts' outputs. With "loss" (DeepSeek-V2, arXiv 2405.04434 Eq 23-25; DeepSeek-V3 Eq 17-20), each
-sequence adds:
+The router adds the bias to its scores only when it chooses experts. The mode "loss" (DeepSeek-V2, arXiv 2405.04434 Eq
+23-25; DeepSeek-V3 Eq 17-20) adds a loss for each sequence:
 
     rate * sum_e f_e P_e    f_e = num_experts / (top_k tokens) * (tokens that chose e)    P_e = mean share of e's score
 
@@ -32,10 +31,9 @@ from lamina.training.setting_groups import Balance
 
 
 def find_routers(model: nn.Module) -> dict[int, Any]:
-    """Return the routers by layer (0-based). The result is empty for a dense model.
+    """Return the routers by layer, from 0. A dense model has none.
 
-    A router is the ``gate`` of a feed-forward. The router has ``num_experts`` and ``top_k``, and returns (logits,
-    weights, chosen experts), as in transformers' DeepSeek models.
+    A router is the module "gate" of a feed-forward, as in transformers' DeepSeek models.
     """
     routers: dict[int, Any] = {}
     for index, sublayer, residual in sublayers(body_of(model, "expert_balance")):
@@ -46,15 +44,12 @@ def find_routers(model: nn.Module) -> dict[int, Any]:
 
 
 def has_bias(router: nn.Module) -> bool:
-    """Return whether a router adds a bias to its scores when it chooses experts (DeepSeek-V3's router does)."""
+    """Return whether a router adds a bias to its scores when it chooses experts, as in DeepSeek-V3."""
     return isinstance(getattr(router, "e_score_correction_bias", None), torch.Tensor)
 
 
 def choose(mode: str, routers: dict[int, Any]) -> str:
-    """Resolve ``mode`` for these routers to "none", "bias" or "loss".
-
-    Raises UserError for an unknown mode, or for a mode that the routers do not support.
-    """
+    """Choose "none", "bias" or "loss" for these routers. Raises UserError if they do not support the mode."""
     one_of("expert_balance", mode, get_args(Balance))
     biased = bool(routers) and all(has_bias(router) for router in routers.values())
     if mode in ("bias", "loss") and not routers:
@@ -67,13 +62,12 @@ def choose(mode: str, routers: dict[int, Any]) -> str:
 
 
 class ExpertBalance(TrainerCallback):
-    """Counts every expert's tokens over the micro-batches of a step, and keeps the experts balanced.
+    """Count every expert's tokens in a step, and balance the experts.
 
     Args:
-        model: a built Lamina model. A dense model has no routers, so nothing happens.
-        mode: "auto" (bias if the routers have a correction bias, otherwise loss), "none" (only count), "bias" or
-            "loss".
-        rate: the bias's step u, or the loss's factor alpha.
+        model: a Lamina model. Nothing happens for a dense model.
+        mode: "bias", "loss", "none" (only count), or "auto" (bias if the routers have one, otherwise loss).
+        rate: the step of the bias, or the factor on the loss.
     """
 
     def __init__(self, model: nn.Module, mode: str = "auto", rate: float = 1e-3):
@@ -87,14 +81,14 @@ class ExpertBalance(TrainerCallback):
             router.register_forward_hook(self._remember)
 
     def _remember(self, router: Any, args: tuple, output: tuple[torch.Tensor, ...]) -> None:
-        # Compute nothing here: a checkpointed block would have to compute it again. And do not name the layer:
-        # torch.compile would compile every layer anew.
+        # Compute nothing here, because a checkpointed block would compute it again. Do not name the layer, because
+        # torch.compile would then compile every layer separately.
         if self._watching:
             router.seen = (output[0], output[-1])
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Inside the context, count the routers' choices in the forward pass. Recomputed activations do not count."""
+        """Count the experts that routers choose in a forward pass inside the context."""
         self._watching = True
         try:
             yield
@@ -109,7 +103,7 @@ class ExpertBalance(TrainerCallback):
         self._tokens += tokens
 
     def loss(self, sequences: int) -> torch.Tensor | None:
-        """Return the auxiliary loss of the last pass inside ``watch``, or None if the mode is not "loss"."""
+        """Return the auxiliary loss of the last forward pass, or None in other modes than "loss"."""
         losses = []
         for router in self.routers.values():
             if hasattr(router, "seen"):
@@ -120,12 +114,12 @@ class ExpertBalance(TrainerCallback):
         return self.rate * torch.stack(losses).sum() if losses else None
 
     def on_optimizer_step(self, args: object, state: object, control: object, **kwargs: object) -> None:
-        """End the step. Trainer calls this method right after the optimizer's step."""
+        """End the step, because Trainer calls this right after the optimizer's step."""
         self.finish_step()
 
     @torch.no_grad()
     def finish_step(self) -> None:
-        """Turn the step's counts of all processes into loads, and update the biases."""
+        """Convert the step's counts of all processes to loads, and update the biases."""
         if not self._counts:
             return
         layers, tokens = list(self._counts), self._tokens
@@ -142,9 +136,9 @@ class ExpertBalance(TrainerCallback):
             bias += self.rate * torch.sign(count.mean() - count).to(bias)
 
     def rows(self, step: int) -> list[Row]:
-        """Return each expert's load in the last step (its share of the step's tokens) as tidy rows.
+        """Return each expert's load: its tokens as a fraction of the step's tokens.
 
-        A layer's loads sum to ``top_k``. Each balanced load is top_k / num_experts.
+        A layer's loads sum to ``top_k``. A balanced load is top_k / num_experts.
         """
         return [
             (step, layer, "feed_forward", "expert", expert, "expert_load", value)
@@ -154,7 +148,7 @@ class ExpertBalance(TrainerCallback):
 
 
 def scores(logits: torch.Tensor, router: nn.Module) -> torch.Tensor:
-    """Return each token's softmax or sigmoid (DeepSeek-V3) scores [tokens, num_experts], scaled to sum to 1."""
+    """Return each token's softmax or sigmoid (DeepSeek-V3) scores, scaled to sum to 1: [tokens, num_experts]."""
     logits = logits.float()
     if not has_bias(router):
         return logits.softmax(-1)
@@ -163,12 +157,12 @@ def scores(logits: torch.Tensor, router: nn.Module) -> torch.Tensor:
 
 
 def balance_loss(shares: torch.Tensor, chosen: torch.Tensor, sequences: int) -> torch.Tensor:
-    """Compute sum_e f_e P_e, averaged over sequences. The result is 1 if f and P are uniform.
+    """Return the auxiliary loss, averaged over sequences. It is 1 for balanced experts.
 
     Args:
-        shares: scores [sequences * tokens, num_experts] that sum to 1 for each token.
-        chosen: the chosen experts [sequences * tokens, top_k].
-        sequences: the number of equally long sequences that the tokens belong to.
+        shares: scores that sum to 1 for each token, [sequences * tokens, num_experts].
+        chosen: the chosen experts, [sequences * tokens, top_k].
+        sequences: the number of sequences, which have equal lengths.
     """
     num_experts = shares.shape[-1]
     by_sequence = chosen.unflatten(0, (sequences, -1))
@@ -178,7 +172,7 @@ def balance_loss(shares: torch.Tensor, chosen: torch.Tensor, sequences: int) -> 
 
 @torch.no_grad()
 def _count(chosen: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Count how often each expert was chosen: [groups, tokens, top_k] to [groups, experts], without a device sync."""
+    """Count how often each expert was chosen, without a device sync: [groups, tokens, top_k] to [groups, experts]."""
     flat = chosen.flatten(1)
     counts = torch.zeros(flat.shape[0], num_experts, device=flat.device)
     return counts.scatter_add_(1, flat, torch.ones_like(flat, dtype=counts.dtype))

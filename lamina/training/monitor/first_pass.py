@@ -44,30 +44,29 @@ class FirstPass:
 
     Attributes:
         loss: the loss's value.
-        logits: the model's logits (only the first rows of large logits), or None if the model returns no logits.
+        logits: the model's logits (only the first rows of large logits), or None.
         gradients: the root mean square of each parameter's gradient, by the parameter's id.
-        ran: for the id of each module that was called, whether autograd recorded its calls.
-        offset: by how many tokens the targets are ahead of the input (1: next token), or None if the targets are not
-            input tokens.
-        reads: whether the logits for a target depend on the target token or on later tokens, or None if unknown.
+        ran: whether autograd recorded the calls of each called module, by the module's id.
+        offset: the number of tokens by which the targets are ahead of the input (1: next token), or None for other
+            targets.
+        reads: whether the logits for a target depend on this target or on later tokens, or None if unknown.
         causal: whether logits are independent of later tokens, or None if unknown.
         zero: the parameters that get no gradient, by cause.
         foreign: parameters outside the model on which the loss depends.
-        mixes: whether a row's logits depend on the other rows of the batch, or None if unknown.
+        mixes: whether a row's logits depend on other rows of the batch, or None if unknown.
         by_row: whether identical rows of the batch get different logits.
-        leaks: the output that hidden tokens change: "attention" ("inverted" if shown tokens do not change it),
-            "summary" (a vector for each row), "mean" (the mean of a row's tokens), or "" for none.
+        leaks: where hidden tokens change the output: "attention" ("inverted" if only they do), "summary" (a vector for
+            each row), "mean" (the mean of a row's tokens), or "" for nowhere.
         ordered: whether the first layer's output depends on the order of the tokens (true if unknown).
         turns: whether forward computes cosines, as for rotary positions.
         rounded: whether the positions of tokens are rounded, so that neighbors share a position.
         drops: whether dropout is active in evaluation mode.
-        skips: the comparison of each layer's output with the layer's input, by the layer's id.
+        skips: how similar each layer's output is to its input, by the layer's id.
         strange: whether most targets of a causal model differ from the tokens of their row.
-        broken: the rows that make the loss NaN or infinite, if the loss of all other rows is finite.
-        calls: the arguments (the first rows of large tensors) of the first call of each function in ``WATCHED``, by
-            name.
+        broken: the rows that make the loss NaN or infinite, if the other rows' loss is finite.
+        calls: the arguments of the first call of each watched function, by name.
         same: whether the reference or teacher of the loss is the trained model itself.
-        teaches: whether the target of kl_div depends on trained weights, and the input on none of these weights.
+        teaches: whether the target of kl_div depends on trained weights, and its input does not.
         entropies: the values of all cross-entropies.
         targets: the targets of the logits, or None if the loss is not a cross-entropy of the model's logits.
         half: whether an operation with a gradient has an output in float16.
@@ -125,9 +124,10 @@ _TURNING = (torch.cos, torch.Tensor.cos)
 
 
 class Skip(NamedTuple):
-    """The cosine of a layer's output and input, the input's factor, and the input's share that differs between rows.
+    """A comparison of a layer's output with its input: cosine, factor, and the input's variation between rows.
 
-    ``next_input`` is the cosine of the next layer's input and this input: the residual may be added between layers.
+    Attributes:
+        next_input: the cosine between this layer's input and the next layer's input.
     """
 
     cosine: float
@@ -137,7 +137,7 @@ class Skip(NamedTuple):
 
 
 class Swap(NamedTuple):
-    """Token ids [batch, tokens], and the column whose embeddings another column's embeddings replace."""
+    """Token ids [batch, tokens], and two columns whose embeddings are exchanged."""
 
     tokens: torch.Tensor
     at: int
@@ -145,7 +145,7 @@ class Swap(NamedTuple):
 
 
 def _skip(skips: dict[int, Skip], layer: nn.Module, args: tuple, kwargs: dict[str, Output], output: Output) -> None:
-    """Compare a layer's first output with its input, after subtracting the mean over all tokens from each."""
+    """Compare a layer's first output with its input, both without the mean over all tokens."""
     given, returned = first_tensor(args or kwargs), first_tensor(output)
     if id(layer) in skips or given is None or returned is None or given.shape != returned.shape or given.ndim != 3:
         return
@@ -158,9 +158,11 @@ def _skip(skips: dict[int, Skip], layer: nn.Module, args: tuple, kwargs: dict[st
 
 
 class _Calls(TorchFunctionMode):
-    """Keeps the arguments of the first call of each watched function, and all cross-entropies.
+    """Keep the arguments of the first call of each watched function, and all cross-entropies.
 
-    ``part`` returns the part of an argument to keep. ``swap`` names embeddings to replace.
+    Args:
+        part: a function that returns the part of an argument to keep.
+        swap: embeddings to replace.
     """
 
     def __init__(self, part: Callable[[Output], Output], swap: Swap | None = None) -> None:
@@ -273,7 +275,7 @@ def _dropped(func: Callable[..., Output], args: tuple, kwargs: Mapping[str, Outp
 
 
 def _first_rows(value: Output) -> Output:
-    """Detach a tensor from its graph. If the tensor is large, return only the first rows."""
+    """Detach a tensor from its graph, and return only the first rows of a large tensor."""
     if not isinstance(value, torch.Tensor):
         return value
     large = value.is_floating_point() and value.numel() > _KEPT
@@ -281,7 +283,7 @@ def _first_rows(value: Output) -> Output:
 
 
 def _few_classes(logits: torch.Tensor | None) -> torch.Tensor | None:
-    """Return a sample of the classes of logits. Comparing this sample in two passes is enough."""
+    """Return a sample of the logits' classes, which is enough to compare two passes."""
     return logits if logits is None else logits.detach()[..., :: -(-logits.shape[-1] // _CLASSES)].clone()
 
 
@@ -300,7 +302,7 @@ def leaves_of(value: torch.Tensor) -> dict[int, torch.Tensor]:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a detached tensor. If the tensor is sharded, return this process's part as a plain tensor."""
+    """Return a detached tensor. Of a sharded tensor, return this process's part."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
@@ -327,9 +329,13 @@ def first_pass(
     others: Iterable[torch.Tensor] = (),
     blocks: Sequence[tuple[str, Sequence[nn.Module]]] = (),
 ) -> FirstPass | None:
-    """Run a forward and backward pass, and then restore gradients, random states and buffers.
+    """Run a forward and backward pass, then restore gradients, random states and buffers.
 
-    Returns None without a loss. ``others`` are tensors that model.parameters() lacks. ``blocks`` are lists of layers.
+    Returns None without a loss.
+
+    Args:
+        others: trainable tensors that model.parameters() lacks.
+        blocks: lists of layers, with their paths.
     """
     every, seen, calls = [*model.parameters(), *others], _Seen(), _Calls(_first_rows)
 
@@ -401,7 +407,8 @@ def _ask(scores: torch.Tensor, classes: int, logits: torch.Tensor | None) -> lis
 class _Seen:
     """The values that hooks collect: the arguments of the model and its children, outputs, and each layer's ``Skip``.
 
-    ``ran`` maps each called module to whether autograd recorded its calls.
+    Attributes:
+        ran: whether autograd recorded the calls of each called module.
     """
 
     ran: dict[int, set[bool]] = field(default_factory=dict)
@@ -430,7 +437,7 @@ def _enter(
 
 
 def _broken(batch: object, loss_of: Callable[[object], torch.Tensor | None]) -> list[int]:
-    """Return the rows whose loss is NaN or infinite, or [] if the loss of all other rows is not finite either."""
+    """Return the rows whose loss is NaN or infinite, or [] if the other rows' loss is not finite either."""
     batch = dict(batch) if isinstance(batch, Mapping) else batch
     sizes = [len(x) for x in tree_leaves(batch) if isinstance(x, torch.Tensor) and x.ndim][:1]
     every = range(sizes[0] if sizes and 1 < sizes[0] <= _ROWS else 0)
@@ -450,7 +457,7 @@ def _broken(batch: object, loss_of: Callable[[object], torch.Tensor | None]) -> 
 
 @contextmanager
 def _watching(model: nn.Module, blocks: Sequence[tuple[str, Sequence[nn.Module]]], seen: _Seen) -> Iterator[None]:
-    """Fill ``seen`` inside the context, and restore the model's buffers at its end."""
+    """Collect values inside the context, and restore the model's buffers at its end."""
     ran = seen.ran
     hooks = [
         module.register_forward_pre_hook(lambda m, a: ran.setdefault(id(m), set()).add(torch.is_grad_enabled()))
@@ -482,7 +489,7 @@ def _watching(model: nn.Module, blocks: Sequence[tuple[str, Sequence[nn.Module]]
 
 
 class _Repeats:
-    """Repeats the pass in evaluation mode with changed inputs, to find the inputs that change the logits."""
+    """Repeat the pass in evaluation mode with changed inputs, to find the inputs that change the logits."""
 
     def __init__(
         self,
@@ -508,7 +515,7 @@ class _Repeats:
     def _again(
         self, places: Places, seed: int = 0, *, layers_only: bool = False, swap: Swap | None = None
     ) -> torch.Tensor | None:
-        """Return the logits of a pass in which ``places`` replace some of the model's arguments."""
+        """Return the logits of a pass with some of the model's arguments replaced."""
 
         def swapped(module: nn.Module, a: tuple, k: dict[str, Output]) -> tuple[tuple, dict[str, Output]]:
             return tuple(places.get(at, x) for at, x in enumerate(a)), {at: places.get(at, x) for at, x in k.items()}
@@ -567,9 +574,9 @@ class _Repeats:
         return half is not None and half.shape[-1] == before.shape[-1]
 
     def leaks(self) -> str:
-        """Change a hidden token's embedding at a row's end, and return the value of ``FirstPass.leaks``.
+        """Change a hidden token's embedding at a row's end, and return where the change shows.
 
-        The token stays, because models find the end of a row by its padding tokens.
+        The token itself stays, because models find the end of a row by its padding tokens.
         """
         tables = [(at, x) for at, x in self._given.items() if x.ndim == 2 and not x.is_floating_point()]
         pairs = [(x, mask) for _, x in tables for _, mask in tables if mask.shape == x.shape and mask.max() <= 1]
@@ -654,7 +661,7 @@ class _Repeats:
         return False
 
     def reads(self, at: int | str, counted: torch.Tensor, offset: int) -> tuple[bool | None, bool | None]:
-        """Change the last target token. Return the values of ``FirstPass.reads`` and ``FirstPass.causal``."""
+        """Change the last target token, and return ``FirstPass.reads`` and ``FirstPass.causal``."""
         last = int(counted.any(0).nonzero().max())
         tokens = self._given[at].clone()
         tokens[:, last + offset] = torch.where(tokens[:, last + offset] == tokens[:, 0], tokens[:, 1], tokens[:, 0])
@@ -667,7 +674,7 @@ class _Repeats:
         return earlier if offset > 0 else bool(changed[:, last].any()), not earlier
 
     def rows(self) -> tuple[bool | None, bool]:
-        """Return the values of ``FirstPass.mixes`` and ``FirstPass.by_row``."""
+        """Return ``FirstPass.mixes`` and ``FirstPass.by_row``."""
         size, before = next((len(x) for x in self._given.values() if x.ndim > 1), 0), self._logits
         if size < 2 or self._nested or before is None or len(before) != size or before.ndim < 2:
             return None, False

@@ -1,8 +1,7 @@
 """Find the part of each parameter that this process holds under FSDP1 or DeepSpeed's ZeRO.
 
-FSDP1 joins the parameters of a unit into one flat parameter. Each process holds a slice of the flat parameter. With
-``use_orig_params``, a module's parameters are views of the slice, and may be empty. Without ``use_orig_params``, the
-unit has only the flat parameter. For ZeRO, see ``zero``.
+FSDP1 joins several parameters into one flat parameter, of which each process holds a slice. With ``use_orig_params``,
+the original parameters are views of this slice, and may be empty.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from lamina.training.monitor.zero import ZeroPart, zero_parts
 
 
 class FlatParameters:
-    """The flat parameters of a model with FSDP1 or ZeRO. Other models have no flat parameters.
+    """The flat parameters of a model under FSDP1 or ZeRO. Other models have none.
 
     Args:
         zero: ZeRO's optimizer (``zero_optimizer``), if there is one.
 
     Attributes:
         parts: this process's parts of each module's parameters, by the module's id (empty with ``use_orig_params``).
-        zero: this process's part of each parameter under DeepSpeed's ZeRO, by the parameter's id.
+        zero: this process's part of each parameter under ZeRO, by the parameter's id.
         hidden_by: "FSDP1" or "ZeRO 3" if no process holds whole weights, otherwise "".
     """
 
@@ -64,20 +63,20 @@ class FlatParameters:
         return self._shares.get(id(stored(parameter)))
 
     def parameters(self, module: nn.Module) -> Iterator[torch.Tensor]:
-        """Yield a module's parameters. Yield the parts of a flat parameter instead of the flat parameter."""
+        """Yield a module's parameters, with the parts of a flat parameter in its place."""
         own = (parameter for parameter in module.parameters() if id(parameter) not in self._flat)
         yield from (cast(torch.Tensor, self.zero.get(id(parameter), parameter)) for parameter in own)
         for inner in module.modules() if self.parts else ():
             yield from self.parts.get(id(inner), ())
 
     def numel(self, model: nn.Module) -> int:
-        """Count the elements of a model's parameters on all processes."""
+        """Count the elements of a model's parameters over all processes."""
         own = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters() if id(p) not in self._shares)
         return own + sum(handle.flat_param._unpadded_unsharded_size.numel() for handle in self._handles)
 
 
 def reshard_root(model: nn.Module) -> None:
-    """Reshard the root's parameters, which FSDP1 leaves gathered after a forward pass without a backward pass."""
+    """Reshard the root module's parameters, which FSDP1 leaves gathered after a forward pass without gradients."""
     if isinstance(model, FullyShardedDataParallel):
         with FullyShardedDataParallel.summon_full_params(model, recurse=False, writeback=False):
             pass

@@ -29,7 +29,7 @@ from lamina.training.monitor.writers import Row
 Inputs = dict[str, torch.Tensor]
 Arguments = Mapping[str, object]  # of a forward method, by its names
 _TOKENS = 8  # of the small pass
-# What notes call by the command line's flag, by the setting of ``lamina.watch``.
+# replaces a command line flag in notes by the setting of ``lamina.watch``
 _FLAGS = {"--layers PATH": "layers=PATH", "--layers, another list": "layers=PATH of another list"}
 
 
@@ -38,11 +38,10 @@ class Followed:
     """A model's layers, or the reason why Lamina could not find them.
 
     Attributes:
-        structure: the model's structure, or None if no layers were found.
-        whole: whether Lamina verified that the watched tensor is the residual stream. Lamina assigns parameters to
-            layers in any case.
+        structure: the model's layers, or None.
+        whole: whether Lamina verified that the watched tensor is the residual stream.
         unproved: the layers of further stacks (such as a decoder) whose residual stream Lamina could not verify.
-        notes: notes for the user, a line each.
+        notes: notes for the user.
     """
 
     structure: Structure | None
@@ -52,7 +51,7 @@ class Followed:
 
     @property
     def points(self) -> dict[Spot, Point]:
-        """The points of the model at which Lamina measures the residual stream. Unverified layers have no points."""
+        """The points of the model at which Lamina measures the residual stream. Unverified layers have none."""
         points = stream_points(self.structure) if self.structure is not None and self.whole else {}
         return {spot: point for spot, point in points.items() if spot[0] not in self.unproved}
 
@@ -61,7 +60,7 @@ class Followed:
         return [] if self.structure is None else gains_of(self.structure)
 
     def rows(self, model: nn.Module, inputs: torch.Tensor, step: int) -> list[Row]:
-        """Measure the residual stream on ``inputs``, and the norms' gains, as tidy rows."""
+        """Measure the residual stream on the inputs, and the norms' gains."""
         if self.structure is None:
             return []
         return stream_rows(model, model, self.points, inputs, step) + rows_of_gains(self.gains(model), step)
@@ -70,11 +69,10 @@ class Followed:
 def follow(
     model: nn.Module, arguments: Arguments, *, layers: str | None = None, first_layer: int | None = None
 ) -> Followed:
-    """Find a model's layers by passes over a small part of a batch. Raises no error, so that training always continues.
+    """Find a model's layers by passes over a small part of a batch. Raises no error, so that training continues.
 
-    If the model fails on a part of the batch, Lamina tries the whole batch. The passes run in evaluation mode, and
-    leave gradients and random generators unchanged. Compiled modules run uncompiled in these passes, so torch calls
-    hooks inside the modules and compiles nothing. The user's own hooks also run.
+    The passes run in evaluation mode without compilation, and leave gradients and random states unchanged. The user's
+    own hooks also run.
     """
     problem = "" if arguments else "the model was called without arguments"
     eager = torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext()
@@ -143,7 +141,11 @@ def _followed(model: nn.Module, small: Inputs, layers: str | None) -> Followed:
 
 
 def _numbered(followed: Followed, model: nn.Module, first: int | None) -> Followed:
-    """Number a pipeline stage's layers as in the whole model. The first number is ``first`` or is in the path."""
+    """Number a pipeline stage's layers as in the whole model.
+
+    Args:
+        first: the number of the first layer, if the layers' path does not contain it.
+    """
     if (structure := followed.structure) is None:
         return followed
     first = first_number(model, structure.layers[0].path) if first is None else first
@@ -156,7 +158,7 @@ def _numbered(followed: Followed, model: nn.Module, first: int | None) -> Follow
 def _proved(
     model: nn.Module, small: Inputs, structure: Structure, *, reads_tokens: bool = True
 ) -> tuple[Structure, bool]:
-    """Check whether the watched tensor is the residual stream. Return the structure with notes, and the result."""
+    """Check whether the watched tensor is the residual stream. Return the layers with notes, and the result."""
     sharded = any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules())
     if not sharded and not any(hasattr(parameter, "ds_id") for parameter in model.parameters()):  # ZeRO 3
         # The proof needs a backward pass.
@@ -170,10 +172,7 @@ def _proved(
 
 
 def _calls(model: nn.Module, arguments: Arguments) -> Iterator[Inputs]:
-    """Yield arguments to try in a call of the model, from a small part of the main input to all arguments.
-
-    If the batch has images besides token ids, a small part of each tensor comes first.
-    """
+    """Yield arguments for a trial call of the model, from a small part of the batch to the whole batch."""
     inputs, main = tensors_of(arguments), getattr(model, "main_input_name", None)
     cut = {
         name: value[:1, :_TOKENS] if is_tokens(value) else value[:1] if value.ndim else value
@@ -201,7 +200,7 @@ def _holds_tensors(value: object) -> TypeGuard[MutableMapping[str, object]]:
 
 
 def _unflattened(forward: Callable[..., Output], arguments: Arguments, /, **inputs: torch.Tensor) -> Output:
-    """Call a model with its original arguments, but with the tensors in ``inputs`` under their names."""
+    """Call a model with its original arguments, but with the given tensors under their names."""
     given = {}
     for name, value in arguments.items():
         if _holds_tensors(value):

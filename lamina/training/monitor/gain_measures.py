@@ -19,9 +19,7 @@ from lamina.training.monitor.parameter_measures import Owner
 from lamina.training.monitor.writers import BETWEEN, Row
 
 Gain: TypeAlias = tuple[int, str, str, int, float, torch.Tensor]
-"""layer (-1 outside the layers), sub-layer, role, index among the gains of this role, the offset that the norm adds to
-the gain, the gain.
-"""
+"""layer (-1 outside the layers), sub-layer, role, index among equal roles, offset that the norm adds, gain"""
 
 
 def gain_rows(model: nn.Module, step: int) -> list[Row]:
@@ -45,7 +43,7 @@ def lamina_gains(model: nn.Module) -> list[Gain]:
 
 
 def gains_of(structure: Structure) -> list[Gain]:
-    """List the learned gains of a followed model's norms, and the weights of its embedding and output head."""
+    """List the learned gains of a model's norms, and the weights of its embedding and output head."""
     gains: list[Gain] = []
     counts: Counter[Owner] = Counter()
     for layer, sublayer, norm in structure.norms():

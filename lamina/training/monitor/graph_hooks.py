@@ -1,11 +1,8 @@
 """Watch the residual stream inside torch.compile, with an operation that stays in the graph.
 
-The compiler inlines the hooks of modules inside a compiled module. So the graph contains a hook's call of
-``lamina::see``. This call passes the tensor to Python at every pass. The graph is the same at all steps, recorded or
-not. The call gets the location's number as a tensor, not as a constant, so that layers can still share a graph.
-
-The compiler chooses a graph by the modules' classes and ignores the modules' hooks. So a module with these hooks gets a
-separate class, an unchanged subclass. Then graphs for other modules do not match a module with hooks.
+The compiler inlines hooks of modules inside a compiled module. These hooks call ``lamina::see``, which passes the
+tensor to Python at every pass, so the graph is the same at all steps. Modules with such hooks get a separate subclass,
+because the compiler chooses graphs by the modules' classes.
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ _INPUT, _OUTPUT, _ARGUMENT = "_lamina_input", "_lamina_output", "_lamina_argumen
 _SEEING: dict[int, Callable[[torch.Tensor], None]] = {}  # by a place's number, while a pass is measured
 _NUMBERS = itertools.count()
 _LIBRARY = torch.library.Library("lamina", "DEF")
-# The mutation is only declared: the compiler drops calls that neither return nor write anything.
+# The declared mutation writes nothing. Without it, the compiler would drop the call, which returns nothing.
 _LIBRARY.define("see(Tensor tensor, Tensor(a!) place) -> ()")
 
 
@@ -47,12 +44,10 @@ torch.library.register_fake("lamina::see", lambda tensor, place: None, lib=_LIBR
 
 
 class Hook:
-    """A hook for a module that may be compiled. The hook holds only a weak reference to the object whose method it
-    calls.
+    """A hook for a module that may be compiled. It holds only a weak reference to the object whose method it calls.
 
-    If the compiled module itself has the hook, the hook runs outside of the graph and calls the method uncompiled.
-    If the compiler inlines the hook into a graph, the hook does nothing. A copy of the hook, such as in a copied or
-    pickled model, does nothing.
+    On the compiled module itself, the hook calls the method outside the graph. Inside a graph, the hook does nothing.
+    Copies of the hook do nothing.
     """
 
     def __init__(self, method: Callable[..., Output] | None = None):
@@ -106,7 +101,7 @@ _SHOW_INPUT, _SHOW_OUTPUT = _traced(show_input), _traced(show_output)
 
 @functools.cache
 def class_with_hooks(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return the subclass of ``cls`` for modules with hooks. A copy of such a module has the class ``cls``."""
+    """Return a module class's subclass for modules with hooks. Copies of such a module have the original class."""
 
     def __reduce_ex__(self: nn.Module, protocol: SupportsIndex) -> tuple[object, ...]:
         reduced: Any = cls.__reduce_ex__(self, protocol)
@@ -120,7 +115,7 @@ def class_with_hooks(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def _without_hooks(state: Json) -> Json:
-    """Return a module's state without the hooks that ``GraphHooks`` made."""
+    """Return a module's state without the hooks that ``GraphHooks`` added."""
     state = {name: value for name, value in state.items() if name not in (_INPUT, _OUTPUT, _ARGUMENT)}
     for name in ("_forward_hooks", "_forward_pre_hooks"):
         hooks = state[name]
@@ -131,10 +126,7 @@ def _without_hooks(state: Json) -> Json:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Return whether a part of the model is compiled, or whether a compiled wrapper is calling the model now.
-
-    The wrapper matters because some code, such as Trainer, passes the watched model without its wrapper.
-    """
+    """Return whether a part of the model is compiled, or a compiled wrapper is calling the model now."""
     for module in model.modules():
         forward = getattr(module, "forward", None)
         if module._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable"):
@@ -148,7 +140,7 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 class GraphHooks(Generic[Key]):
-    """Hooks at points of a model. A compiler may inline the hooks. The hooks stay until ``close``."""
+    """Hooks at points of a model, which a compiler may inline. They stay until ``close``."""
 
     def __init__(self, points: Mapping[Key, Point]):
         self._handles: list[RemovableHandle] = []
@@ -173,7 +165,11 @@ class GraphHooks(Generic[Key]):
 
     @contextmanager
     def observing(self, see: Callable[[Key, torch.Tensor], None]) -> Iterator[None]:
-        """Inside the context, call ``see(key, tensor * factor)`` for each point that a pass reaches."""
+        """Call a function at each point that a pass reaches inside the context.
+
+        Args:
+            see: a function of the point's key and its tensor.
+        """
         calls: Counter[int] = Counter()
 
         def look(number: int, tensor: torch.Tensor) -> None:
@@ -190,7 +186,6 @@ class GraphHooks(Generic[Key]):
                 _SEEING.pop(number, None)
 
     def close(self) -> None:
-        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         for module, cls in self._classes.items():

@@ -1,4 +1,4 @@
-"""The outlier rule, and the divergence guard, which names the step and the layer of the first anomaly."""
+"""Stop a diverged run, and name the step and the layer of the first anomaly."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NOISES, _CALM = 3.0, 64  # standard deviations of the noise, and the number of 
 
 
 class Diverged(OneLine):
-    """Ends the training loop after a divergence at ``step``. The file result.json records ``reason``."""
+    """Ends training after a divergence. The file result.json records the reason."""
 
     def __init__(self, step: int, reason: str):
         super().__init__(reason)
@@ -30,16 +30,15 @@ class Diverged(OneLine):
 
 @dataclass(kw_only=True)
 class DivergenceGuard:
-    """Watches losses and gradient norms, and ends a diverged run with the first anomaly as the reason.
+    """Watch losses and gradient norms, and stop a diverged run.
 
-    A run has diverged if a loss or gradient is not finite. A run has also diverged if its loss stays too high for
-    ``patience`` steps. The limit is the best loss plus ``margin`` nats, or plus 3 standard deviations of the loss's
-    noise if that is more. Medians make the rule robust to single batches. The loss is the median over the last
-    ``patience`` / 4 steps. The best loss is the lowest median over ``patience`` steps.
+    A run has diverged if a loss or gradient is not finite, or if its loss stays too high for ``patience`` steps. Too
+    high means ``margin`` nats above its best, or 3 standard deviations of its noise if that is more. The loss is the
+    median over the last ``patience`` / 4 steps. Its best is the lowest median over ``patience`` steps.
 
     Attributes:
-        alarms: receives the run's rows, and finds the measurements that are outside their usual range.
-        above_since: the first step of the current period in which the loss is above its best.
+        alarms: the alarms, which find measurements outside their usual range.
+        above_since: the step since which the loss is too high, or None.
     """
 
     margin: float
@@ -53,7 +52,8 @@ class DivergenceGuard:
     def see_loss(self, step: int, loss: float, rows: Sequence[Row] = ()) -> None:
         """Check a step's loss. Raises Diverged.
 
-        ``rows`` are the step's measurements, which may locate a loss that is not finite.
+        Args:
+            rows: the step's measurements, which may locate a loss that is not finite.
         """
         if not math.isfinite(loss):
             self.alarms.see(rows)
@@ -80,12 +80,14 @@ class DivergenceGuard:
         self.above_since, self.best, self._recent = None, math.inf, []
 
     def see_steps(self, rows: Iterable[Row]) -> None:
-        """Take the loss and gradient norm of each step since the last record. Does nothing in this class."""
+        """Receive the loss and gradient norm of each step. The base class ignores them."""
 
     def see_gradient(self, step: int, norm: float, first: int | None = None, rows: Sequence[Row] = ()) -> None:
         """Check the total gradient norm before clipping. Raises Diverged.
 
-        ``first`` is the first step with a norm that is not finite. ``rows`` are the measurements of step ``first``.
+        Args:
+            first: the first step with a norm that is not finite.
+            rows: this step's measurements.
         """
         if not math.isfinite(norm):
             self.alarms.see(rows)
@@ -103,7 +105,7 @@ class DivergenceGuard:
         self._calm = deque(seen.get("calm", []), maxlen=_CALM)
 
     def outcome(self, status: Status) -> Json:
-        """Return the guard's columns of result.json for a run that ended with ``status``. This class adds no column."""
+        """Return the guard's columns of result.json. The base class has none."""
         return {}
 
     def first_to_leave(self) -> str:
@@ -115,22 +117,22 @@ class DivergenceGuard:
 
 
 MakeGuard: TypeAlias = Callable[[GuardSettings, float], DivergenceGuard]
-"""Makes a run's guard from its settings and its corpus's unigram entropy, in nats."""
+"""A function that returns a run's guard, from its settings and its corpus's unigram entropy in nats."""
 
 
 def usual_guard(settings: GuardSettings, unigram_entropy: float) -> DivergenceGuard:
-    """Make the guard of a run that should reach its last step."""
+    """Return the guard of a run that should reach its last step."""
     del unigram_entropy
     return DivergenceGuard(margin=settings.divergence_margin, patience=settings.divergence_patience)
 
 
 @dataclass(kw_only=True)
 class OutlierRule:
-    """Decides whether a step's loss or gradient norm is an outlier, as in OLMo-core's SkipStepOptimizer.
+    """Decide whether a step's loss or gradient norm is an outlier, as OLMo-core's SkipStepOptimizer does.
 
-    A value is an outlier if it is not finite, or more than ``sigmas`` standard deviations above the mean of the last
-    ``window`` steps. In the first half window of steps, only values that are not finite are outliers. The values of
-    skipped steps also enter the window, as in OLMo-core, so that the rule accepts a new level after a while.
+    An outlier is not finite, or more than ``sigmas`` standard deviations above the mean of the last ``window`` steps.
+    The first half window has no finite outliers. Outliers also enter the window, so that a new level is accepted after
+    a while.
     """
 
     sigmas: float
@@ -138,7 +140,7 @@ class OutlierRule:
     _seen: dict[str, deque[float]] = field(default_factory=dict)
 
     def see(self, name: str, value: float) -> bool:
-        """Add a step's value to the window. Return whether the value is an outlier."""
+        """Add a step's value. Return whether the value is an outlier."""
         seen = self._seen.setdefault(name, deque(maxlen=self.window))
         if not math.isfinite(value):
             return True
@@ -160,13 +162,14 @@ Point = tuple[float, float]  # step, loss
 def still_falling(records: Iterable[Mapping[str, Any]], steps: int, entropy: float = math.inf) -> str | None:
     """Return a phrase with two losses if the loss is still falling at the end of a run, otherwise None.
 
-    The loss is still falling if ``steps`` more steps at the final pace would lower the loss by STILL_FALLING nats. A
-    loss often stays near ``entropy`` for a while or forever. So a loss above ``entropy`` also counts as falling if the
-    final pace is at least UNSLOWED times the mean pace.
+    The loss is still falling if, at the final pace, as many steps again would lower it by STILL_FALLING nats. Above the
+    unigram entropy, it also counts as falling if the final pace is at least UNSLOWED times the mean pace. A run with a
+    single recorded loss counts as still falling.
 
-    ``records`` are the lines of metrics.jsonl. The final pace is the eval loss's fall per step over the last fifth of
-    the run, or over up to two fifths if evaluations are rare. Without such evaluations, Lamina compares the training
-    loss's means over the last fifth and the fifth before. A run with a single recorded loss counts as still falling.
+    Args:
+        records: the lines of metrics.jsonl.
+        steps: the number of further steps to extrapolate.
+        entropy: the unigram entropy in nats, near which a loss often stays for a while.
     """
     records = list(records)
     evaluated, trained = _points(records, "eval_loss"), _points(records, "loss")

@@ -1,7 +1,6 @@
-"""Parts that learn little: experts without tokens, and layers whose gradient or update falls behind the other layers.
+"""Find parts that learn little: experts without tokens, and layers whose gradient or update falls behind.
 
-Parts that learn little may be harmless, so Lamina writes a note and raises no alarm. This module loads neither torch
-nor transformers.
+Such parts may be harmless, so Lamina writes a note and raises no alarm.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from lamina.core.json_types import Json
 from lamina.training.monitor.writers import Row
 
 Part: TypeAlias = tuple[int, str, int, str]
-"""layer, sub-layer, number of the expert, metric"""
+"""layer, sub-layer, expert, metric"""
 
 BEHIND = 20.0  # a part is behind if its share of the layers' usual value is so many times smaller than before
 LASTS = {"gradient_norm": 8, "update_norm": 3, "expert_load": 5}  # values in a row that it takes at least
@@ -32,14 +31,13 @@ _WORDS = {
 
 @dataclass(kw_only=True)
 class IdleParts:
-    """Tracks which parts of a model learn little.
+    """Track which parts of a model learn little.
 
     Attributes:
-        runs: for each part, the number of consecutive values at which the part was idle.
+        runs: the number of consecutive idle values of each part.
         named: the idle parts that a note has named.
-        counts: for each layer, the number of loads of 0 in ended runs of zeros, and this number plus the number of
-            loads above 0.
-        told: for each metric, the number of notes so far.
+        counts: two counts of each layer's experts without tokens, which decide what is chance.
+        told: the number of notes for each metric.
     """
 
     runs: dict[Part, int] = field(default_factory=dict)
@@ -54,12 +52,12 @@ class IdleParts:
         loads: Iterable[Row],
         recent: Mapping[tuple[int, str, str, str], Sequence[float]],
     ) -> Iterator[str]:
-        """Judge a step and yield its notes.
+        """Judge a step, and yield its notes.
 
         Args:
             groups: the gradients and updates, grouped by kind of sub-layer.
             loads: the experts' loads.
-            recent: the latest values of each series.
+            recent: the last values of each layer's metrics.
         """
         idle = {part for members in groups for part in self._behind(members, recent)} | self._without_tokens(loads)
         new, self.named = idle - self.named, idle | {part for part in self.named if self.runs[part]}
@@ -82,7 +80,7 @@ class IdleParts:
     def _behind(
         self, members: Sequence[Row], recent: Mapping[tuple[int, str, str, str], Sequence[float]]
     ) -> Iterator[Part]:
-        """Yield the parts that, relative to other layers, have long been ``BEHIND`` times smaller than before."""
+        """Yield the parts that have become ``BEHIND`` times smaller relative to other layers."""
         usual = statistics.median(row[6] for row in members) if len(members) > 2 else 0.0
         past: list[float] = []  # each member's median, computed only if a member is small
         before = 0.0

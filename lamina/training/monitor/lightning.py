@@ -36,19 +36,18 @@ class LightningMonitor(WatchCallback, _callback()):
     >>> trainer = lightning.Trainer(callbacks=[lamina.LightningMonitor("runs/mine")])
     >>> trainer.fit(module, data)
 
-    Lamina watches the child module that holds all parameters. If no child holds all parameters, Lamina watches the
-    whole module. With ``on_divergence="stop"``, training ends after the step at which the guard finds a divergence. If
-    Lightning resumes a run from a checkpoint, Lamina continues the run's records.
+    Lamina watches the child module that holds all parameters, or otherwise the whole module. If Lightning resumes from
+    a checkpoint, Lamina continues the records.
 
     Args:
         output: the folder of the records.
         overwrite: whether to replace the folder's content.
         on_alarm: a function that Lamina calls with the first alarm of each event (alarms within 20 steps).
-        tokenizer: with ``batches=True``, the tokenizer that decodes recorded batches (default: the model's tokenizer).
+        tokenizer: the tokenizer that decodes recorded batches (default: the model's tokenizer).
         settings: the other settings of ``lamina.watch``.
 
     Raises:
-        UserError: for invalid settings or, when training begins, for an output folder with files.
+        UserError: a setting is invalid or, when training begins, the output folder has files.
     """
 
     def on_train_start(self, trainer: Lightning, pl_module: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Wrap torch's functions for gradients and process groups, so that the functions notify Lamina of each call."""
+"""Wrap torch's functions for gradients and process groups, so that they notify Lamina of each call."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Listener(Protocol):
-    """Wrapped torch functions notify a listener before they run, but call ``scales`` and ``tries`` afterward."""
+    """An object that wrapped torch functions notify before they run. ``scales`` and ``tries`` come after."""
 
     def differentiates(self, loss: torch.Tensor) -> None: ...
 
@@ -52,11 +52,7 @@ _PATCHED = ExitStack()  # while there are listeners
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Patch torch's functions to notify ``listener`` before torch computes or clips gradients.
-
-    Several listeners may be active, and may end in any order. When the last listener ends, Lamina restores torch's
-    functions.
-    """
+    """Notify a listener before torch computes or clips gradients, inside the context."""
     if not _LISTENERS:
         patches: list[tuple[object, str, Telling]] = [
             *((holder, name, _telling_clip) for holder in (torch_clipping, torch.nn.utils) for name in _INNER),
@@ -171,7 +167,7 @@ def _telling_sharded_clip(inner: Callable[..., object]) -> Callable[..., object]
 
 
 def _telling_end(inner: Callable[..., object]) -> Callable[..., object]:
-    """Notify listeners just before a loop destroys the process group. Listeners may still use the group."""
+    """Notify listeners just before a loop destroys the process group. They may still use the group."""
 
     @wraps(inner)
     def destroy_process_group(group: ProcessGroup | None = None) -> object:

@@ -1,7 +1,7 @@
 """Detect when a training loop skips, freezes or replaces layers, or keeps gradients.
 
-Most of these changes are intentional, such as LayerDrop, gradual unfreezing or LISA. If the loop makes such a change,
-Lamina writes one note about the change, and the alarm rules take the change into account.
+Most of these changes are intentional, such as LayerDrop, gradual unfreezing or LISA. Lamina writes a note about each
+one, and adjusts the alarm rules.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class StepSigns:
     """Signs that a training loop skipped, froze or replaced layers in a step.
 
     Attributes:
-        trained: the owners (sub-layers and other parts) with at least one trainable parameter.
+        trained: the sub-layers and other parts with trainable parameters.
         left_out: the sub-layers that earlier steps called and this step did not call.
-        changed: for each owner, the number of parameters that the loop replaced, froze or unfroze.
+        changed: the number of parameters that the loop replaced, froze or unfroze in each part.
     """
 
     trained: frozenset[Owner] = frozenset()
@@ -38,7 +38,7 @@ class StepSigns:
     changed: Mapping[Owner, int] = field(default_factory=dict)
 
     def rows(self, step: int) -> list[Row]:
-        """Return tidy rows: ``not_called`` for each skipped sub-layer, ``trained_changed`` for each changed owner."""
+        """Return a measurement for each skipped sub-layer and for each changed part."""
         rows: list[Row] = [(step, layer, sublayer, "all", 0, "not_called", 1.0) for layer, sublayer in self.left_out]
         return rows + [(step, *owner, 0, "trained_changed", float(count)) for owner, count in self.changed.items()]
 
@@ -56,13 +56,13 @@ class _Mark:
 
 
 class LoopSigns:
-    """Detects skipped, frozen and replaced layers with hooks on the sub-layers, and from each step's requires_grad.
+    """Detect skipped, frozen and replaced layers, with hooks on the sub-layers and from requires_grad.
 
     Args:
-        norms: the gradient norms, with the followed parameters.
-        structure: the model's structure, or None if Lamina found no layers.
+        norms: the gradient norms, which know the watched parameters.
+        structure: the model's layers, or None.
         hooks: whether hooks inside the model run (false for a compiled model).
-        note: called with a line for the user.
+        note: a function that receives notes for the user.
     """
 
     def __init__(self, norms: GradientNorms, structure: Structure | None, *, hooks: bool, note: Callable[[str], None]):
@@ -87,11 +87,15 @@ class LoopSigns:
             handle.remove()
 
     def replaced(self, owners: Iterable[Owner]) -> None:
-        """Note that the parameters of ``owners`` are new since the last search for the layers."""
+        """Note that some parts have new parameters since the last search for the layers."""
         self._replaced |= set(owners)
 
     def end_step(self, step: int, *, passed: bool) -> StepSigns:
-        """Return the signs of the step. ``passed`` says whether the step had a forward pass of the model."""
+        """Return the signs of the step.
+
+        Args:
+            passed: whether the step had a forward pass of the model.
+        """
         left_out = tuple(sorted(self._ever - self._called)) if passed else ()
         self._ever |= self._called
         self._called.clear()
@@ -134,7 +138,7 @@ class LoopSigns:
 
 
 def places(owners: Iterable[Owner]) -> str:
-    """Name parts of a model briefly: ``layers 0 to 3, embedding``."""
+    """Name parts of a model briefly: "layers 0 to 3, embedding"."""
     owners = list(owners)
     layers = sorted({layer for layer, _, _ in owners if layer >= 0})
     whole = layers == list(range(layers[0], layers[-1] + 1)) if layers else False
@@ -153,9 +157,9 @@ def named(model: nn.Module, parameters: Sequence[torch.Tensor]) -> str:
 
 
 def kept_square(optimizers: Sequence[torch.optim.Optimizer]) -> torch.Tensor | None:
-    """Return the squared norm of the gradients before a backward pass, or None if there are no gradients.
+    """Return the squared norm of the gradients before a backward pass, or None if there are none.
 
-    Only the optimizers' parameters count, because no step uses other gradients.
+    Only the optimizers' parameters count.
     """
     parameters = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
     gradients = [p.grad for p in parameters if p.grad is not None]

@@ -21,7 +21,7 @@ def _called(setup: BeforeTraining, name: str) -> dict[str, object]:
 
 @checks
 def loss_inputs(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find wrong inputs of a loss: probabilities as logits, logits as log-probabilities, or logits of a wrong shape."""
+    """Find wrong inputs of a loss: probabilities as logits, logits as log-probabilities, or a wrong shape."""
     logits = _called(setup, "cross_entropy").get("input")
     viewed = setup.trial.logits if setup.trial is not None else None
     for name, of in (("cross_entropy", "softmax"), ("binary_cross_entropy_with_logits", "sigmoid")):
@@ -91,7 +91,7 @@ def _broadcasts(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def targets(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find targets that outputs cannot reach, targets that outputs reach too slowly, and a teacher that is trained."""
+    """Find targets that outputs cannot reach or reach too slowly, and a teacher that is trained."""
     given = _called(setup, "binary_cross_entropy_with_logits").get("target")
     if isinstance(given, torch.Tensor) and given.numel() and not 0 <= float(given.min()) <= float(given.max()) <= 1:
         yield Mistake(

@@ -18,9 +18,9 @@ class Targets:
     """The targets of a softmax loss.
 
     Attributes:
-        classes: the class that the loss asks for at each position of the logits.
+        classes: the target class at each position of the logits.
         weights: the factor of each position's cross-entropy. A negative factor makes the class less likely.
-        count: the number of classes. Of two classes, either may be the loss's target, so weights are at least 0.
+        count: the number of classes.
         loss: the mean cross-entropy of the positions that count.
     """
 
@@ -35,10 +35,15 @@ class Targets:
 
 
 def targets_of(logits: torch.Tensor, gradient: torch.Tensor) -> Targets | None:
-    """Return the targets, given logits [..., classes] and their gradient, or None if the loss is not a cross-entropy.
+    """Return the targets, or None if the loss is not a cross-entropy.
 
-    The gradient of a cross-entropy is its weight times (probabilities - one-hot target). So the target's element is as
-    large as all other elements together. Of two classes, this is the class that the loss makes more likely.
+    The gradient of a cross-entropy is its weight times the probabilities minus the one-hot target. The target's element
+    is therefore as large as all other elements together. With two classes, either may be the target, so Lamina returns
+    the class that the loss makes more likely.
+
+    Args:
+        logits: the logits, [..., classes].
+        gradient: the loss's gradient at the logits.
     """
     pieces = (tensor.detach().flatten(0, -2).split(_POSITIONS) for tensor in (logits, gradient))
     found = [_of_positions(*piece) for piece in zip(*pieces, strict=True)]  # copies are small

@@ -1,7 +1,7 @@
 """Find mistakes in a training setup before the first step.
 
-Each of ``CHECKS`` is one function, which looks for one mistake. Intentional choices, such as zero-initialized branches,
-frozen parts and depth-scaled initializers, are not mistakes.
+Each check is a function that looks for one mistake. Intentional choices, such as zero-initialized branches, frozen
+parts and depth-scaled initializers, are not mistakes.
 """
 
 from __future__ import annotations
@@ -30,10 +30,7 @@ __all__ = [
 
 
 class Mistakes(list[Mistake]):
-    """The mistakes that ``lamina.check`` found.
-
-    The text of this object has a line for each mistake, each note, and each check that was not possible.
-    """
+    """The mistakes that ``lamina.check`` found. Its text has a line for each mistake, note and impossible check."""
 
     def __init__(self, findings: Iterable[Mistake], unchecked: Sequence[str] = ()):
         found = list(findings)
@@ -49,10 +46,7 @@ class Mistakes(list[Mistake]):
 
 
 def findings(setup: BeforeTraining) -> list[Mistake]:
-    """Return the mistakes that the checks find, or [] if FSDP1 or DeepSpeed hides the weights or gradients.
-
-    The function adds each check that raised an exception to ``setup.failed``.
-    """
+    """Return the mistakes that the checks find, or [] if FSDP1 or DeepSpeed hides the weights or gradients."""
     if FlatParameters(setup.model) or is_deepspeeds(setup.model):
         return []
     found: list[Mistake] = []

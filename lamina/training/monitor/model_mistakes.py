@@ -26,7 +26,7 @@ WIDE, SOLE = 4.0, 8.0  # standard deviations times sqrt(inputs); and times that 
 
 @checks
 def no_gradient_to_blocks(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find layers that run but get no gradient, because of a detach or reentrant checkpointing with frozen inputs."""
+    """Find layers that run but get no gradient, because of a detach or of reentrant checkpointing."""
     reentrant = _is_reentrant(setup.model)
     for path, layers in setup.blocks:
         trained = [[p for p in layer.parameters() if p.requires_grad and id(p) not in setup.merged] for layer in layers]
@@ -100,7 +100,7 @@ def no_gradient_to_parts(setup: BeforeTraining) -> Iterator[Mistake]:
 
 
 def _silent(setup: BeforeTraining, trial: FirstPass) -> Iterator[torch.Tensor]:
-    """Yield the parameters that should get a gradient, and get none. A parameter may appear twice."""
+    """Yield the parameters that should get a gradient, but get none. A parameter may appear twice."""
     living, spared = trial.reached - trial.zero.idle, set[int]()
     moving = {key for key in living if trial.gradients[key] > 0}
     peers: dict[str, list[nn.Parameter]] = {}
@@ -219,7 +219,7 @@ def norm_gains(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def weight_scales(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find matrices whose standard deviation is wrong for the width, or far from the same matrices of other layers."""
+    """Find matrices whose standard deviation does not fit the width, or differs much from other layers."""
     scales: dict[str, dict[str, float]] = {}
     own: dict[str, float] = {}  # matrices whose inputs may be either dimension
     for path, layers in setup.blocks:
@@ -339,7 +339,7 @@ def _is_reentrant(model: nn.Module) -> bool:
 
 
 def _inputs_are_frozen(model: nn.Module) -> bool:
-    """Return whether the layers' inputs require no gradient: embeddings are frozen and have no hook."""
+    """Return whether the layers' inputs require no gradient, because the embeddings are frozen."""
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     hooked = any(module._forward_hooks for module in tables)
     return bool(tables) and not hooked and not any(p.requires_grad for module in tables for p in module.parameters())

@@ -1,7 +1,7 @@
-"""The core of the monitor: end a step, check the step's measurements for alarms, and write the measurements.
+"""The core of the monitor: end steps, check measurements for alarms, and write them.
 
-An adapter supplies the measurements. The adapter for a user's loop uses torch's hooks (``watch.LoopMonitor``). The
-adapter for a run of Lamina uses Trainer's callbacks (``recorder.RunRecorder``).
+The measurements come from torch's hooks in a user's loop (``watch.LoopMonitor``), and from Trainer's callbacks in a run
+of Lamina (``recorder.RunRecorder``).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _CHUNK = 1000  # steps whose values are concatenated, so that rare records keep 
 class StepSeries:
     """Each step's loss (the mean over micro-batches and processes), and its gradient norm before clipping.
 
-    Only ``rows`` waits for the device. All processes must call ``rows`` at the same step.
+    Only ``rows`` waits for the device. Call it in all processes at the same step.
     """
 
     def __init__(self, processes: Processes | None = None):
@@ -55,7 +55,11 @@ class StepSeries:
         self._norm = torch.as_tensor(norm).detach()
 
     def end_step(self, step: int, *, skipped: bool = False) -> None:
-        """End the step. A step that a loss scaler ``skipped`` has no norm."""
+        """End the step.
+
+        Args:
+            skipped: whether a loss scaler skipped the step, which then has no norm.
+        """
         for name, value in ((LOSS, self._loss), (NORM, None if skipped else self._norm)):
             if value is not None:
                 self._steps[name].append(step)
@@ -65,7 +69,7 @@ class StepSeries:
         self._loss = self._norm = None
 
     def rows(self) -> list[Row]:
-        """Return the steps since the last call as tidy rows."""
+        """Return the losses and gradient norms of the steps since the last call."""
         rows: list[Row] = []
         for name in (LOSS, NORM):
             values = torch.cat(self._values[name]).cpu() if self._values[name] else torch.zeros(0)
@@ -80,8 +84,7 @@ class StepSeries:
 
 
 class Writers:
-    """The writers of a training's records: metrics.jsonl, layers/, and trackers. Only the first process has these
-    writers.
+    """The writers of a training's records, in the first process: metrics.jsonl, layers/, and trackers.
 
     Args:
         folder: the run's folder.
@@ -94,18 +97,18 @@ class Writers:
         self.metrics, self.layers = MetricsWriter(folder, rollbacks), LayersWriter(folder)
 
     def sync(self) -> None:
-        """Write all rows so far to disk."""
+        """Write all measurements so far to disk."""
         self.layers.flush()
         self.metrics.sync()
 
 
 @dataclass(kw_only=True, eq=False)
 class Monitor:
-    """Ends the steps of a training, checks the adapter's measurements for alarms, and writes the measurements.
+    """End the steps of a training, check measurements for alarms, and write them.
 
     Attributes:
-        records: the writers, or None in every process but the first.
-        guard: the divergence guard, whose ``alarms`` judge all rows.
+        records: the writers, or None in all processes except the first.
+        guard: the divergence guard, which has the alarms.
         step: the last step that has ended.
         on_alarm: a function that the first process calls with the first alarm of each event (alarms within 20 steps).
         series: each step's loss and gradient norm.
@@ -130,25 +133,28 @@ class Monitor:
         self._waiting: list[Row] = []  # the same of what the training code says itself
 
     def _end_step(self, step: int, *, skipped: bool = False) -> None:
-        """End a step. Add its loss and norm to ``series`` before this call. A ``skipped`` step has no norm."""
+        """End a step, after its loss and norm were added to ``series``.
+
+        Args:
+            skipped: whether a loss scaler skipped the step, which then has no norm.
+        """
         self.step = step
         self.series.end_step(step, skipped=skipped)
         with contextlib.suppress(RuntimeError):  # the gathered weight of a sharded model
             self.gains.end_step(step)
 
     def look(self, rows: Sequence[Row] = (), rate: float | None = None, *, due: bool = True) -> list[Row]:
-        """Check the steps since the last call and the ``rows`` for alarms, and write the steps.
+        """Check the steps since the last call for alarms, and write them. Call this in all processes at the same step.
 
-        All processes must call this method at the same step.
-
-        Lamina writes the ``rows`` of a ``due`` step, and the rows of steps with an alarm or a notable batch.
+        Lamina writes measurements of recorded steps, and of steps with an alarm or a notable batch.
 
         Args:
             rows: the measurements since the last call.
-            rate: the learning rate by which Lamina divides updates.
+            rate: the learning rate, by which Lamina divides updates.
             due: whether the last step is recorded.
 
-        Returns the steps' losses and gradient norms.
+        Returns:
+            the steps' losses and gradient norms.
         """
         unwritten = self.new_steps()
         series, self._unjudged = [*self._unjudged, *unwritten], []
@@ -161,7 +167,7 @@ class Monitor:
         return series
 
     def _judge(self, rows: Iterable[Row], rate: float | None = None) -> None:
-        """Check rows for alarms. Report an event's first alarm to the log, the trackers and the user."""
+        """Check measurements for alarms. Report an event's first alarm to the log, the trackers and the user."""
         told = self.alarms.see(rows, rate)
         if self.records is not None and self.alarms.news:
             logger.log(self.level, "%s%s", self.says, self.alarms.news)
@@ -187,9 +193,9 @@ class Monitor:
         self.write({"step": diverged.step, "tokens": tokens, "loss": None, "diverged": diverged.reason})
 
     def flush(self) -> None:
-        """Write all rows so far to disk without checking for alarms, so that a training may resume here.
+        """Write all measurements so far to disk without checks, so that training may resume here.
 
-        All processes must call this method.
+        Call this in all processes.
         """
         rows = self.new_steps()
         self._unjudged += rows
@@ -198,10 +204,7 @@ class Monitor:
             self.records.sync()
 
     def state_dict(self) -> Json:
-        """Write all rows to disk, and return the state of alarms and files for a checkpoint.
-
-        All processes must call this method.
-        """
+        """Write all measurements to disk, and return the state of alarms and files. Call this in all processes."""
         self.look(due=False)
         if self.records is None:
             return self.alarms.state_dict()

@@ -1,7 +1,6 @@
 """Measure gradients, updates, weights and moments by sub-layer.
 
-In an unstable run, updates and first moments rise before the gradient and the loss. Updates and first moments rise in
-some layers first.
+In an unstable run, some layers' updates and first moments rise before the gradient and the loss.
 """
 
 from __future__ import annotations
@@ -34,13 +33,14 @@ from lamina.training.monitor.writers import Row
 from lamina.training.monitor.zero import ZeroGroups
 
 Owner: TypeAlias = tuple[int, str, str]
-"""layer (-1 outside the blocks), sub-layer, role. The role is "all" in a sub-layer. Outside its sub-layers, a layer's
-parameters have the role "other".
+"""The owner of parameters: layer (-1 outside the blocks), sub-layer, role.
+
+The role is "all" in a sub-layer. A layer's parameters outside its sub-layers have the role "other".
 """
 Owned: TypeAlias = list[tuple[Owner, torch.Tensor]]
 
 MOMENTS = {"first_moment": "exp_avg", "second_moment": "exp_avg_sq"}
-"""The metrics of moments, with the moments' keys in the state of torch's Adam and similar optimizers."""
+"""The metrics of Adam's moments, with the moments' keys in the state of torch's optimizers."""
 _PIECE = 1024
 SIZE, FEWEST = 256, 8  # elements of a sub-layer's sample, and of each of its tensors at least
 _ROUNDED = 8.0  # times the resolution of a weight, below which a step may be rounded to nothing
@@ -49,7 +49,7 @@ Optimizers: TypeAlias = Sequence[torch.optim.Optimizer | ZeroGroups]
 
 
 def owned_parameters(model: nn.Module) -> Owned:
-    """List a Lamina model's parameters with their owners. Raises UserError for any other model."""
+    """List a Lamina model's parameters with their sub-layers. Raises UserError for any other model."""
     body_of(model, "layer monitor")
     return [
         ((w.layer, w.sublayer, "all") if w.layer >= 0 else (-1, "block", w.sublayer), w.parameter)
@@ -58,10 +58,10 @@ def owned_parameters(model: nn.Module) -> Owned:
 
 
 def found_parameters(model: nn.Module, structure: Structure | None, flat: FlatParameters | None = None) -> Owned:
-    """List a model's parameters with their layer and sub-layer. Without a structure, the whole model is the owner.
+    """List a model's parameters with their sub-layers. Without a structure, the whole model is one part.
 
     A parameter that several layers share (ALBERT) counts in the first of these layers. A tied parameter counts in the
-    embedding. Parameters of a further stack of layers (a decoder after the encoder) have the role "other".
+    embedding.
     """
     flat = flat or FlatParameters(model)
     if structure is None:
@@ -100,9 +100,9 @@ def _share(tensor: torch.Tensor) -> float:
 
 
 def clip(model: nn.Module, limit: float) -> torch.Tensor:
-    """Clip a sharded model's gradients, and return the gradients' norm before clipping.
+    """Clip a sharded model's gradients, and return their norm before clipping.
 
-    The model may have several device meshes, but torch's clipping function accepts only one mesh.
+    Unlike torch's function, this works with several device meshes.
     """
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     parts = [local_part(gradient) for gradient in gradients]
@@ -115,18 +115,16 @@ def clip(model: nn.Module, limit: float) -> torch.Tensor:
 
 
 class GradientNorms:
-    """Measures the gradient's L2 norm in each sub-layer and block, the embedding and the output head.
+    """Measure the L2 norm of the gradient in each sub-layer, block, embedding and output head.
 
-    For sharded parameters (FSDP, ZeRO), the processes sum the squares of their parts, so the norms equal one process's
-    norms.
+    Sharded parameters (FSDP, ZeRO) give the same norms as one process.
 
     Args:
-        model: a Lamina model, or any other model whose parameters are ``owned``.
-        owned: each parameter with its owner, as ``found_parameters`` returns them.
-        exact: whether a CPU sums in short pieces and adds the pieces in float64. On a CPU, torch's norm of 2**24 floats
-            has a relative error of 7e-4. Lamina's own runs record torch's norm.
-        flat: the model's flat parameters. With None, Lamina looks for FSDP1's flat parameters.
-        group: the processes that share the model or the pipeline stage, or None for all processes.
+        model: the model.
+        owned: the parameters with their sub-layers, from ``found_parameters`` (default for a Lamina model).
+        exact: whether to sum in float64 on a CPU, where torch's norm of 2**24 floats has a relative error of 7e-4.
+        flat: the model's flat parameters (default: Lamina looks for FSDP1's).
+        group: the processes that share the model or the pipeline stage (default: all processes).
     """
 
     def __init__(
@@ -162,11 +160,11 @@ class GradientNorms:
         self._sent: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def squares(self) -> torch.Tensor:
-        """Compute each group's squared gradient norm before clipping, in float64, without waiting for the device."""
+        """Return each part's squared gradient norm before clipping, in float64, without waiting for the device."""
         return self.over_processes(self.local_sums([parameter.grad for parameter in self.parameters]))
 
     def clips(self) -> bool:
-        """Return whether you can call ``clip``: all gradients are unsharded, on one device and of one dtype."""
+        """Return whether ``clip`` works: all gradients are unsharded, on one device and of one dtype."""
         kinds = {(parameter.device, parameter.dtype) for parameter in self.parameters if parameter.grad is not None}
         return self._all and len(kinds) == 1 and not (self.sharded or self._exact)
 
@@ -174,7 +172,7 @@ class GradientNorms:
     def clip(self, limit: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Clip the gradients. Return the total norm and the ``squares`` before clipping.
 
-        The method reads the gradients only once, and its results are bit-identical to separate calls.
+        The results are bit-identical to separate calls, but the gradients are read only once.
         """
         present = [index for index, parameter in enumerate(self.parameters) if parameter.grad is not None]
         parameters = [self.parameters[index] for index in present]
@@ -185,7 +183,7 @@ class GradientNorms:
         return total, self.summed(norms.double().pow(2), present)
 
     def local_sums(self, tensors: Sequence[torch.Tensor | None], *, power: int = 2) -> torch.Tensor:
-        """Sum |x|**power by group over this process's parts of the tensors, one per parameter (None counts as 0)."""
+        """Sum the powers of magnitudes by sub-layer, over this process's parts of the tensors. None counts as 0."""
         present = [index for index, tensor in enumerate(tensors) if tensor is not None]
         parts = [local_part(tensor) for tensor in tensors if tensor is not None]
         if not parts:
@@ -197,7 +195,11 @@ class GradientNorms:
         return self.summed(powers, present)
 
     def summed(self, parts: torch.Tensor, present: list[int] | None = None) -> torch.Tensor:
-        """Sum one number per parameter by group, with this process's weights. ``present`` selects the parameters."""
+        """Sum one number per parameter by sub-layer, over this process's parts.
+
+        Args:
+            present: the indices of the parameters that have a number (default: all).
+        """
         key = tuple(range(len(self.groups)) if present is None else present)
         if key not in self._sent:  # sending them waits for the device
             groups = torch.tensor([self.groups[index] for index in key], device=parts.device)
@@ -208,7 +210,7 @@ class GradientNorms:
         return sums.index_add_(0, groups, parts * shares)
 
     def anywhere(self, tensors: Sequence[torch.Tensor | None]) -> bool:
-        """Return whether some process of a sharded model has one of these tensors."""
+        """Return whether any process of a sharded model has one of these tensors."""
         there = any(tensor is not None for tensor in tensors)
         if not (self.sharded and is_initialized()):  # one process may have ended its group before its last record
             return there
@@ -217,20 +219,20 @@ class GradientNorms:
         return bool(flag)
 
     def over_processes(self, sums: torch.Tensor) -> torch.Tensor:
-        """Sum over a sharded model's processes. Without sharding, each process already has the whole sum."""
+        """Sum over a sharded model's processes. Without sharding, the sums stay unchanged."""
         if self.sharded and is_initialized():
             sums = sums.to(self.device)  # ZeRO may keep its parts on the CPU
             torch.distributed.all_reduce(sums, group=self.group)
         return sums
 
     def trained(self) -> set[Owner]:
-        """Return the owners (sub-layers or parts) in which a parameter currently requires a gradient."""
+        """Return the sub-layers and parts with a parameter that requires a gradient now."""
         groups = {group for group, p in zip(self.groups, self.parameters, strict=True) if p.requires_grad}
         owners = {self.keys[group] for group in groups}
         return owners | {(layer, "block", "all") for layer, _, _ in owners if layer >= 0}
 
     def totals(self, sums: Sequence[float]) -> Iterator[tuple[Owner, float]]:
-        """Yield each group's sum, then each whole block's sum."""
+        """Yield the sum of each sub-layer or part, then the sum of each whole block."""
         blocks: dict[int, float] = {}
         for (layer, sublayer, role), value in zip(self.keys, sums, strict=True):
             yield (layer, sublayer, role), value
@@ -249,9 +251,9 @@ def reading_waits(tensor: torch.Tensor) -> bool:
 
 
 class FirstFailure:
-    """Keeps the first step whose gradient norm is NaN or infinite, with the step's ``squares()``, on the device.
+    """Keep the first step whose gradient norm is NaN or infinite, on the device.
 
-    On a GPU, a run reads gradient norms only at recorded steps. By then every weight may be NaN, in all layers.
+    On a GPU, a run reads gradient norms only at recorded steps. By then, every weight may be NaN.
     """
 
     def __init__(self) -> None:
@@ -259,7 +261,7 @@ class FirstFailure:
         self._squares = torch.zeros(0)
 
     def see(self, step: int, norm: torch.Tensor, squares: torch.Tensor) -> None:
-        """Record a step's total norm (a scalar) and squares [groups], without waiting for the device."""
+        """Take a step's total norm and its squared norms by sub-layer, without waiting for the device."""
         failed = ~torch.isfinite(norm)
         if self._step is None:
             self._step, self._squares = failed * step, squares
@@ -268,7 +270,7 @@ class FirstFailure:
         self._step, self._squares = self._step + new * step, torch.where(new, squares, self._squares)
 
     def read(self) -> tuple[int, torch.Tensor]:
-        """Return the first step with a norm that is NaN or infinite, and its squares, or step 0 without such a norm."""
+        """Return the first step with a NaN or infinite norm, and its squared norms. Step 0 means none."""
         return (0 if self._step is None else int(self._step)), self._squares
 
 
@@ -278,7 +280,7 @@ def _norms(parts: list[torch.Tensor], power: int) -> torch.Tensor:
 
 
 def _in_pieces(parts: Sequence[torch.Tensor], power: int) -> torch.Tensor:
-    """Sum |x|**power over each part [n]. Add the sums of short pieces in float64."""
+    """Sum powers of magnitudes over each part in short pieces, and add the pieces in float64."""
     ends = [part.numel() // _PIECE * _PIECE for part in parts]
     long = [at for at, end in enumerate(ends) if end]
     cut = [at for at, end in enumerate(ends) if end < parts[at].numel()]
@@ -293,36 +295,38 @@ def _in_pieces(parts: Sequence[torch.Tensor], power: int) -> torch.Tensor:
 
 
 def is_recorded(step: int, args: Arguments) -> bool:
-    """Return whether a step is recorded: the first step, and every ``logging_steps``-th step."""
+    """Return whether a step is recorded: the first one, and every one at a multiple of ``logging_steps``."""
     return step == 1 or step % max(1, int(args.logging_steps)) == 0
 
 
 def estimate_of(group: Mapping[str, Output]) -> float | None:
-    """Return the estimate by which Prodigy or D-Adaptation multiplies a group's ``lr``."""
+    """Return the estimate by which Prodigy or D-Adaptation multiplies a group's learning rate, or None."""
     estimate = group.get("d")
     return float(estimate) if isinstance(estimate, int | float) else None
 
 
 def largest_rate(optimizers: Optimizers) -> float | None:
-    """Return the largest learning rate of all groups, or None if no group has a learning rate (Adafactor)."""
+    """Return the largest learning rate of all groups, or None without learning rates (Adafactor)."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     rates = [(group.get("lr"), estimate_of(group)) for group in groups]
     return max((float(rate) * (1.0 if d is None else d) for rate, d in rates if rate is not None), default=None)
 
 
 class Samples:
-    """Compares a fixed sample of weights and moments to find changes that no optimizer made.
+    """Compare a fixed sample of weights and moments between steps, to find changes that no optimizer made.
 
-    In most trainings only the optimizers change weights and moments, so the alarm for other changes needs no fitted
-    limit. ``written_ratio`` is the norm of other code's changes to the weights since the last record, divided by the
-    weights' norm. ``moved_ratio`` is the distance that the optimizer moved the weights since the previous such change
-    (or the first step), divided by the weights' norm. ``forgotten_share`` is the lost part of an optimizer tensor's
-    norm. The tensor with the largest share counts, and a missing tensor has a share of 1.
+    The metrics are:
 
-    Only ``rows`` waits for the device. A resumed run begins with a new sample, so its first step is not compared.
+    - written_ratio: the norm of other code's changes to the weights, divided by the weights' norm.
+    - moved_ratio: the distance by which the optimizer moved the weights since the last such change, divided by the
+      weights' norm.
+    - forgotten_share: the lost fraction of an optimizer tensor's norm (the largest over the tensors). A missing tensor
+      has lost all.
+
+    Only ``rows`` waits for the device.
 
     Attributes:
-        resumed: whether the run has earlier steps. In a resumed run, an optimizer without a state has lost its state.
+        resumed: whether the run has earlier steps. An optimizer without a state has then lost it.
     """
 
     resumed = False
@@ -343,7 +347,7 @@ class Samples:
         self._begun = False
 
     def choose(self) -> None:
-        """Choose the parameters whose moments Lamina compares: the largest trained parameter of each owner."""
+        """Choose the parameters whose moments to compare: the largest trained one in each sub-layer."""
         parameters, groups = self.groups.parameters, self.groups.groups
         by_size = sorted(range(len(groups)), key=lambda at: (parameters[at].requires_grad, parameters[at].numel()))
         self._seen = sorted({groups[index]: index for index in by_size}.values())
@@ -384,7 +388,7 @@ class Samples:
 
     @property
     def _count(self) -> int:
-        """The number of the sample's elements that are weights. All other elements are moments."""
+        """The number of weights in the sample. Its other elements are moments."""
         return sum(map(len, self._views[: len(self._sizes)]))
 
     def _moments(self, optimizers: Optimizers) -> Iterator[tuple[int, str, torch.Tensor]]:
@@ -397,7 +401,7 @@ class Samples:
                     yield index, key, local_part(part) if self.groups.sharded else part
 
     def _take(self, moments: dict[tuple[int, str], torch.Tensor]) -> torch.Tensor | None:
-        """Read the sample's current values. Lost moments count as 0. Return None for tensors on several devices."""
+        """Return the sample's current values, with 0 for lost moments, or None for tensors on several devices."""
         parameters = self.groups.parameters
         weights = [local_part(parameter) for parameter in parameters] if self.groups.sharded else parameters
         kept = [moments[key] if key in moments else torch.zeros_like(weights[key[0]]) for key in self._keys]
@@ -415,9 +419,9 @@ class Samples:
         return torch.cat(self._views).float()
 
     def rows(self, step: int, *, recorded: bool) -> list[Row]:
-        """Return other code's changes since the last record as tidy rows, or [] if only the optimizers made changes.
+        """Return other code's changes since the last record, or [] without such changes.
 
-        All processes of a sharded model must call this method.
+        Call this in all processes of a sharded model.
         """
         drift, moved, count, last = self._drift, self._moved, len(self._sizes), self._last
         self._drift, self._moved = (None, None) if recorded else (drift, moved)
@@ -449,7 +453,7 @@ class Samples:
 
 
 def _spread(tensor: torch.Tensor, size: int) -> torch.Tensor:
-    """Return a view of ``size`` evenly spread elements of a tensor. The view of a noncontiguous tensor is empty."""
+    """Return a view of evenly spread elements of a tensor. It is empty for a noncontiguous tensor."""
     if not tensor.is_contiguous():
         return tensor.new_empty(0)
     stride = max(1, tensor.numel() // size)
@@ -458,31 +462,31 @@ def _spread(tensor: torch.Tensor, size: int) -> torch.Tensor:
 
 
 class UpdateRatios(TrainerCallback):
-    """Measures the updates of recorded optimizer steps, by sub-layer and block, and for embedding and output head.
+    """Measure the updates of recorded optimizer steps by sub-layer.
 
-    The update is w' - w, with the weights w before and w' after the optimizer's step. So the update includes clipping,
-    the learning rate and weight decay. The metrics are ``update_norm`` |w' - w|, ``weight_norm`` |w| and
-    ``update_ratio`` |w' - w| / |w|. If the optimizer has Adam's moments m and v, the metrics include ``first_moment``
-    |m| and ``second_moment`` |sqrt(v)|, in the gradient's unit. ``unmoved_parameters`` is the number of parameters with
-    a gradient and an update of exactly 0. ``without_gradient`` is the number of parameters that ``SilentParameters``
-    finds. ``rate_ratio`` is a sub-layer's learning rate divided by the optimizer's median learning rate. Lamina records
-    a ``rate_ratio`` only above 1. ``rate_estimate`` is the learning rate that an optimizer estimates itself.
+    The update is the difference of the weights after and before the optimizer's step, so it includes clipping, the
+    learning rate and weight decay. The metrics are:
 
-    At a recorded step, memory holds a copy of the weights from the backward pass to the end of the step. At other
-    steps, memory holds only a copy of the sample in ``samples``. Only ``rows`` waits for the device.
+    - update_norm, weight_norm, and update_ratio: the norms of update and weights, and their ratio.
+    - first_moment, second_moment: the norms of Adam's m and sqrt(v).
+    - unmoved_parameters: the number of parameters with a gradient but no update.
+    - without_gradient: the number of parameters that ``SilentParameters`` finds.
+    - rate_ratio: a sub-layer's learning rate divided by the optimizer's median learning rate, if this is above 1.
+    - rate_estimate: the learning rate that an optimizer estimates itself.
+
+    During a recorded step, memory holds a copy of the weights. Only ``rows`` waits for the device.
 
     Args:
         groups: the model's parameters, grouped by sub-layer.
-        structure: the model's layers. With None, Lamina does not look for parameters without a gradient.
+        structure: the model's layers, or None not to look for parameters without a gradient.
 
     Attributes:
         rate: the largest learning rate of the last measured step.
         samples: finds changes that the optimizers did not make.
-        still: the parameters that got a gradient but did not change, at the last recorded step.
-        missing: whether no optimizer contains any parameter in ``still``.
-        silent: the parameters that got no gradient, at the last recorded step.
-        resting: the parameters that got a gradient but have a learning rate of 0, at the last recorded step (empty if
-            no parameter changed).
+        still: the parameters that got a gradient but did not change at the last recorded step.
+        missing: whether these parameters are in no optimizer.
+        silent: the parameters that got no gradient at the last recorded step.
+        resting: the parameters that got a gradient but have a learning rate of 0 (empty if no parameter changed).
     """
 
     rate: float | None = None
@@ -513,7 +517,7 @@ class UpdateRatios(TrainerCallback):
 
     @torch.no_grad()
     def before_step(self, optimizers: Optimizers = (), *, recorded: bool = True) -> None:
-        """Keep a copy of the weights if the step is ``recorded``."""
+        """Keep a copy of the weights if the step is recorded."""
         self.samples.before_step(optimizers)
         if not recorded:
             return
@@ -557,7 +561,7 @@ class UpdateRatios(TrainerCallback):
         self._sums = dict(zip(sums, self.groups.over_processes(torch.stack(list(sums.values()))), strict=True))
 
     def _peaks(self, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """Return the largest magnitude in each tensor, or 0 for a missing tensor. Does not wait for the device."""
+        """Return the largest magnitude in each tensor, or 0 for a missing one, without waiting for the device."""
         there = [at for at, x in enumerate(tensors) if x is not None and not x.is_sparse and local_part(x).numel()]
         parts = [local_part(cast(torch.Tensor, tensors[at])) for at in there]
         peaks = torch.zeros(len(tensors), device=parts[0].device if parts else self.groups.device)
@@ -568,7 +572,7 @@ class UpdateRatios(TrainerCallback):
         return peaks.to(self.groups.device)
 
     def _largest_of(self, moved: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """Return the largest |update| and |gradient| of each parameter. Does not wait for the device."""
+        """Return the largest magnitudes of each parameter's update and gradient, without waiting for the device."""
         if (gradients := self._gradients) is None:
             pairs = zip(moved, self.groups.parameters, strict=True)
             gradients = self._peaks([None if old is None else p.grad for old, p in pairs])
@@ -578,9 +582,9 @@ class UpdateRatios(TrainerCallback):
         return largest
 
     def _unmoved(self) -> list[int]:
-        """Return the positions of parameters with a gradient and an update of exactly 0.
+        """Return the indices of parameters with a gradient and an update of exactly 0.
 
-        Leaves out parameters with a learning rate of 0, a skipped step of the optimizer, or an update that rounds to 0.
+        Parameters with a learning rate of 0 do not count, nor do skipped steps and updates that round to 0.
         """
         if self._largest is None:
             return []
@@ -607,7 +611,7 @@ class UpdateRatios(TrainerCallback):
         return unmoved
 
     def _without_gradient(self) -> list[int]:
-        """Return the positions of trained parameters with a gradient of 0, unlike the same parameters elsewhere."""
+        """Return the indices of trained parameters with a gradient of 0, unlike their counterparts in other layers."""
         if self._largest is None:
             return []
         ids = [id(stored(parameter)) for parameter in self.groups.parameters]
@@ -615,7 +619,6 @@ class UpdateRatios(TrainerCallback):
         return self._silent.found(self._largest[1].tolist(), trained)
 
     def close(self) -> None:
-        """Remove the hooks."""
         self._silent.close()
 
     def _rate_ratios(self, optimizers: Optimizers) -> dict[Owner, float]:
@@ -632,10 +635,7 @@ class UpdateRatios(TrainerCallback):
         return ratios
 
     def rows(self, step: int) -> list[Row]:
-        """Return the recorded step's measures once, as tidy rows. A step that a loss scaler skipped has no measures.
-
-        All-zero weights, such as a bias before its first step, have no ``update_ratio``.
-        """
+        """Return the recorded step's measurements once. A step that a loss scaler skipped has none."""
         rows = self.samples.rows(step, recorded=True)
         if not self._sums:
             return rows

@@ -1,7 +1,4 @@
-"""Signs of trouble in reinforcement learning (GRPO, RLOO), from the numbers that the trainer logs.
-
-Lamina also reads other tools' histories with this module, so the module loads neither torch nor transformers.
-"""
+"""Find trouble in reinforcement learning (GRPO, RLOO) from the numbers that the trainer logs."""
 
 from __future__ import annotations
 
@@ -41,7 +38,7 @@ _RECENT = 16  # values of the KL
 
 
 class Sign(NamedTuple):
-    """A value that a rule has judged: rule, step, metric, value, usual value, and whether the value is out of range."""
+    """A judged value: rule, step, metric, value, usual value, and whether the value is out of range."""
 
     rule: str
     step: int
@@ -52,8 +49,9 @@ class Sign(NamedTuple):
 
 
 def metrics_of(names: Iterable[str]) -> dict[str, str]:
-    """Map the names of logged series to a policy's metrics. The result is empty without rewards, because other trainers
-    also log entropy.
+    """Map the names of logged series to a policy's metrics.
+
+    The result is empty without rewards, because other trainers also log entropy.
     """
     found = {name: LOGGED[plain] for name in names if (plain := name.removeprefix("train/")) in LOGGED}
     return found if {EQUAL, REWARD} & {*found.values()} else {}
@@ -74,12 +72,12 @@ class PolicyCourse:
     """The history of a policy's logged numbers.
 
     Attributes:
-        last: the step of the last record, or 0 before the first record.
-        begun: the first step of the current period of equal rewards in each group, or 0 if rewards differ now.
-        run: the number of records in the current period of equal rewards.
-        records: the number of records before the current period of equal rewards.
-        equal: the number of records with equal rewards before the current period.
-        idle: whether the current period of equal rewards is too long to be chance.
+        last: the step of the last record, or 0.
+        begun: the step since which all groups have equal rewards, or 0 if rewards differ now.
+        run: the number of records since then.
+        records: the number of earlier records.
+        equal: the number of earlier records with equal rewards.
+        idle: whether the rewards have been equal for too long to be chance.
         first: the first values of each metric.
         recent: the last KL values inside the usual range.
         outside: the number of consecutive records outside the usual range, by metric.
@@ -96,7 +94,7 @@ class PolicyCourse:
     outside: dict[str, int] = field(default_factory=dict)
 
     def see(self, step: int, values: Mapping[str, float]) -> Iterator[Sign]:
-        """Judge a record's values by metric."""
+        """Judge a record's values."""
         constant = values.get(SPREAD, math.inf) <= 1e-6 * (1.0 + abs(values.get(REWARD, 0.0)))
         if constant or EQUAL in values:  # RLOO adds a KL to the rewards before it compares those of a group
             yield self._equal(step, 1.0 if constant else values[EQUAL])
@@ -106,11 +104,7 @@ class PolicyCourse:
         self.last = step
 
     def _equal(self, step: int, share: float) -> Sign:
-        """Judge the share of groups with equal rewards.
-
-        Equal rewards may be chance, for example in a record with one group of two completions. So Lamina counts how
-        often earlier records had equal rewards.
-        """
+        """Judge the fraction of groups with equal rewards, which may be chance if earlier records had them too."""
         if share < 1.0 - 1e-6:
             self.records, self.equal = self.records + self.run + 1, self.equal + self.run
             self.run = self.begun = 0

@@ -1,4 +1,4 @@
-"""Connect the monitor with Lamina's own runs: handle Trainer's events, progress, timing and Ctrl-C."""
+"""Connect the monitor with Lamina's own runs: Trainer's events, progress, timing and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ from lamina.training.monitor.stream_measures import hidden_state_rows
 from lamina.training.monitor.writers import LastEvaluation, Row
 
 Norm = Any
-"""A gradient norm in Trainer: a tensor, a DTensor or a number, depending on the device and accelerate's version."""
+"""A gradient norm in Trainer: a tensor, a DTensor or a number."""
 _Trainer = Trainer if TYPE_CHECKING else object  # a mixin: the class that uses it chooses the trainer
 
 
 class MonitoredTrainer(_Trainer):
-    """A mixin for Trainer and TRL's trainers. The guard checks each layer's gradient norm before clipping.
+    """Check each layer's gradient norm before clipping, in Trainer and TRL's trainers.
 
-    The mixin overrides two methods, because Trainer's pre-optimizer hook runs only after clipping.
+    Trainer's hook before the optimizer runs only after clipping, so this class overrides two methods.
     """
 
     processes: Processes
@@ -92,22 +92,21 @@ class MonitoredTrainer(_Trainer):
         return squares
 
     def scaler(self) -> torch.amp.GradScaler | None:
-        """Return the loss scaler of fp16 training, or None without a scaler."""
+        """Return the loss scaler of fp16 training, or None."""
         return getattr(self.accelerator, "scaler", None)
 
     def count_overflow(self) -> bool:
-        """Return whether the loss scaler skipped the step. Count a skipped step as an overflow."""
+        """Return whether the loss scaler skipped the step, and count skipped steps."""
         skipped = self.scaler() is not None and bool(self.accelerator.optimizer_step_was_skipped)
         self.overflows += skipped
         self.overflows_in_a_row = self.overflows_in_a_row + 1 if skipped else 0
         return skipped
 
     def failed_loss(self, loss: torch.Tensor) -> float | None:
-        """Add a micro-batch's loss to the series. Return the loss's mean over processes if this mean is not finite,
-        otherwise None.
+        """Record a micro-batch's loss. Return its mean over processes if this is not finite, otherwise None.
 
-        On a GPU, Lamina reads losses only at recorded steps, because reading waits for the device. In fp16, the loss
-        scaler skips a step whose loss is not finite.
+        On a GPU, losses are read only at recorded steps, because reading waits for the device. In fp16, the loss scaler
+        skips steps with such a loss.
         """
         self.series.add_loss(loss)
         late = reading_waits(loss)
@@ -136,7 +135,7 @@ class MonitoredTrainer(_Trainer):
         if late and not math.isfinite(value):
             first, squares = self.first_failure.read()
         if recorded or not math.isfinite(value):
-            # One that every layer shares came from the loss, or from a step before it: no layer is its cause.
+            # a fault that every layer shares came from the loss or an earlier step, and no layer is its cause
             told = first == step or bool(torch.isfinite(squares).any())
             self.layer_rows = self.gradient_norms.rows(first, squares) if told else []
         if not math.isfinite(value) and self.scaler() is not None and self.overflows_in_a_row < self.guard.patience:
@@ -146,13 +145,10 @@ class MonitoredTrainer(_Trainer):
         return norm
 
     def continue_records(self) -> None:
-        """Restore the sums of losses since the last record. Lamina calls this method when training begins."""
+        """Restore the losses since the last record. Lamina calls this when training begins."""
 
     def bare_model(self) -> LaminaForCausalLM:
-        """Return the model without the wrappers of accelerate and DDP.
-
-        Lamina caches the bare model, because unwrapping visits all modules.
-        """
+        """Return the model without the wrappers of accelerate and DDP, cached because unwrapping is slow."""
         assert self.model is not None
         if self._wrapped is not self.model:
             self._wrapped, self._bare = self.model, self.accelerator.unwrap_model(self.model)
@@ -161,7 +157,7 @@ class MonitoredTrainer(_Trainer):
 
 TWICE_SECONDS = 3.0
 Measure = Callable[[nn.Module, torch.Tensor, int], list[Row]]
-"""Computes tidy rows of the residual stream and the gains from the model, held-out inputs [items, ...] and the step."""
+"""A function from the model, held-out inputs [items, ...] and the step to measurements of stream and gains."""
 
 
 def lamina_rows(model: nn.Module, inputs: torch.Tensor, step: int) -> list[Row]:
@@ -170,15 +166,14 @@ def lamina_rows(model: nn.Module, inputs: torch.Tensor, step: int) -> list[Row]:
 
 @dataclass(kw_only=True, eq=False)
 class RunRecorder(Monitor, TrainerCallback):
-    """The monitor of Lamina's own runs. Trainer calls the recorder. The recorder also shows progress, and stops the run
-    at Ctrl-C.
+    """The monitor of Lamina's own runs, which also shows progress and handles Ctrl-C.
 
     Attributes:
         tokens_of: a function that returns the number of tokens in the first n steps.
-        realized: a function that returns each corpus's share in the first n steps of a mix, or {} for a single corpus.
-        full_speed: the tokens per second at the GPUs' peak, or None if the peak is unknown.
-        unit: the name for tokens in progress lines.
-        trainer: the run's Trainer. Set this attribute before training begins.
+        realized: a function that returns each corpus's share of the first n steps, or {} for a single corpus.
+        full_speed: the tokens per second at the GPUs' peak speed, or None.
+        unit: the word for tokens in progress lines.
+        trainer: the run's Trainer. Set it before training begins.
     """
 
     monitor_inputs: torch.Tensor
@@ -197,8 +192,8 @@ class RunRecorder(Monitor, TrainerCallback):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.bar, self.lines, self.interrupted, self.best_eval = None, None, None, math.inf
-        # The clock stops during evaluations, records and checkpoints: they are not training time. Where the device
-        # works behind, it goes on from step to step, since only a record waits for what was asked of the device.
+        # The clock stops during evaluations, records and checkpoints, which are not training time. If the device
+        # lags behind the CPU, the clock runs on between steps, because only a record waits for the device.
         self.training_seconds, self.training_steps = 0.0, 0
         self._since: float | None = None
         self._begun_at = 0  # the step at which this process began
@@ -237,7 +232,7 @@ class RunRecorder(Monitor, TrainerCallback):
             self.stop_clock()
 
     def stop_clock(self) -> None:
-        """Stop the clock, and add the elapsed time to ``training_seconds``. The next step starts the clock again."""
+        """Stop the clock until the next step, and add the elapsed time to ``training_seconds``."""
         if self._since is None:
             return
         if self.trainer.args.device.type != "cpu":
@@ -246,7 +241,7 @@ class RunRecorder(Monitor, TrainerCallback):
         self._since = None
 
     def utilization(self, speed: float) -> Json:
-        """Return ``mfu``, the ratio of ``speed`` (tokens per second) to the GPUs' peak, or {} without a known peak."""
+        """Return the model FLOPs utilization (mfu) at a speed in tokens per second, or {} if the peak is unknown."""
         return {} if self.full_speed is None else {"mfu": speed / self.full_speed}
 
     def on_log(self, args: Arguments, state: State, control: Control, logs: Any = None, **kwargs: Any) -> None:
@@ -277,7 +272,7 @@ class RunRecorder(Monitor, TrainerCallback):
         self.guard.see_loss(step, loss)
 
     def _record(self) -> None:
-        """Measure the model now, and record the measures with the last step."""
+        """Measure the model now, and record the measurements with the last step."""
         model, experts = self.trainer.bare_model(), self.trainer.experts
         inputs = self.monitor_inputs.to(next(model.parameters()).device)
         rows = [*self.trainer.layer_rows, *self.measure(model, inputs, self.step), *self.updates.rows(self.step)]
@@ -293,11 +288,11 @@ class RunRecorder(Monitor, TrainerCallback):
         return self.evaluation.step == step
 
     def tokens_at(self, step: int) -> int:
-        """Return the tokens of the first ``step`` steps, without padding."""
+        """Return the number of tokens in the first steps, without padding."""
         return self.tokens_of(step)
 
     def measured(self, logs: Json) -> Json:
-        """Return further columns of a training record from Trainer's ``logs``. This class adds no column."""
+        """Return further columns of a training record. The base class has none."""
         return {}
 
     def on_evaluate(
@@ -322,7 +317,7 @@ class RunRecorder(Monitor, TrainerCallback):
         return {**super().state_dict(), "evaluations": [last.step, last.loss, self.best_eval], **second, **scores}
 
     def load_state_dict(self, state: RunState) -> None:
-        """Restore a checkpoint's evaluations, unless metrics.jsonl holds a later evaluation."""
+        """Restore a checkpoint's evaluations, unless metrics.jsonl has a later evaluation."""
         super().load_state_dict(state)
         recorded = LastEvaluation()
         if self.records is not None:
@@ -343,14 +338,14 @@ class RunRecorder(Monitor, TrainerCallback):
         self.look(due=False)
 
     def record_divergence(self, diverged: Diverged) -> None:
-        """Record the measures of the step that ended the run, for the diagnosis."""
+        """Record the measurements of the step that ended the run, for the diagnosis."""
         self._end_step(diverged.step)  # the step that diverged was not ended
         self.look(due=False)
         self._add(self.trainer.layer_rows)
         self.write_divergence(diverged, self.tokens_at(diverged.step))
 
     def close(self) -> None:
-        """Write the collected rows and close the progress bar. You may call this method twice."""
+        """Write the collected measurements and close the progress bar. You may call this twice."""
         try:
             self.alarms.close()
             if self.records is not None:
@@ -365,9 +360,7 @@ class RunRecorder(Monitor, TrainerCallback):
 def stop_signals(recorder: RunRecorder) -> Iterator[None]:
     """At the first Ctrl-C, SIGTERM or SIGUSR1, end the run after its current step, with a checkpoint.
 
-    At a second signal, end the run at once.
-
-    Slurm can send SIGUSR1 before a job's time is up.
+    At a second signal, end the run at once. Slurm can send SIGUSR1 before a job's time limit.
     """
     first = 0.0
 

@@ -1,7 +1,6 @@
-"""The alarm rules. A rule compares each measured series with a reference, and has a limit for the difference.
+"""The alarm rules. A rule compares each metric of a layer with a reference, and limits the difference.
 
-Each rule is a pure function of the rows so far, so that Lamina can judge stored records again. ``limits.json`` holds
-the limits, and names the runs on which tools/calibration/alarms.py fitted them.
+The file limits.json has the limits, and names the runs to which tools/calibration/alarms.py fitted them.
 """
 
 from __future__ import annotations
@@ -90,10 +89,13 @@ _WHOLE = ("all", "embedding", "readout")  # the roles of parameters whose update
 
 
 class Found(NamedTuple):
-    """The result of a rule for a row. ``left`` is true if the row's value is outside its usual range.
+    """The result of a rule for a measurement.
 
-    If the rule has a fitted limit, ``name`` is the limit's name, and ``left`` is true if ``score`` is above the limit.
-    A rising gradient is different: the limit is for its number of consecutive unusual steps.
+    Attributes:
+        left: whether the value is outside its usual range.
+        name: the name of the rule's fitted limit, or "".
+        score: the number to compare with this limit. For a rising gradient, the limit is on the number of unusual
+            steps.
     """
 
     rule: str
@@ -106,7 +108,7 @@ class Found(NamedTuple):
 
 @cache
 def calibration() -> Json:
-    """Read the fitted limits and signatures, with their provenance."""
+    """Read the fitted limits and how they were found."""
     return read_json(LIMITS)
 
 
@@ -116,29 +118,29 @@ def limits() -> Mapping[str, float]:
 
 
 def noise_of(losses: Sequence[float]) -> float:
-    """Estimate the losses' noise (a standard deviation) from successive differences. A single loss has a noise of 0."""
+    """Estimate the standard deviation of the losses' noise from successive differences."""
     moved = [abs(later - earlier) for earlier, later in pairwise(losses)]
     return 1.4826 * statistics.median(moved) / math.sqrt(2) if moved else 0.0
 
 
 def series_of(row: Row) -> Series:
-    """Return a row's series. Norms with the same role in a sub-layer (query and key norms) have separate series."""
+    """Return the layer, sub-layer, role and metric of a measurement. Query and key norms get separate roles."""
     _, layer, sublayer, role, index, metric, _ = row
     return layer, sublayer, f"{role} {index + 1}" if index else role, metric
 
 
 @dataclass(kw_only=True)
 class Rules:
-    """Judges a run's rows, one step after another.
+    """Judge a run's measurements, one step after another.
 
     Attributes:
         half: whether the model computes in float16, whose largest number is 65504.
-        starts: the first layer of each further stack (a decoder, a tower). Lamina compares layers only within a stack.
+        starts: the first layer of each further stack, such as a decoder. Lamina compares layers only within a stack.
         kinds: each layer's kind, such as its attention type. Lamina compares only layers of the same kind.
         vocabulary: the number of tokens in the vocabulary, or None if unknown.
         limits: the fitted limits by rule and metric.
-        worst: the highest score so far for each fitted limit. A rising gradient's score is its number of unusual steps.
-        notes: a line for each observation that is not an alarm.
+        worst: the highest score so far for each fitted limit.
+        notes: observations that are not alarms.
     """
 
     half: bool = False
@@ -167,7 +169,12 @@ class Rules:
     _zeros: dict[Place, list[int]] = field(default_factory=dict)  # zero gradients: in a row, from step, before, of all
 
     def judge(self, step: int, rows: Sequence[Row], rate: float | None, *, latest: bool) -> Iterator[Found]:
-        """Judge the rows of a step. Lamina divides updates by the learning rate ``rate`` of the ``latest`` step."""
+        """Judge the measurements of a step.
+
+        Args:
+            rate: the learning rate of the latest step, by which Lamina divides updates.
+            latest: whether this is the latest step.
+        """
         found = list(self._found(step, rows, rate, latest))
         yield from found
         yield from self._rates(rows, found)
@@ -218,7 +225,7 @@ class Rules:
         self.notes += self._idle.see(step, groups, (row for row in rows if row[5] == "expert_load"), self._recent)
 
     def _rewarded(self, step: int, rows: Sequence[Row]) -> Iterator[Found]:
-        """Judge a policy's logged numbers. If equal rewards give no gradient, the gradients' series start again."""
+        """Judge a policy's logged numbers. If equal rewards give no gradient, forget past gradients."""
         was_idle = self._policy.idle
         for sign in self._policy.see(step, {row[5]: row[6] for row in rows}) if rows else ():
             yield Found(sign.rule, (sign.step, -1, "model", "all", 0, sign.metric, sign.value), sign.usual, sign.left)
@@ -229,8 +236,8 @@ class Rules:
     def _estimated(self, step: int, rows: Iterable[Row]) -> bool:
         """Return whether an optimizer's estimate of its learning rate has grown in the last 20 steps.
 
-        Prodigy and D-Adaptation begin with an estimate that is far too low. When the estimate grows, recorded series
-        start again.
+        Prodigy and D-Adaptation begin with a far too low estimate. When it grows, Lamina forgets past updates and
+        weights.
         """
         value, (highest, grew) = max((row[6] for row in rows if row[5] == "rate_estimate"), default=0.0), self._estimate
         if value > GROWS * highest > 0:
@@ -242,7 +249,7 @@ class Rules:
         return step < grew + INTERVAL
 
     def _schedule(self, step: int, rate: float | None) -> Iterator[Found]:
-        """Compare the learning rate with its highest value so far. The first rise of the learning rate is a warm-up."""
+        """Compare the learning rate with its highest value so far. Its first rise is the warm-up."""
         if not rate or self._estimate[0]:
             return
         before, highest, at = self._peak
@@ -255,9 +262,9 @@ class Rules:
         yield Found("rise", row, before, left=0 < RAISED * before < rate)
 
     def _restart(self, owners: Collection[Place]) -> None:
-        """Forget the past of the whole model and of ``owners``, whose trained parameters have changed.
+        """Forget past measurements of the whole model and of parts whose trained parameters have changed.
 
-        If many owners have changed, forget the past of all series and the highest learning rate.
+        If many parts have changed, forget all past measurements and the highest learning rate.
         """
         if not owners:
             return
@@ -283,7 +290,7 @@ class Rules:
             self._seen.pop(series, None)
 
     def _past_of(self, row: Row) -> deque[float]:
-        """Return the latest values of a row's series."""
+        """Return the last values of the same metric and layer."""
         return self._recent.setdefault(series_of(row), deque(maxlen=WINDOW))
 
     def note_score(self, name: str, score: float) -> None:
@@ -307,7 +314,7 @@ class Rules:
             yield Found("kept", row, 0.0, left=row[6] > KEPT)
 
     def _past(self, row: Row, past: Past, rate: float | None) -> Iterator[Found]:
-        """Compare a value with the past values of its series."""
+        """Compare a value with past values of the same metric and layer."""
         step, _, _, _, _, metric, value = row
         scaled = value / rate if metric == "update_norm" and rate else value
         recent = self._past_of(row)
@@ -356,10 +363,9 @@ class Rules:
                 yield self._fitted(rule, row, usual, score, "/pace")
 
     def _course(self, rule: str, row: Row, sign: float) -> Found | None:
-        """Judge how far a series has moved in one direction over its last records.
+        """Judge how far a metric has moved in one direction over its last records.
 
-        Returns None if there are few records. Also returns None if the series rises from 0, because a part that starts
-        at 0 grows by any factor in healthy training.
+        Returns None if there are few records, or if the metric rises from 0, as healthy parts may do.
         """
         recent = [*self._recent[series_of(row)]]
         if len(recent) < SAME_WAY or (rule == "rise" and 0.0 in recent):
@@ -377,9 +383,8 @@ class Rules:
     def _calm(self, row: Row, past: Past) -> float:
         """Return the value that a rise must exceed to count.
 
-        For gradients and moments, this is the whole model's usual norm. A far smaller sub-layer can rise tenfold
-        without an effect on the model. If the model skips layers at random, a gradient must also exceed its earlier
-        peak.
+        For gradients and moments, this is the whole model's usual norm, because a far smaller sub-layer can rise
+        tenfold without an effect. If the model skips layers at random, a gradient must also exceed its earlier peak.
         """
         if row[5] not in GRADIENTS:
             return past.calm
@@ -396,8 +401,8 @@ class Rules:
     def _rates(self, rows: Sequence[Row], found: Sequence[Found]) -> Iterator[Found]:
         """Judge parts with a separate learning rate, which muP, Muon and fine-tuning use on purpose.
 
-        Lamina writes a note about such a learning rate. The note becomes an alarm once only this part's weights have
-        left their usual range.
+        Lamina writes a note about such a learning rate. The note becomes an alarm only if this part's weights alone
+        leave their usual range.
         """
         rates = [row for row in rows if row[5] == "rate_ratio"]
         if not rates:
@@ -422,8 +427,8 @@ class Rules:
     def _peers(self, rows: Sequence[Row]) -> Iterator[Found]:
         """Compare sub-layers with sub-layers of the same kind in other layers.
 
-        The comparison of gradients and updates leaves out the first layer, which differs in most models. A gradient far
-        below the neighboring layers' gradients at the start of a training shows that weights are too small.
+        The first layer's gradients and updates do not count, because they differ in most models. At the start of
+        training, a gradient far below the neighboring layers' gradients shows that weights are too small.
         """
         for members in self._groups(rows, "weight_norm"):
             usual = statistics.median(row[6] for row in members)
@@ -446,10 +451,10 @@ class Rules:
                 yield self._fitted("apart", row, usual, math.log(max(row[6], 1e-30) / usual))
 
     def _dead(self, rows: Sequence[Row]) -> Iterator[Found]:
-        """Judge sub-layers whose gradient stays 0 while other gradients are nonzero.
+        """Judge sub-layers whose gradient stays 0 while other gradients do not.
 
-        Stochastic depth and skipped samples give zero gradients on purpose. So the limit in steps depends on how often
-        the sub-layer and its peers had zero gradients before.
+        Stochastic depth and skipped samples give zero gradients on purpose, so the limit depends on their frequency so
+        far.
         """
         if not any(row[5] == "gradient_norm" and row[6] > 0 for row in rows):
             return  # a loss that is the same whatever the weights are: there is nothing to learn at this step
@@ -538,7 +543,7 @@ class Rules:
     def _loss(self, row: Row) -> Iterator[Found]:
         """Judge the loss's rises and falls by two control charts (CUSUM), in units of the loss's noise.
 
-        After a step that a loss scaler skipped, the weights are unchanged, so the loss carries no new information.
+        After a step that a loss scaler skipped, the loss carries no new information, because the weights are unchanged.
         """
         if self._skipped:
             return
@@ -579,7 +584,7 @@ class Rules:
             yield self._fitted("skipped", row, self.limits["skipped/skipped_steps"], self._skipped)
 
     def _groups(self, rows: Iterable[Row], metric: str) -> list[list[Row]]:
-        """Group a metric's finite rows by kind of sub-layer, stack of layers, and kind of layer."""
+        """Group a metric's finite values by kind of sub-layer, stack of layers, and kind of layer."""
         groups: dict[tuple[str, int, str], list[Row]] = {}
         for row in rows:
             if row[5] == metric and row[1] >= 0 and row[2] != "block" and row[3] == "all" and math.isfinite(row[6]):
@@ -635,7 +640,7 @@ class Rules:
 
 
 def _experts_used(step: int, rows: Iterable[Row]) -> list[Row]:
-    """Return the effective number of experts in each layer as rows: the exponential of the entropy of their loads."""
+    """Return the effective number of experts in each layer: the exponential of the entropy of their loads."""
     loads: dict[tuple[int, str], list[float]] = {}
     for row in rows:
         if row[5] == "expert_load" and math.isfinite(row[6]):

@@ -1,4 +1,4 @@
-"""Run probes during training, on a few held-out blocks. Probes do not affect the training."""
+"""Run probes on a few held-out blocks during training, without an effect on the training."""
 
 from __future__ import annotations
 
@@ -35,15 +35,11 @@ _REFUSED = "not measured: "
 
 
 class ScheduledProbes(TrainerCallback):
-    """Runs probes before the first step, every ``every`` steps and at the last step.
+    """Run probes before the first step, at regular steps, and at the last step.
 
-    The results go into probes/NAME/part-STEP.parquet.
-
-    If a probe does not apply to the model, or fails at a step, Lamina writes a note to probes/NAME/notes.jsonl, and the
-    run continues. With several processes, only the first process runs probes. Lamina does not probe a model with
-    sharded weights.
-
-    Lamina calls ``stop_clock`` before each measurement, so that training time excludes probing.
+    The results go into probes/NAME/part-STEP.parquet. If a probe fails or does not fit the model, Lamina writes a note
+    to probes/NAME/notes.jsonl. Only the first process runs probes, and models with sharded weights are not probed.
+    Probing does not count as training time.
     """
 
     trainer: MonitoredTrainer  # set before training begins
@@ -63,7 +59,7 @@ class ScheduledProbes(TrainerCallback):
         self._noted: set[tuple[str, str]] = set()
 
     def state_dict(self) -> Json:
-        """Return an empty state, because each part's name contains its step."""
+        """Return an empty state, because the files' names contain their steps."""
         return {}
 
     def load_state_dict(self, state: RunState) -> None:
@@ -76,7 +72,7 @@ class ScheduledProbes(TrainerCallback):
             self._probe(state)
 
     def on_step_end(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
-        # Trainer has already stepped and cleared the gradients.
+        # The optimizer has already stepped, and Trainer has cleared the gradients.
         if state.global_step % self.every == 0 or state.global_step == state.max_steps:
             self._probe(state)
 
@@ -115,7 +111,7 @@ class ScheduledProbes(TrainerCallback):
         )
 
     def _measure(self, context: Context) -> list[tuple[Probe, pd.DataFrame | None, list[str]]]:
-        """Run all probes in one pass. If a probe fails, run each probe separately, so that the other probes succeed."""
+        """Run all probes in one pass. If one fails, run each separately, so that the others succeed."""
         results: list[tuple[Probe, pd.DataFrame | None, list[str]]] = []
 
         def done(probe: Probe, frame: pd.DataFrame, seconds: float) -> None:
@@ -155,7 +151,7 @@ class ScheduledProbes(TrainerCallback):
 
 
 def write_part(folder: Path, step: int, frame: pd.DataFrame) -> None:
-    """Write one step's rows as a part, completely or not at all."""
+    """Write one step's measurements to a file, completely or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = frame.assign(step=step)[["step", *frame.columns.drop("step", errors="ignore")]]
     write_parquet(folder / f"part-{step:08d}.parquet", rows)

@@ -23,14 +23,14 @@ def named_alike(layer: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter
 
 
 class SilentParameters:
-    """Finds parameters that get no gradient, unlike the same parameters of most other layers.
+    """Find parameters that get no gradient, unlike the same parameters of most other layers.
 
-    A layer may skip a module on purpose, such as the key projection if layers share keys. So hooks check whether the
-    modules of suspected parameters run.
+    A layer may skip a module on purpose, such as the key projection if layers share keys. Hooks therefore check whether
+    the modules run.
 
     Args:
-        structure: the model's layers, or None if Lamina found no layers.
-        parameters: the followed parameters.
+        structure: the model's layers, or None.
+        parameters: the watched parameters.
         groups: the sub-layer of each parameter.
     """
 
@@ -46,9 +46,11 @@ class SilentParameters:
         self._called: set[int] = set()
 
     def found(self, gradients: Sequence[float], trained: set[int]) -> list[int]:
-        """Return the positions of parameters that get no gradient.
+        """Return the indices of parameters that get no gradient.
 
-        The arguments are the largest |gradient| of each parameter, and the positions of the trained parameters.
+        Args:
+            gradients: the largest magnitude of each parameter's gradient.
+            trained: the indices of the trained parameters.
         """
         living = {self._groups[place] for place, gradient in enumerate(gradients) if gradient > 0}
         suspects: list[int] = []

@@ -1,4 +1,4 @@
-"""Find the processes of a pipeline stage, and the number of the stage's first layer in the whole model."""
+"""Find the processes of a pipeline stage, and the number of its first layer in the whole model."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from lamina.training.monitor.writers import WatchSettings
 
 
 def processes_of(model: nn.Module, settings: WatchSettings) -> tuple[Processes, distributed.ProcessGroup | None]:
-    """Return the processes that train the same layers as this process, and their group (None for all processes).
+    """Return the processes that train the same layers as this process, and their group (None for all).
 
-    With several pipeline stages, each stage has its own folder. All processes must call this function. Raises UserError
-    if two stages have the same folder.
+    All processes must call this function. Raises UserError if two pipeline stages have the same folder.
     """
     if not (distributed.is_available() and distributed.is_initialized() and (size := distributed.get_world_size()) > 1):
         return Processes(), None
@@ -42,10 +41,10 @@ def processes_of(model: nn.Module, settings: WatchSettings) -> tuple[Processes, 
 
 
 def first_number(model: nn.Module, path: str) -> int:
-    """Return the number in the path of a stage's first layer. Return 0 without a number, or if ``model`` has earlier
-    layers.
+    """Return the number in the path of a stage's first layer, or 0 if the path has no number.
 
-    A stage lacks the earlier layers. In a list, None or Identity takes the place of an earlier layer.
+    If the model has the earlier layers, the result is also 0. In a list, None or Identity may stand for an earlier
+    layer.
     """
     holder, _, name = path.rpartition(".")
     if not name.isdecimal():

@@ -25,7 +25,7 @@ from lamina.training.monitor.writers import Row
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
 Spot: TypeAlias = tuple[int, str, int]
-"""layer (-1: x^0), sub-layer ("block" for a whole layer), and index among the layer's sub-layers of this kind."""
+"""layer (-1: the input of the first layer), sub-layer ("block" for a whole layer), index among equal sub-layers"""
 STATE_METRICS = ("hidden_variance", "hidden_mean", "hidden_abs_mean", "hidden_abs_max")
 TOP = 100  # the number of the largest |x| in Peri-LN's Figure 11
 _SOFTMAX = {functional.softmax, torch.softmax, torch.Tensor.softmax}
@@ -34,23 +34,23 @@ _QUERIES = 512  # whose logits are held at a time
 
 
 def state_statistics(x: torch.Tensor, magnitude: torch.Tensor | None = None) -> torch.Tensor:
-    """Return variance, mean, mean |x| and largest |x| over all elements of a state [batch, tokens, hidden_size]."""
+    """Return variance, mean, mean magnitude and largest magnitude of a state [batch, tokens, hidden_size]."""
     x = x.detach().float()
     magnitude = magnitudes(x) if magnitude is None else magnitude
     return torch.stack([x.var(correction=0), x.mean(), magnitude.mean(), magnitude.max()])
 
 
 def magnitudes(x: torch.Tensor) -> torch.Tensor:
-    """Return |x| of a state [batch, tokens, hidden_size] as [batch * tokens, hidden_size]."""
+    """Return the magnitudes of a state [batch, tokens, hidden_size] as [batch * tokens, hidden_size]."""
     return x.detach().float().abs().flatten(0, -2)
 
 
 def largest_magnitudes(magnitude: torch.Tensor, count: int = TOP) -> torch.Tensor:
-    """Return the ``count`` largest values (at most all) of ``magnitude`` [tokens, hidden_size], in descending order.
+    """Return the largest magnitudes [tokens, hidden_size] in descending order, without waiting for the device.
 
-    NaN counts as the largest. Does not wait for the device.
+    NaN counts as the largest.
     """
-    # the largest lie in the tokens with the largest peaks, so only those tokens' elements are sorted
+    # The largest elements are in the tokens with the largest peaks, so only these tokens are sorted.
     peaks = magnitude.amax(-1)
     tokens = peaks.topk(min(count, len(peaks)), sorted=False).indices
     values = magnitude.index_select(0, tokens).flatten()
@@ -58,17 +58,19 @@ def largest_magnitudes(magnitude: torch.Tensor, count: int = TOP) -> torch.Tenso
 
 
 def hidden_state_rows(model: nn.Module, inputs: torch.Tensor | Mapping[str, torch.Tensor], step: int) -> list[Row]:
-    """Measure the residual stream on one batch, before the first layer (x^0) and after every sub-layer.
+    """Measure the residual stream on one batch, before the first layer and after every sub-layer.
 
-    ``inputs`` are the arguments of a Lamina model, or only its main input: token ids [batch, tokens] or pixel values
-    [batch, channels, height, width]. The model runs uncompiled, in evaluation mode and without gradients. The model
-    runs in float32, unless FSDP2 has sharded it in bfloat16. Afterward, Lamina restores the model's mode.
+    The model runs in evaluation mode, without gradients or compilation, and in float32 unless FSDP2 has sharded it in
+    bfloat16.
 
-    The metric ``hidden_top_abs`` is Peri-LN's "global top-100" (Fig 11): the 100 largest |x| of x^0 and of the stream
-    after every sub-layer, over all tokens and channels. The row with ``index`` 0 is the largest. An element that stays
-    large through several sub-layers counts once for each sub-layer. If the model has several streams, these metrics
-    cover all streams together. ``stream_rms`` has a row for each stream (``index``). ``stream_cosine`` is the mean over
-    pairs of streams.
+    The metric "hidden_top_abs" is Peri-LN's "global top-100" (Fig 11): the 100 largest magnitudes before the first
+    layer and after every sub-layer. An element that stays large through several sub-layers counts once for each. If the
+    model has several residual streams, the metrics cover all of them together, except "stream_rms" (each stream) and
+    "stream_cosine" (the mean over pairs of streams).
+
+    Args:
+        inputs: the arguments of a Lamina model, or only its main input: token ids [batch, tokens] or pixel values
+            [batch, channels, height, width].
     """
     base = body_of(model, "layer monitor")
     points: dict[Spot, Point] = {(-1, "block", 0): Point(base.layers[0], "", "input")}
@@ -84,7 +86,7 @@ def stream_rows(
     inputs: torch.Tensor | Mapping[str, torch.Tensor],
     step: int,
 ) -> list[Row]:
-    """Measure the hidden states at ``points`` in a forward pass, and return rows like ``hidden_state_rows``."""
+    """Measure the hidden states at some points in a forward pass, as ``hidden_state_rows`` does."""
     meter = ForwardMeter(points, top=TOP)
     with torch.no_grad(), evaluating(model), uncompiled(base), meter.measuring(base):
         named = {str(base.main_input_name): inputs} if isinstance(inputs, torch.Tensor) else inputs
@@ -100,11 +102,11 @@ class PassNumbers:
     """The numbers that one process measured in a forward pass.
 
     Attributes:
-        states: for each point, the number of elements and their ``state_statistics``.
-        streams: the means of ``stream_figures`` over tokens at each point, for a model with several streams.
-        logits: the largest logit of each layer.
-        loads: for each layer, the number of tokens and each expert's load.
-        largest: the largest |x| of all states, largest first.
+        states: the number of elements and the ``state_statistics`` of each point.
+        streams: the means of ``stream_figures`` over tokens at each point, for several residual streams.
+        logits: the largest attention logit of each layer.
+        loads: the number of tokens and each expert's load, for each layer.
+        largest: the largest magnitudes of all states, in descending order.
     """
 
     states: dict[Spot, tuple[int, list[float]]] = field(default_factory=dict)
@@ -115,13 +117,13 @@ class PassNumbers:
 
 
 class ForwardMeter:
-    """Measures a forward pass. A few numbers per sub-layer stay on the device until you call ``take``.
+    """Measure a forward pass. The numbers stay on the device until you call ``take``.
 
     Args:
-        points: the points at which Lamina measures the stream. Lamina measures several streams before the model
-            combines them.
-        structure: the model's structure. With None, Lamina measures no attention logits and no expert loads.
-        top: how many of the largest |x| of all states to keep.
+        points: the points at which to measure the residual stream. Several streams are measured before they are
+            combined.
+        structure: the model's layers, or None for no attention logits and expert loads.
+        top: the number of largest magnitudes to keep.
         graph: the hooks of a compiled model, or None. A compiled model hides attention logits and expert loads.
 
     Attributes:
@@ -189,7 +191,7 @@ class ForwardMeter:
             self._loads[layer] = counts / self._tokens[layer]
 
     def missing(self) -> list[str]:
-        """For each measurement that is missing from the last pass, return a line that tells the user why."""
+        """Return a line with the reason for each measurement that the last pass lacks."""
         if self.points and not self._states:
             return [
                 "Lamina does not record the residual stream, because it saw no forward pass of the model (a compiled "
@@ -204,7 +206,7 @@ class ForwardMeter:
         return []
 
     def take(self) -> PassNumbers:
-        """Return the last pass's measurements, and clear the meter. The call waits for the device."""
+        """Return the last pass's measurements and clear them. The call waits for the device."""
         seen = PassNumbers()
         if self._states:
             values = torch.stack(list(self._states.values())).tolist()
@@ -221,7 +223,7 @@ class ForwardMeter:
 
 
 def rows_of(step: int, parts: Sequence[PassNumbers]) -> list[Row]:
-    """Combine the processes' measurements of a batch into tidy rows."""
+    """Combine the processes' measurements of a batch."""
     rows: list[Row] = []
     for (layer, sublayer, index), seen in _by_key(part.states for part in parts).items():
         named = zip(STATE_METRICS, _pooled(seen), strict=True)
@@ -253,7 +255,11 @@ def _by_key(parts: Iterable[Mapping[Key, Value]]) -> dict[Key, list[Value]]:
 
 
 def _pooled(parts: Sequence[tuple[int, list[float]]]) -> list[float]:
-    """Combine several tensors' ``state_statistics``. ``parts`` holds each tensor's number of elements and values."""
+    """Combine the ``state_statistics`` of several tensors.
+
+    Args:
+        parts: each tensor's number of elements and statistics.
+    """
     if len(parts) == 1:
         return parts[0][1]
     total = sum(count for count, _ in parts)
@@ -264,13 +270,16 @@ def _pooled(parts: Sequence[tuple[int, list[float]]]) -> list[float]:
 
 
 def in_half(device: str) -> bool:
-    """Return whether autocast runs operations in float16 on this type of device ("cuda")."""
+    """Return whether autocast runs operations in float16 on this type of device, such as "cuda"."""
     available = torch.amp.is_autocast_available(device)
     return available and torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16
 
 
 def stream_points(structure: Structure) -> dict[Spot, Point]:
-    """Return the points at x^0 and after every sub-layer. A layer without a final feed-forward has one more point."""
+    """Return the points before the first layer and after every sub-layer.
+
+    A layer that does not end with a feed-forward has one more point.
+    """
     points: dict[Spot, Point] = {(-1, "block", 0): structure.layers[0].input}
     for site in structure.layers:
         seen: Counter[str] = Counter()
@@ -340,9 +349,9 @@ def largest_logit(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Compute the largest logit of a fused attention, after scale and bias, over the visible keys.
+    """Return the largest logit of a fused attention over the visible keys, after scale and bias, in float32.
 
-    Takes the arguments of ``scaled_dot_product_attention``: query [batch, heads, queries, width]. Computes in float32.
+    The arguments are the arguments of ``scaled_dot_product_attention``, with query [batch, heads, queries, width].
     """
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     groups = query.shape[-3] // key.shape[-3] if query.ndim >= 3 else 1

@@ -26,7 +26,7 @@ _HEADS = ("classifier", "score", "qa_outputs", "classification_head")
 
 @checks
 def no_gradient(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find a training in which nothing learns: weights are frozen, gradients are off, or the loss uses no weight."""
+    """Find training in which nothing learns: weights are frozen, gradients are off, or the loss uses no weight."""
     trial = setup.trial
     if setup.names and not setup.trained:
         yield Mistake(
@@ -129,7 +129,7 @@ def skip_connections(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def shared_memory(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find different parameters that share memory. Each optimizer step changes such memory several times."""
+    """Find different parameters that share memory, so that each optimizer step changes it several times."""
     places: dict[tuple[int, torch.Size], list[nn.Parameter]] = {}
     for p in setup.trained:
         if not isinstance(p, DTensor) and p.numel() and p.data_ptr():
@@ -182,7 +182,7 @@ def equal_units(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def high_dropout(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find dropouts that drop almost all inputs, perhaps because the rate is the share to keep."""
+    """Find dropouts that drop almost all inputs, perhaps because the rate is meant as the fraction to keep."""
     found = {}
     for path, module in setup.model.named_modules():
         rates = {name: value for name, value in vars(module).items() if isinstance(value, float) and "drop" in name}
@@ -200,7 +200,7 @@ def high_dropout(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def freezing_without_effect(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find requires_grad as an attribute of a module, or misspelled on a parameter. torch ignores such attributes."""
+    """Find requires_grad set on a module, or misspelled on a parameter. torch ignores such attributes."""
     wrong = [
         f"{path or 'model'}.requires_grad = {vars(module)['requires_grad']}"
         for path, module in setup.model.named_modules()

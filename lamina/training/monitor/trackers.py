@@ -26,10 +26,10 @@ STEP = "train/global_step"  # what Trainer's own callbacks draw against
 
 
 def series_of(row: Row) -> str:
-    """Return the name of a row's series: SECTION/LAYER.SUBLAYER.ROLE.
+    """Return the name under which trackers log a metric of a layer: SECTION/LAYER.SUBLAYER.ROLE.
 
-    A section has one metric of eight layers, such as "gradient_norm.layers_000-007". One more section has the parts
-    outside the layers. Trackers group all series with the same text before the slash under one heading.
+    A section has one metric of eight layers, such as "gradient_norm.layers_000-007", or of the parts outside the
+    layers. Trackers show each section under one heading.
     """
     _, layer, sublayer, role, index, metric, _ = row
     first = layer // SECTION * SECTION
@@ -39,7 +39,7 @@ def series_of(row: Row) -> str:
 
 
 def installed(report_to: str) -> list[str]:
-    """Return the trackers that the setting names. Raises UserError for a tracker that is not installed."""
+    """Return the trackers in the setting. Raises UserError if one is not installed."""
     names = [name for name in entries(report_to) if name != "none"]
     if names and len(names) < len(entries(report_to)):
         raise UserError(f"report_to: {report_to!r} combines 'none' with a tracker. Give 'none', or only trackers.")
@@ -50,13 +50,13 @@ def installed(report_to: str) -> list[str]:
 
 
 class Trackers:
-    """Logs rows to TensorBoard, W&B and trackio, from the first row on.
+    """Log measurements to TensorBoard, W&B and trackio.
 
-    W&B and trackio log into the open run, such as the run of Trainer's callbacks. If no run is open, Lamina opens a run
-    with the folder's name in the project WANDB_PROJECT (default: lamina).
+    W&B and trackio log into the open run. Otherwise, Lamina opens a run with the folder's name in the project
+    WANDB_PROJECT (default: lamina).
 
     Raises:
-        UserError: for a tracker that is not installed.
+        UserError: a tracker is not installed.
     """
 
     def __init__(self, report_to: str, folder: Path):
@@ -66,7 +66,7 @@ class Trackers:
         self._own: list[Library] = []
 
     def writer(self) -> Library:
-        """Return TensorBoard's writer into FOLDER/tensorboard, or None if TensorBoard is not one of the trackers."""
+        """Return the TensorBoard writer for the run's subfolder "tensorboard", or None without TensorBoard."""
         if self._writer is None and "tensorboard" in self.names:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -74,7 +74,7 @@ class Trackers:
         return self._writer
 
     def log(self, step: int, rows: Iterable[Row]) -> None:
-        """Log one step's rows. Of the 100 rows of ``hidden_top_abs``, log only the largest and the smallest value."""
+        """Log one step's measurements. Of the 100 values of ``hidden_top_abs``, log only the largest and smallest."""
         if not self.names:
             return
         shown = [row for row in rows if row[0] == step and (row[5] != "hidden_top_abs" or row[4] in (0, TOP - 1))]

@@ -1,4 +1,4 @@
-"""Attach the monitor's hooks to a model, to gradient clipping and to optimizers, and collect their measurements."""
+"""Attach the monitor's hooks to a model, to gradient clipping and to optimizers, and collect measurements."""
 
 from __future__ import annotations
 
@@ -71,10 +71,10 @@ def named_arguments(model: nn.Module, args: tuple, kwargs: Mapping[str, object])
 
 
 def called(module: nn.Module, args: tuple, kwargs: Mapping[str, object]) -> tuple[nn.Module, Arguments]:
-    """Find the module whose forward method has named arguments. Return this module, and the arguments by name.
+    """Find the module whose forward method has named arguments. Returns it with these arguments.
 
-    If a wrapper's forward takes only ``*args``, Lamina looks at the inner module that holds all of the wrapper's
-    parameters. If no forward method gets a named tensor, return the given module.
+    If a wrapper's forward takes only ``*args``, Lamina looks at the inner module that holds all of its parameters.
+    Without named tensors, return the given module.
     """
     inner = module
     while not tensors_of(arguments := named_arguments(inner, args, kwargs)):
@@ -87,7 +87,7 @@ def called(module: nn.Module, args: tuple, kwargs: Mapping[str, object]) -> tupl
 
 
 def _numbers_of(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the batch's hash and three counts of labels: equal to their token, equal to the next token, and all."""
+    """Return a batch's hash and three counts of labels: equal to their token, equal to the next token, and all."""
     tokens = next(filter(is_tokens, inputs.values()), next(iter(inputs.values()), torch.empty(0))).detach()
     some = tokens.flatten()[:: max(1, tokens.numel() // _MARKED)].double()
     mark = (some * torch.arange(1.0, len(some) + 1, dtype=some.dtype, device=some.device).sqrt()).sum()
@@ -106,7 +106,7 @@ def items_of(inputs: Mapping[str, torch.Tensor]) -> int:
 
 
 def _mark_output(output: Output) -> None:
-    """Mark the autograd nodes that computed a model's output, without keeping a reference to the nodes."""
+    """Mark the autograd nodes that computed a model's output, without keeping references to them."""
     for value in tree_leaves(output):
         if isinstance(value, torch.Tensor) and value.grad_fn is not None:
             _metadata_of(value.grad_fn)[_OUTPUT] = True
@@ -117,7 +117,7 @@ def _metadata_of(node: Node) -> dict[str, object]:
 
 
 def _comes_from_output(loss: torch.Tensor) -> bool:
-    """Return whether a loss's graph contains a marked node, or is too large for the loss function alone."""
+    """Return whether a loss depends on a marked node, or on too many nodes for a loss function alone."""
     waiting, seen = [loss.grad_fn], set[Node]()
     while waiting and len(seen) < _NODES_OF_A_LOSS:
         node = waiting.pop()
@@ -135,11 +135,11 @@ class Taken:
     """The result of an optimizer step.
 
     Attributes:
-        loss: the loss that the model or a trainer returned, or None if neither returned a loss.
-        norm: the norm of the gradient before clipping, or None if the step had no gradient.
+        loss: the loss that the model or a trainer returned, or None.
+        norm: the norm of the gradient before clipping, or None without a gradient.
         stepped: whether an optimizer took the step.
         measured: whether Lamina measured the update.
-        rate: the largest learning rate of the step, or the current largest learning rate if there was no step.
+        rate: the largest learning rate of the step.
     """
 
     loss: torch.Tensor | None
@@ -162,14 +162,14 @@ def stepping(optimizer: object) -> torch.optim.Optimizer:
 
 
 def after_closure(args: tuple, kwargs: Kwargs, act: Callable[[], None]) -> tuple[tuple, Kwargs] | None:
-    """Call ``act`` when a step's gradients are complete: after the step's closure, or now without a closure.
+    """Call a function when a step's gradients are complete: after the step's closure, or now without one.
+
+    Returns new arguments for the step, or None to keep the old ones.
 
     Args:
-        args: the positional arguments of a step pre-hook. The first argument is the optimizer.
+        args: the positional arguments of the step, beginning with the optimizer.
         kwargs: the keyword arguments of ``optimizer.step``.
-        act: a function to call after each call of the closure. LBFGS calls the closure several times in a step.
-
-    Returns new arguments for the step, or None to keep the old arguments.
+        act: the function. LBFGS calls the closure, and then this function, several times in a step.
     """
     closure = kwargs.get("closure") if len(args) < 2 else args[1]
     if not callable(closure):
@@ -192,8 +192,7 @@ Judge = Callable[[torch.Tensor], bool]
 class Instruments:
     """The hooks on a model's forward pass, on gradient clipping, and on the optimizers' steps.
 
-    Measurements stay on the device, so that training does not wait. ``gradient_rows`` reads the gradient norms of all
-    steps. ``rows`` reads the other measurements of a ``due`` step.
+    Measurements stay on the device, so that training does not wait, until ``gradient_rows`` and ``rows`` read them.
     """
 
     resumed = False  # whether steps were done before
@@ -270,10 +269,10 @@ class Instruments:
         """Attach the hooks inside the context.
 
         Args:
-            judge: a function that decides from the gradient norm whether to skip the step, or None to skip no step.
-            found: a function that Lamina calls with the batch after each search for the layers.
-            untold: a function that Lamina calls if a forward pass begins before the loop has reported the last step.
-            left: a function that Lamina calls before the loop destroys the process group.
+            judge: a function that decides from the gradient norm whether to skip the step, or None.
+            found: a function that receives the batch after each search for the layers.
+            untold: a function for the case that a forward pass begins before the loop has reported the last step.
+            left: a function to call before the loop destroys the process group.
         """
         self._judge, self._found, self._untold, self._left = judge, found, untold, left
         base = getattr(self.model, "base_model", None)
@@ -338,7 +337,7 @@ class Instruments:
             _mark_output(output)
 
     def _follow(self, module: nn.Module, arguments: Mapping[str, object]) -> None:
-        """Look for the layers once, and again after parameters were replaced. Without layers, record totals."""
+        """Look for the layers once, and again after parameters were replaced."""
         self._looking = True
         named = {"layers": self.settings.layers, "first_layer": self.settings.first_layer}
         before, self.followed = self.followed, follow(module, arguments, **named)
@@ -390,7 +389,7 @@ class Instruments:
     def differentiates(self, loss: torch.Tensor) -> None:
         """Keep the loss that a loop differentiates, in case neither the model nor the user gives a loss.
 
-        A loss that the loop differentiates after the optimizer's step does not belong to this step.
+        Losses after the optimizer's step do not belong to the step.
         """
         whole, scaled = self._scaled
         self._scaled = None, None
@@ -402,12 +401,12 @@ class Instruments:
             elif self._kept is not None:  # a later micro-batch, or a loss whose gradient is zeroed only now
                 kept = kept_square(optimizers)
                 self._kept = None if kept is None else torch.minimum(self._kept, kept)
-            # Only where the model gives no loss do these count.
+            # these count only if the model gives no loss
             losses = self._differentiated if self.losses or _comes_from_output(loss) else self._apart
             losses.append((whole if scaled is loss and whole is not None else loss).detach())
 
     def divides(self, model: nn.Module, divisor: float) -> None:
-        """Divide the losses so far by ``divisor``, because a pipeline stage divides its gradients by ``divisor``."""
+        """Divide the losses so far, because a pipeline stage divides its gradients by the same number."""
         if bare(model) is self.model:
             self._differentiated = [loss / divisor for loss in self._differentiated]
             self._apart = [loss / divisor for loss in self._apart]
@@ -431,12 +430,12 @@ class Instruments:
         self._scale = None
 
     def tries(self, optimizer: object) -> None:
-        """Note the end of a loss scaler's step. The scaler may have skipped the optimizer's step."""
+        """Note the end of a loss scaler's step, which may have skipped the optimizer's step."""
         if any(optimizer is own for own in self.optimizers):
             self.ended.add(id(optimizer))
 
     def clips(self, parameters: Sequence[torch.Tensor], limit: float | None) -> None:
-        """Measure this model's gradients before torch clips by norm, or by value if ``limit`` is None."""
+        """Measure this model's gradients before torch clips them, by norm or (without a limit) by value."""
         clipped_ids = {id(parameter) for parameter in parameters}
         if not any(id(parameter) in clipped_ids for parameter in self.model.parameters()):
             return
@@ -457,7 +456,7 @@ class Instruments:
         if self._current is not None or (none and not self._flat):  # with FSDP1 another process may have some
             return
         if self.followed is None:
-            # No forward pass of the model itself was seen (a compiled one): look for the layers with made-up tokens.
+            # Without a forward pass of the model (it is compiled), look for the layers with made-up tokens.
             device = local_part(next(self.model.parameters())).device
             names = [*inspect.signature(self.model.forward).parameters, "input_ids"]
             main = str(getattr(self.model, "main_input_name", names[0]))
@@ -473,7 +472,7 @@ class Instruments:
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: Kwargs
     ) -> tuple[tuple, Kwargs] | None:
-        """Measure the gradients before an optimizer's step. With a closure, measure after the closure."""
+        """Measure the gradients before an optimizer's step, or after its closure."""
         self._inner[id(optimizer)] += 1
         if self._inner[id(optimizer)] > 1:
             return None
@@ -485,7 +484,7 @@ class Instruments:
         first = not self._began
         self._began.add(id(optimizer))
         self.scales_losses |= getattr(optimizer, "found_inf", None) is not None
-        # A fused optimizer is called though the gradient is infinite; it unscales it and leaves the step out itself.
+        # A fused optimizer is called even with an infinite gradient, and then skips the step itself.
         factor: torch.Tensor | None = getattr(optimizer, "grad_scale", None)
         if self._current is None:
             self._measure_gradients()
@@ -517,16 +516,16 @@ class Instruments:
 
     @property
     def accumulates(self) -> bool:
-        """Whether the step continues after this micro-batch. A step that a loss scaler skips counts as ended."""
+        """Whether the step continues after this micro-batch. A step that a loss scaler skips has ended."""
         if self._zero is not None:
             return not self.ended
         return not self._began and not GradientState().sync_gradients  # accelerate leaves out the optimizers' steps
 
     def step_loss(self) -> torch.Tensor | None:
-        """Return the step's loss so far, as the mean of the micro-batches' losses or the sum of the loss's parts.
+        """Return the step's loss so far: the mean over micro-batches, or the sum of the loss's parts.
 
-        Losses that the loop differentiated count as parts. If a loop differentiates chunks of the loss and then the
-        chunks' sum, the chunks do not count again.
+        The parts are losses that the loop differentiated. If it differentiates chunks of the loss and then their sum,
+        the chunks do not count again.
         """
         shares = not self.losses
         if not (kept := self._differentiated or self._apart if shares else self.losses):
@@ -563,7 +562,7 @@ class Instruments:
         return taken
 
     def _compare_parameters(self, step: int) -> None:
-        """If the model's parameters have changed, look for the layers again at the next forward pass."""
+        """Look for the layers again at the next forward pass if the model's parameters have changed."""
         if self._norms is None or self._norms.sharded:
             return
         seen = {id(parameter) for parameter in self._norms.parameters}
@@ -580,10 +579,7 @@ class Instruments:
         self._stale = True
 
     def gradient_rows(self) -> list[Row]:
-        """Return the gradients of the steps since the last call as tidy rows. Frozen sub-layers have no rows.
-
-        A step that a GradScaler skipped because of an infinite gradient has no rows.
-        """
+        """Return the gradients of the steps since the last call. Frozen sub-layers and skipped steps have none."""
         if not self._squares:
             return []
         assert self._norms is not None
@@ -605,7 +601,7 @@ class Instruments:
         return rows
 
     def _batch_rows(self, step: int, mark: float, same: float, following: float, labels: float) -> list[Row]:
-        """Return the number of consecutive steps with the same batch, and the shares of labels that equal tokens."""
+        """Return how many consecutive steps had the same batch, and the fractions of labels that equal tokens."""
         self._varied |= mark != self._mark and math.isfinite(self._mark)
         self._repeats, self._mark = self._repeats + 1 if mark == self._mark else 0, mark
         shares = (same / labels, following / labels) if labels > 0 else ()
@@ -614,14 +610,11 @@ class Instruments:
         return rows + (again if self._repeats and self._varied else [])
 
     def written_rows(self, step: int) -> list[Row]:
-        """Return changes of weights by code other than the optimizer, at a step that is not due, as tidy rows."""
+        """Return changes of weights by other code than the optimizer, at a step that is not recorded."""
         return [] if self._updates is None else self._updates.samples.rows(step, recorded=False)
 
     def rows(self, step: int, processes: Processes) -> list[Row]:
-        """Return a due step's stream, gains, updates, moments and weights as tidy rows.
-
-        All processes must call this method, because the stream's rows combine the micro-batches of all processes.
-        """
+        """Return the stream, gains, updates, moments and weights of a recorded step. Call this in all processes."""
         seen = PassNumbers()
         if self._meter is not None:
             if self.due and not self._looked and self.followed is not None:

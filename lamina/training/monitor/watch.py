@@ -61,11 +61,11 @@ class WatchedRecords(Writers):
     """The records of a watched training, with its settings, watched.json and result.json.
 
     Args:
-        resume: whether to continue the folder's records after ``step``. "auto" continues existing records.
-        step: the last step before this start, or 0 for a new run.
+        resume: whether to continue the folder's records after this step. "auto" continues existing records.
+        step: the last step before training began or resumed.
 
     Raises:
-        UserError: for a folder with files, or for records of another version of Lamina.
+        UserError: the folder has files, or records of another version of Lamina.
     """
 
     def __init__(self, settings: WatchSettings, *, resume: Resume = False, overwrite: bool = False, step: int = 0):
@@ -93,7 +93,7 @@ class WatchedRecords(Writers):
             self._held = held.pop_all()
 
     def close(self, result: Json) -> None:
-        """Write the collected rows and result.json, and release the folder. Empty the folder of a run without steps."""
+        """Write the collected measurements and result.json, and release the folder. Without steps, empty it."""
         with self._held:
             self.sync()
             self.alarms.close()
@@ -105,14 +105,14 @@ class WatchedRecords(Writers):
 
 
 class LoopMonitor(Monitor):
-    """The monitor of a user's own training loop. ``lamina.watch`` and the callbacks create this monitor.
+    """The monitor of a user's training loop.
 
     Args:
         instruments: the hooks on the model and its optimizers, which supply the measurements.
         records: the writer of the records in the first process, or None in all other processes.
-        step: the last step before this start, or 0 for a new run.
+        step: the last step before training began or resumed.
         on_alarm: a function that the first process calls with the first alarm of each event (alarms within 20 steps).
-        tokenizer: the tokenizer that decodes recorded batches. With None, Lamina looks for the model's tokenizer.
+        tokenizer: the tokenizer that decodes recorded batches (default: the model's tokenizer).
     """
 
     says, level = "lamina.watch: ", logging.WARNING
@@ -171,7 +171,7 @@ class LoopMonitor(Monitor):
         self.instruments.due, self.instruments.resumed = self.is_due, self.step > 0
 
     def _describe(self, batch: Inputs | None = None) -> None:
-        """Write watched.json if its content has changed, and log new notes. For the first ``batch``, run the checks."""
+        """Write watched.json if its content has changed, and log new notes. The first batch is checked for mistakes."""
         if (followed := self.instruments.followed) is None:
             return
         if batch is not None and self.step == 0:
@@ -201,7 +201,7 @@ class LoopMonitor(Monitor):
             write_json(self.records.folder / WATCHED, {"record": VERSION, **about})
 
     def _announce(self, about: Json) -> None:
-        """Log one line about the records. As in Lightning, nobody has to configure logging to see the line."""
+        """Log one line about the records, which shows even if nobody has configured logging."""
         layers = f"{about['num_layers']} layers, " * bool(about["num_layers"])
         folder = shlex.quote(self.settings.output)
         text = (
@@ -260,9 +260,10 @@ class LoopMonitor(Monitor):
             self.instruments.due = self.is_due
 
     def _read(self, due: bool, rate: float | None) -> None:
-        """Read the steps since the last call. Record the last step if it is due. Raises Diverged.
+        """Read the steps since the last call, and record the last one if it is due. Raises Diverged.
 
-        ``rate`` is the learning rate of the step that has ended.
+        Args:
+            rate: the learning rate of the last step.
         """
         rows = self.instruments.gradient_rows()
         rows += self.instruments.rows(self.step, self.processes) if due else self.instruments.written_rows(self.step)
@@ -289,12 +290,12 @@ class LoopMonitor(Monitor):
                 self.guard.see_gradient(step, value)
 
     def _write_batches(self, series: Iterable[Row]) -> None:
-        """Write the batches of unusual steps. All processes must call this method at the same step."""
+        """Write the batches of unusual steps. Call this in all processes."""
         if self.batches is not None:
             self.batches.write({alarm.step for alarm in self.alarms.told}, series, self.processes)
 
     def take(self, rows: Sequence[Row]) -> None:
-        """Record values that the training code reports for a step. The alarm rules also check these values."""
+        """Record values that the training code reports for a step, and check them for alarms."""
         if self._open:
             self._waiting += rows
             self._add(rows)
@@ -305,7 +306,7 @@ class LoopMonitor(Monitor):
         return [row for row in super().new_steps() if not scaled or row[5] != NORM or math.isfinite(row[6])]
 
     def flush(self) -> None:
-        """Write all rows so far to disk while the monitor is open. All processes must call this method."""
+        """Write all measurements so far to disk while the monitor is open. Call this in all processes."""
         if self._open:
             super().flush()
 
@@ -339,7 +340,7 @@ class LoopMonitor(Monitor):
         self.end(sys.exc_info()[1])
 
     def end(self, error: BaseException | None) -> bool:
-        """Close the monitor. Return whether the monitor raised ``error`` to stop the training."""
+        """Close the monitor. Return whether the monitor itself raised the error to stop the training."""
         ended = error is not None and error is self.raised
         if ended or error is None:
             self.close(Status.FINISHED)
@@ -350,10 +351,10 @@ class LoopMonitor(Monitor):
         return ended
 
     def close(self, status: Status, reason: str = "") -> None:
-        """Remove the hooks, and write the collected rows. You may call this method twice."""
+        """Remove the hooks, and write the collected measurements. You may call this twice."""
         if not self._open:
             return
-        # The others may have left, or a loop may have ended the processes' group before the process ends.
+        # Other processes may have ended, or the loop may already have destroyed the process group.
         together = self.processes.size == 1 or (status is Status.FINISHED and torch.distributed.is_initialized())
         if status is Status.FINISHED and together:
             with suppress(Diverged):  # ``diverged`` has it
@@ -376,7 +377,7 @@ class LoopMonitor(Monitor):
 
 
 def _number(loss: object) -> torch.Tensor:
-    """Return a step's loss as a scalar tensor, without a device sync."""
+    """Return a step's loss as a scalar tensor, without waiting for the device."""
     if isinstance(loss, torch.Tensor) and loss.numel() == 1:
         return loss.detach().reshape(()).float()
     if isinstance(loss, numbers.Real):
@@ -392,8 +393,7 @@ class Watch:
     """The context manager that ``lamina.watch`` returns.
 
     Attributes:
-        monitor: the monitor inside the context, or None if Lamina can't continue the records (see ``open_monitor``).
-        diverged: the first divergence, or None.
+        monitor: the monitor inside the context, or None if Lamina cannot continue the records.
     """
 
     def __init__(self, begin: Callable[[], LoopMonitor | None]):
@@ -405,7 +405,7 @@ class Watch:
         return self
 
     def start(self) -> Self:
-        """Watch from now on until the process ends. Use ``start`` to watch a loop with only one added line."""
+        """Watch from now on until the process ends. This adds only one line to a loop."""
         atexit.register(self._at_exit)
         self.__enter__()
         if self.monitor is not None:
@@ -414,7 +414,7 @@ class Watch:
         return self
 
     def _show(self, hook: Callable[..., object], kind: type, error: BaseException, *frames: Any) -> None:
-        """Print one line for a divergence that ends the process. Call ``hook`` for any other error."""
+        """Print one line for a divergence that ends the process, and use the given hook for any other error."""
         if self.monitor is None or error is not self.monitor.raised:
             hook(kind, error, *frames)
         elif not is_reported(error):
@@ -428,14 +428,11 @@ class Watch:
         self.__exit__(None if error is None else type(error), error, None)
 
     def step(self, loss: torch.Tensor | float | None = None) -> None:
-        """End a step. Call this method once after each ``optimizer.step()``, with the step's loss.
+        """End a step. Call this once after each ``optimizer.step()``, with the step's loss.
 
-        If accelerate's ``accumulate`` skipped the ``optimizer.step()``, this call ends only a micro-batch. Under
-        ``accumulate``, the step's loss is the mean over its micro-batches.
-
-        The call waits for the device only at steps with a record (every ``every``-th step). With
-        ``on_divergence="stop"``, a divergence ends the ``with`` block here. Raises UserError for a loss that is not a
-        single number.
+        Under accelerate's ``accumulate``, the call may end only a micro-batch, and the step's loss is the mean over its
+        micro-batches. The call waits for the device only at recorded steps. With ``on_divergence="stop"``, a divergence
+        ends the ``with`` block here. Raises UserError for a loss that is not a single number.
         """
         assert self._open, (
             "monitor.step() was called outside of the with block of lamina.watch. Call it inside the block."
@@ -445,7 +442,7 @@ class Watch:
 
     @property
     def diverged(self) -> Diverged | None:
-        """The reason for the divergence and its layer, or None if the run did not diverge."""
+        """The step and reason of the divergence, or None."""
         return None if self.monitor is None else self.monitor.diverged
 
     def __exit__(
@@ -477,33 +474,32 @@ def watch(
     ...         monitor.step(loss)
 
     To add only one line to a loop, call ``lamina.watch(model, optimizer, output="runs/mine").start()`` before the loop.
-    ``start`` watches until the process ends. With ``start``, a step ends when the next forward pass begins. The step's
-    loss is the ``loss`` of the model's output, or the tensor on which the loop calls ``backward``.
+    A step then ends when the next forward pass begins. Its loss is the ``loss`` of the model's output, or the tensor on
+    which the loop calls ``backward``.
 
-    ``watch`` works with gradient accumulation, clipping, DDP and FSDP. Call ``watch`` in every process, after you wrap
-    the model. With pipeline parallelism, give each stage its own folder: ``output=f"runs/mine/stage-{stage}"``. `lamina
-    report OUTPUT` draws the records, and `lamina diagnose OUTPUT` explains the records. The training stays
-    bit-identical, unless ``skip_outliers`` skips a step. If a compiled model computes in bfloat16, its results differ
-    by rounding.
+    Call ``watch`` in every process, after you wrap the model in DDP or FSDP. With pipeline parallelism, give each stage
+    its own folder: ``output=f"runs/mine/stage-{stage}"``. `lamina report OUTPUT` draws the records, and `lamina
+    diagnose OUTPUT` explains them. Training stays bit-identical, unless ``skip_outliers`` skips a step or a compiled
+    model computes in bfloat16.
 
     Args:
         model: the model that is trained.
         optimizer: the model's optimizer, or a list of optimizers that step together.
         output: the folder of the records.
-        resume: continue the records of ``output`` after ``step``. "auto" continues existing records. With "auto" and a
-            ``step`` above 0, training continues without records if Lamina can't continue the old records.
-        overwrite: replace the records of ``output``.
-        step: the number of steps trained before this start.
+        resume: whether to continue the folder's records. "auto" continues existing records. If that fails at a
+            ``step`` above 0, training continues without records.
+        overwrite: whether to replace the folder's records.
+        step: the number of steps trained so far.
         on_alarm: a function that the first process calls with the first alarm of each event (alarms within 20 steps).
-            The alarm has ``step``, ``layer``, ``sublayer``, ``metric`` and ``value``. ``str(alarm)`` is a sentence. An
-            error in the function ends the training.
-        tokenizer: with ``batches=True``, the tokenizer that decodes recorded batches (default: the model's tokenizer).
+            The alarm has ``step``, ``layer``, ``sublayer``, ``metric`` and ``value``, and ``str(alarm)`` is a sentence.
+            An error in the function ends the training.
+        tokenizer: the tokenizer that decodes recorded batches (default: the model's tokenizer).
         settings: see ``WatchSettings``: every, layers, first_layer, attention, batches, on_divergence,
             divergence_margin, divergence_patience, skip_outliers, report_to.
 
     Raises:
-        UserError: for invalid settings, a model or an optimizer that does not come from torch, or an output folder in
-            use.
+        UserError: a setting is invalid, the model or the optimizer does not come from torch, or the output folder is
+            in use.
     """
     record = WatchSettings.from_dict({"output": output, **settings})
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
@@ -524,9 +520,10 @@ def open_monitor(
     on_alarm: OnAlarm | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> LoopMonitor | None:
-    """Begin a monitor: open the folder and attach the hooks. All processes of a run must call this function. Raises
-    UserError if Lamina can't open the folder or continue its records. With ``resume="auto"`` and a ``step`` above 0,
-    Lamina logs the problem and returns None instead. The training then continues without records.
+    """Begin a monitor: open the folder and attach the hooks. Call this in all processes.
+
+    Raises UserError if Lamina cannot open the folder or continue its records. With ``resume="auto"`` and a ``step``
+    above 0, Lamina instead logs the problem and returns None, and training continues without records.
     """
     processes, stage = processes_of(model, settings)
     instruments = Instruments(model, optimizers, settings)  # refuses before the folder is touched

@@ -1,7 +1,4 @@
-"""Write and read a run's records: rows of layers/, the numbers of every step, metrics.jsonl and watched.json.
-
-This module loads neither torch nor transformers, because report pages use this module to read watched.json.
-"""
+"""Write and read a run's records: measurements by layer, metrics.jsonl and watched.json."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ from lamina.training.setting_groups import GuardSettings, trackers
 logger = logging.getLogger(__name__)
 
 Row: TypeAlias = tuple[int, int, str, str, int, str, float]
-"""step, layer (-1 outside the layers), sub-layer, role, index, metric, value"""
+"""A measurement: step, layer (-1 outside the layers), sub-layer, role, index, metric, value."""
 
 LOSS, NORM, RATE = "step_loss", "step_gradient_norm", "learning_rate"
 """The metrics of every step."""
@@ -44,9 +41,9 @@ class LastEvaluation:
     """The results of the last evaluation.
 
     Attributes:
-        step: the last trained step before the evaluation, or -1 if there was no evaluation yet.
+        step: the last trained step before the evaluation, or -1 without an evaluation.
         loss: the loss on the held-out blocks, in nats per token.
-        second: the loss on the held-out blocks of a second corpus, if there is one.
+        second: the loss on the held-out blocks of a second corpus, or None.
         scores: the objective's other metrics, such as accuracy.
         tasks: the scores on eval_tasks.
     """
@@ -64,10 +61,10 @@ class LastEvaluation:
 
 
 def spike_columns(folder: Path) -> Json:
-    """Count spikes and surges in a run's losses and gradient norms. The keys of the result are in ``SPIKES``.
+    """Count spikes and surges in a run's losses and gradient norms.
 
-    Spikes are None for a series of at most ``FEWEST`` steps, which is too short to judge. Surges are None for an empty
-    series.
+    Spikes are None for a run of at most ``FEWEST`` steps, which is too short to judge. Surges are None for a run
+    without steps.
     """
     series: dict[str, dict[int, float]] = {LOSS: {}, NORM: {}}
     for step, *_, metric, value in read_rows(folder, [LOSS, NORM]):
@@ -92,12 +89,18 @@ LAYER_COLUMNS = tuple(_TYPES)
 
 
 def layer_parts(folder: Path) -> list[Path]:
-    """Return the files of a run's layers/ in order: Parquet files, or .npz files if pyarrow was not installed."""
+    """Return the files with a run's measurements by layer, in order.
+
+    Without pyarrow, they are .npz files instead of Parquet files.
+    """
     return sorted(part for part in (folder / "layers").glob("part-*") if part.suffix in (".parquet", ".npz"))
 
 
 def read_part(part: Path, metrics: Sequence[str] | None = None, sublayer: str | None = None) -> dict[str, list[Any]]:
-    """Read a part's columns. The default is all metrics and sub-layers. Raises OSError, ValueError, KeyError."""
+    """Read a file's columns, for the given metrics and sub-layer (default: all).
+
+    Raises OSError, ValueError or KeyError for a damaged file.
+    """
     if part.suffix == ".npz":
         import numpy as np
 
@@ -125,10 +128,9 @@ def read_part(part: Path, metrics: Sequence[str] | None = None, sublayer: str | 
 
 
 def read_rows(folder: Path, metrics: Sequence[str] | None = None, sublayer: str | None = None) -> list[Row]:
-    """Read a run's rows by layer. The default is all metrics and sub-layers.
+    """Read a run's measurements by layer, for the given metrics and sub-layer (default: all).
 
-    If a part is unreadable, Lamina leaves it out and logs a warning. Raises UserError for a Parquet part if pyarrow is
-    not installed.
+    Unreadable files are left out with a warning. Raises UserError for a Parquet file if pyarrow is not installed.
     """
     rows: list[Row] = []
     for part in layer_parts(folder):
@@ -145,7 +147,7 @@ def read_rows(folder: Path, metrics: Sequence[str] | None = None, sublayer: str 
 
 
 class MetricsWriter:
-    """Writes metrics.jsonl, one line for each record, without delay.
+    """Write metrics.jsonl, one line for each record, without delay.
 
     Args:
         folder: the run's folder.
@@ -204,7 +206,7 @@ def _evaluations(records: list[Json]) -> tuple[LastEvaluation, float]:
 
 
 def keep_abandoned(folder: Path, step: int, number: int) -> None:
-    """Copy the records after ``step`` to metrics-rollback-NUMBER.jsonl. Call this function before the rollback."""
+    """Copy the records after a step to metrics-rollback-NUMBER.jsonl. Call this before a rollback."""
     gone = [record for record in RunFolder(folder).metrics if record["step"] > step]
     write_lines(folder / f"metrics-rollback-{number}.jsonl", gone)
 
@@ -215,10 +217,10 @@ def _number(part: Path) -> int:
 
 
 class LayersWriter:
-    """Writes rows in parts, as layers/part-*. A killed run loses only the last part's rows.
+    """Write measurements by layer into several files. A killed run loses only the last file.
 
-    A part covers 10 seconds or 0.2 % of the time so far, whichever is longer. So a long run has about a thousand parts.
-    A part is a Parquet table. Without pyarrow, a part is a NumPy .npz file with an array per column, without pickle.
+    A file covers 10 seconds or 0.2 % of the time so far, whichever is longer. It is a Parquet table, or without pyarrow
+    a .npz file with an array per column.
     """
 
     rows_per_part = 20_000
@@ -232,7 +234,7 @@ class LayersWriter:
         self._begun = self._flushed = time.monotonic()
 
     def last_step(self) -> int:
-        """Return the step of the last row on disk, or 0 without rows."""
+        """Return the step of the last measurement on disk, or 0."""
         steps = (max(read_part(part)["step"], default=0) for part in reversed(layer_parts(self.folder.parent)))
         return next(steps, 0)
 
@@ -240,7 +242,7 @@ class LayersWriter:
         return 1 + max(map(_number, layer_parts(self.folder.parent)), default=-1)
 
     def load_state_dict(self, state: RunState) -> None:
-        """Drop rows later than the checkpoint."""
+        """Drop measurements later than the checkpoint."""
         if "step" not in state:
             return
         for part in layer_parts(self.folder.parent):
@@ -257,7 +259,7 @@ class LayersWriter:
         self.next = state.get("layer_parts", self._after_last())
 
     def add(self, rows: Iterable[Row]) -> None:
-        """Add rows of (step, layer, sublayer, role, index, metric, value)."""
+        """Add measurements."""
         self.rows += rows
         now = time.monotonic()
         pause = max(self.seconds_per_part, self.share_per_part * (now - self._begun))
@@ -265,7 +267,7 @@ class LayersWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Write the collected rows as one part."""
+        """Write the collected measurements as one file."""
         self._write(self.next, self.rows)
         self.rows, self.next = [], self.next + bool(self.rows)
         self._flushed = time.monotonic()

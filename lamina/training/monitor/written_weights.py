@@ -12,13 +12,13 @@ from typing import TypeAlias
 from lamina.training.monitor.writers import RATE, Row
 
 HANDS = ("written_ratio", "forgotten_share")
-# Share of the weights, and multiple of the usual change. Below both, a change of weights between two steps may be the
+# A change of weights below this fraction of the weights, or below this multiple of the usual change, may be the
 # loop's own normalization or averaging.
 WRITTEN, OWN_WAY = 0.02, 3.0
 FORGOTTEN = 0.5  # share of an optimizer's moments that is lost when it counts as reset
 HABIT, RECORDS = 0.3, 3  # the same share, if the loop changed these weights before each of so many records
-# Share of the trained parts that must change together, and multiples of the distance since the last change, for a
-# change to count as averaged weights or as a way back to earlier ones.
+# A change counts as averaged weights, or as a return to earlier ones, if this fraction of the trained parts changes
+# together, by these multiples of the distance since the last change.
 MEANS, REACH, FAR = 0.8, 1.5, 8.0
 FIRST = 3  # changes of all weights; later ones may reach further
 JUMP = 0.1  # series start again after an averaging that changes this share of the weights
@@ -34,19 +34,19 @@ RESTARTS = (
 Place: TypeAlias = tuple[int, str, str]
 """layer, sub-layer, role"""
 Judgment: TypeAlias = tuple[str, Row, float, bool]
-"""The rule, the row, the usual value, and whether the row is outside its range."""
+"""The rule, the measurement, the usual value, and whether the value is outside its usual range."""
 
 
 @dataclass
 class WrittenWeights:
-    """Judges a run's changed weights and lost moments, one step after another.
+    """Judge a run's changed weights and lost moments, one step after another.
 
     Attributes:
-        means: the number of steps so far at which other code changed (almost) all weights.
+        means: the number of steps so far at which other code changed almost all weights.
         total: the sum of other code's changes at the last step.
-        rate: the last known learning rate, or None if no step had a learning rate yet.
+        rate: the last known learning rate, or None.
         restarts: whether the last step lost its moments in a restart of the optimizer.
-        elsewhere: whether all series start again, because weights were replaced or the optimizer restarted.
+        elsewhere: whether past measurements no longer count, because weights were replaced or the optimizer restarted.
         note: the text of this step's note, or "".
     """
 
@@ -68,15 +68,14 @@ class WrittenWeights:
     ) -> Iterator[Judgment]:
         """Judge a step.
 
-        If other code changes weights from the first record on, the training loop does so on purpose. Averaging with
-        other models may change many parts at once. A change of many parts is unusual only if it is larger than the sum
-        of the optimizer's updates since the last record.
+        Changes by other code from the first record on are intentional. Averaging with other models may change many
+        parts at once, so such a change is unusual only if it exceeds the optimizer's updates since the last record.
 
         Args:
-            weights: for each part, the step of the last record, the weights' norm and the update's norm.
-            recent_of: a function that returns the latest recorded values of a row's series.
-            several: a change of more parts than this number counts as a change of many parts.
-            rate: the step's learning rate, if it is known.
+            weights: the step of the last record, the weights' norm and the update's norm, for each part.
+            recent_of: a function that returns the last values of the same metric and layer.
+            several: the number of parts above which a change counts as a change of many parts.
+            rate: the step's learning rate, or None.
         """
         self.elsewhere, self.note = False, ""
         of = {(row[1:4], row[5]): row for row in rows if row[5] in {*HANDS, "moved_ratio"} and math.isfinite(row[6])}
@@ -122,7 +121,7 @@ class WrittenWeights:
 
 
 def _usual(recent: Sequence[float]) -> float:
-    """Return the usual relative change of a part's weights by other code, given the changes at the latest records."""
+    """Return the usual relative change of a part's weights by other code, from its last records."""
     events = [value for value in recent if value > 0]
     usual = OWN_WAY * statistics.median(events if len(events) > 1 else recent or [math.inf])
     habit = len(recent) >= RECORDS and all([*recent][-RECORDS:])

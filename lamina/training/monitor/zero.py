@@ -1,8 +1,7 @@
 """Find this process's part of each parameter, and the end of each step, under DeepSpeed's ZeRO 1 to 3.
 
-ZeRO keeps float32 weights, gradients and the optimizer's moments in flat tensors. Each process has a slice of these
-tensors. Stage 3 also splits the model's own parameters. ZeRO's optimizer updates one slice after another with a torch
-optimizer, and frees gradients between these updates. So Lamina counts a step only when ZeRO's ``step`` ends.
+ZeRO keeps float32 weights, gradients and moments in flat tensors, of which each process has a slice. ZeRO's optimizer
+updates one slice after another with a torch optimizer, so Lamina counts a step only when ZeRO's ``step`` ends.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ from lamina.training.monitor.held_parts import HeldPart
 Zero: TypeAlias = Any
 """ZeRO's optimizer, without a static type because DeepSpeed may be missing."""
 Marked: TypeAlias = Any
-"""A parameter with DeepSpeed's marks."""
+"""A parameter with DeepSpeed's attributes."""
 
 
 class ZeroPart(HeldPart):
-    """This process's part of a parameter, as a slice of the float32 weights that ZeRO's optimizer updates.
+    """This process's part of a parameter: a slice of the float32 weights that ZeRO's optimizer updates.
 
     Args:
-        place: the flat tensor, the part's first index in this tensor, and the part's length.
-        gradient: a function that returns the part's gradient, or None.
-        group: the number of the optimizer's group, or -1 for a frozen parameter.
+        place: the flat tensor, the slice's first index, and its length.
+        gradient: a function that returns the slice's gradient, or None.
+        group: the index of the optimizer's group, or -1 for a frozen parameter.
         share: the weight of this process's part in a sum over processes.
     """
 
@@ -62,12 +61,12 @@ class ZeroPart(HeldPart):
 
 
 def is_deepspeeds(model: nn.Module) -> bool:
-    """Return whether DeepSpeed's ZeRO, which marks its parameters, manages a model's gradients and weights."""
+    """Return whether DeepSpeed's ZeRO manages a model's gradients and weights."""
     return any(hasattr(parameter, "_hp_mapping") or hasattr(parameter, "ds_id") for parameter in model.parameters())
 
 
 def zero_optimizer(model: object, optimizers: Iterable[object]) -> Zero:
-    """Find ZeRO's optimizer in DeepSpeed's engine or its wrapper. Return None without ZeRO, or for ZeRO on a disk."""
+    """Find ZeRO's optimizer in DeepSpeed's engine or its wrapper. Returns None without ZeRO, or for ZeRO on disk."""
     for found in (model, *optimizers):
         while found is not None:
             if hasattr(found, "bit16_groups") or hasattr(found, "fp32_partitioned_groups_flat"):
@@ -77,7 +76,7 @@ def zero_optimizer(model: object, optimizers: Iterable[object]) -> Zero:
 
 
 def zero_parts(zero: Zero, model: nn.Module) -> dict[int, ZeroPart]:
-    """Return each parameter's part, by the parameter's id."""
+    """Return this process's part of each parameter, by the parameter's id."""
     if hasattr(zero, "fp32_partitioned_groups_flat"):
         return {id(parameter): _stage_3(zero, parameter) for parameter in model.parameters()}
     flats = zero.single_partition_of_fp32_groups
@@ -122,10 +121,9 @@ def _stage_3(zero: Zero, parameter: Marked) -> ZeroPart:
 
 
 class ZeroGroups:
-    """The groups and the state of ZeRO's torch optimizer. Each group has one flat tensor per parameter.
+    """The groups and the state of ZeRO's torch optimizer, with one flat tensor per parameter.
 
-    Lamina uses this object in place of the torch optimizer, because ZeRO's stage 3 empties the optimizer's groups
-    between updates.
+    Lamina uses this object instead, because ZeRO's stage 3 empties the optimizer's groups between updates.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, parts: Mapping[int, ZeroPart]):
@@ -145,7 +143,7 @@ class ZeroGroups:
 
 @contextmanager
 def steps_of(zero: Zero, before: Callable[[], object], after: Callable[[], object]) -> Iterator[None]:
-    """Inside the context, call functions before and after each step of ZeRO's optimizer."""
+    """Call functions before and after each step of ZeRO's optimizer, inside the context."""
     step = zero.step
 
     def telling(*args: object, **kwargs: object) -> object:

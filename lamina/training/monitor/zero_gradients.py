@@ -1,4 +1,4 @@
-"""Move parameters to find out on which of them a loss depends, and why some get no gradient."""
+"""Change parameters to find out on which of them a loss depends, and why some get no gradient."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ZeroGradients(NamedTuple):
 
     Attributes:
         stuck: all-zero parameters whose gradient stays 0, because other all-zero parameters multiply them.
-        idle: matrices whose gradient is 0, or rounding alone, even if no parameter is all-zero.
+        idle: matrices whose gradient stays 0 (or rounding error) even if no parameter is all-zero.
         cut: parameters without a gradient, although the loss changes with them.
     """
 
@@ -57,9 +57,11 @@ def moved(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 
 def zero_gradients(model: nn.Module, sizes: Mapping[int, float], run: Run) -> ZeroGradients:
-    """Find the causes, given the gradients' sizes in the first pass. ``run`` runs the model and returns the loss.
+    """Find why parameters get no gradient, with further passes in evaluation mode.
 
-    The passes run in evaluation mode, because training may drop whole layers.
+    Args:
+        sizes: the sizes of the gradients in the first pass, by the parameter's id.
+        run: a function that runs the model and returns the loss.
     """
     named = {name: p for name, p in model.named_parameters() if p.requires_grad and p.numel()}
     if any(isinstance(p, DTensor) for p in named.values()):
@@ -121,7 +123,7 @@ def _parts(named: Mapping[str, nn.Parameter], none: Collection[int]) -> list[lis
 
 @torch.no_grad()
 def _cut(parts: Iterable[Sequence[nn.Parameter]], run: Run) -> Iterator[int]:
-    """Yield the ids of the parameters of each part that changes the loss."""
+    """Yield the ids of parameters that change the loss, although they get no gradient."""
 
     def value() -> float:
         with torch.random.fork_rng(devices=[]):
@@ -138,10 +140,12 @@ def _cut(parts: Iterable[Sequence[nn.Parameter]], run: Run) -> Iterator[int]:
 
 
 def is_own_reference(model: nn.Module, ran: Mapping[int, Collection[bool]], run: Run) -> bool:
-    """Return whether the reference or teacher of the loss is the trained part of the model itself.
+    """Return whether the reference or teacher of the loss is the trained model itself.
 
-    For any weights, each of this part's outputs then equals an output without gradients. ``ran`` tells by a
-    module's id whether autograd recorded its calls.
+    If it is, each output of the model equals an output without gradients, for any weights.
+
+    Args:
+        ran: whether autograd recorded the calls of each module, by the module's id.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     size = sum(p.numel() for p in trained)

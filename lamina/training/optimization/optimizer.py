@@ -44,7 +44,7 @@ def scaling_of(settings: RunSettings) -> Scaling | None:
 
 
 def step_factors(model: PreTrainedModel, scaling: Scaling, optimizer: str = "adamw") -> dict[str, StepFactors]:
-    """Return each parameter's factors on learning rate, weight decay and epsilon, by name."""
+    """Return each parameter's factors on the learning rate and on Adam's epsilon, by name."""
     scaled = {each.weight.name: each for each in scaled_weights(model, scaling)}
     if optimizer == "adamw":
         return {name: each.factors for name, each in scaled.items()}
@@ -129,7 +129,7 @@ def parameter_groups(
     Gains, biases and learned scales have no weight decay.
 
     Args:
-        factors: each parameter's factors on learning rate, weight decay and epsilon.
+        factors: each parameter's factors on the learning rate and on epsilon.
         epsilon: Adam's epsilon, before these factors.
     """
     groups: dict[tuple[float, bool, float, float, bool], Json] = {}
