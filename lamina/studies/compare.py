@@ -81,7 +81,7 @@ def open_study(
     """Open a study's folder, check its runs, and cache their data.
 
     Returns:
-        the folder's job, the settings with precision and compilation decided, and the runs' settings by name.
+        the job that holds the folder, the study's complete settings, and the settings of each run.
 
     Raises:
         UserError: a launcher started several processes, a run's settings or data are unusable, or a finished run has

@@ -180,7 +180,7 @@ def training_flops(model: PreTrainedModel, plan: Plan, sequence_length: int) -> 
 
 
 def wiring_multiplications(plan: Plan) -> int:
-    """Count the multiplications per token for several residual streams and reads of earlier states."""
+    """Count the multiplications per token that combine residual streams or earlier hidden states."""
     total = memory = 0
     for layer in plan.layers:
         memory += layer.boundary
@@ -194,7 +194,7 @@ def wiring_multiplications(plan: Plan) -> int:
 
 
 def check_settings(settings: PretrainSettings, plan: Plan, processes: int = 1) -> TrainingArguments:
-    """Return the Trainer's arguments. Raises UserError if this machine or the placement rules out a setting."""
+    """Return the Trainer's arguments. Raises UserError for a setting that this machine or the placement excludes."""
     if settings.push_to_hub is not None:
         check_repository(settings.push_to_hub)
     if settings.eval_corpus is not None:

@@ -134,7 +134,7 @@ class ShortRun(TrainerCallback):
 
 
 class _StepNumbers(StepSeries):
-    """Collect the current step's loss and gradient norm as plain numbers."""
+    """Keep the current step's loss and gradient norm as plain numbers."""
 
     def __init__(self) -> None:
         super().__init__()

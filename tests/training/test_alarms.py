@@ -359,7 +359,7 @@ BREAKS = {
     "forgotten": (steady, {"forgotten_share": 1.0}, "100% of its optimizer's moments changed between two steps"),
     "apart": (steady, {"rate_ratio": 30.0}, "its learning rate is 30 times the other layers' median"),
     "fall": (steady, {"second_moment": 0.1}, "second moment is 0.1 times its recent median"),
-    "rise": (steady, {"row_norm_abs_max": 9.0}, "the longest row is 9 times"),
+    "rise": (steady, {"row_norm_abs_max": 9.0}, "the largest row norm is 9 times"),
 }
 
 

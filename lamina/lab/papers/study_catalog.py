@@ -485,7 +485,7 @@ def _points(entries: _Entries, axis: str, values: object, job: TrialJob) -> dict
     names = job.settings_class().names()
     if axis in TAKEN and axis not in names:
         where_in_file = f"{entries.where}: {axis}"
-        raise UserError(f"{where_in_file}: is a column of the study's tables already. Choose another name.")
+        raise UserError(f"{where_in_file}: Lamina's tables already have this column. Choose another name.")
     if isinstance(values, Mapping) and values:
         for label, settings in values.items():
             if not isinstance(settings, Mapping):
@@ -544,7 +544,7 @@ def _read_stage(entries: _Entries, name: str, earlier: Sequence[str], axes: Axes
     for axis, label in of.items():
         if axis not in axes or label not in axes[axis]:
             where_in_file = f"{entries.where}: of: {axis}: {label!r}"
-            raise UserError(f"{where_in_file} is not in any setting. Give values of {', '.join(axes)}.")
+            raise UserError(f"{where_in_file} is not a value of this axis. Give values of {', '.join(axes)}.")
     records = entries.data.get("records", ())
     records = records if isinstance(records, Sequence) else (records,)
     entries.among("record", records, RECORDS)

@@ -167,7 +167,7 @@ def conform(rows: Dataset, forms: Sequence[tuple[str, ...]], *, turns: bool) -> 
     form = next((form for form in forms if set(form) <= set(rows.column_names)), None)
     if form is None:
         needed = ", or ".join(" and ".join(form) for form in forms)
-        raise UserError(f"the rows have no known fields, but {', '.join(columns)}. Give {needed}.")
+        raise UserError(f"the rows have no fields that Lamina knows (found: {', '.join(columns)}). Give {needed}.")
     if form == PAIR_FORMS[1] or ("chosen" in form and len(_kinds(rows, form)) > 1):
         texts, form = _kinds(rows, form) == {"Value"}, PAIR_FORMS[0]
         rows = rows.map(_of_pair) if texts else _turned(rows, _of_pair, *form)

@@ -413,9 +413,10 @@ class PolicyOptimization(TuningStage[RlhfSettings]):
 
 
 class PromptOrder(TrainOrder):
-    """Order the prompts for TRL's online trainers, which generate answers for several micro-batches at once.
+    """Order the prompts for TRL's online trainers.
 
-    TRL reads all prompts of such a group of micro-batches at the group's first micro-batch.
+    These trainers generate answers for a group of micro-batches at once. They read the prompts of the whole group with
+    its first micro-batch.
 
     Args:
         copies: how often each prompt occurs in a row.

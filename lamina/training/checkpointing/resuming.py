@@ -34,7 +34,7 @@ ROLLBACKS = "rollbacks.json"
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """The settings, norm placement and data of a run, as its checkpoints and its folder store them."""
+    """The settings, norm placement and data with which a resumed run must agree."""
 
     settings: PretrainSettings
     plan: Plan
@@ -177,7 +177,7 @@ class Rollbacks:
         return self.done[-1].learning_rate_factor if self.done else 1.0
 
     def allows(self, state: RunState) -> bool:
-        """Return whether a checkpoint is still valid, because no rollback has gone back to an earlier step."""
+        """Return whether a checkpoint is still valid. A rollback to an earlier step makes it invalid."""
         return all(state["step"] <= entry.step for entry in self.done[int(state["rollbacks"]) :])
 
     def add(self, *, step: int, diverged_at: int, reason: str, factor: float, skip: int | None) -> Rollback:

@@ -229,7 +229,7 @@ def copies(tensors: Mapping[str, torch.Tensor]) -> Tensors:
 def write_shards(tensors: Mapping[str, torch.Tensor], folder: Path, group: ProcessGroup | None = None) -> None:
     """Write sharded tensors into a folder, with one safetensors file per process.
 
-    Raises the first process's error in all processes, and OSError if a disk is full.
+    An error in one process is raised in all processes. Raises OSError if a disk is full.
 
     Args:
         group: the process group to communicate in (default: the training's group).

@@ -79,8 +79,8 @@ class Alarm:
     def order(self) -> tuple[float, ...]:
         """The sort key. Alarms are sorted by step, and within a step by closeness to the cause.
 
-        NaN and infinity spread to later layers in hidden states, and to earlier layers in gradients. The first value in
-        the order of computation is therefore closest to the cause.
+        NaN and infinity spread to later layers in hidden states, and to earlier layers in gradients. The value that was
+        computed first is therefore closest to the cause.
         """
         rank = 2 * self.layer + (self.sublayer == "feed_forward")
         forward = self.metric.startswith(("hidden", "attention"))  # these come before the gradients
@@ -138,7 +138,11 @@ class Alarms(Rules):
         return self._tell(alarms)
 
     def first(self, rose: float) -> Alarm | None:
-        """Return the first alarm of the last event before the loss rose."""
+        """Return the first alarm of the event that preceded a rise of the loss.
+
+        Args:
+            rose: the step of the rise.
+        """
         return first_before([*self.told, *chain(*self._high.values()), *self._single], rose)
 
     def close(self) -> None:
@@ -276,8 +280,8 @@ _OUTSIDE = {"embedding": "the embedding", "readout": "the output head", "other":
 _NAMES = {
     "gain_abs_max": "a norm's largest gain",
     "gain_mean": "a norm's mean gain",
-    "row_norm_abs_max": "the longest row",
-    "row_norm_mean": "the rows' mean norm",
+    "row_norm_abs_max": "the largest row norm",
+    "row_norm_mean": "the mean row norm",
     "experts_used": "the number of experts in use",
     "hidden_variance": "the residual stream's variance",
     "hidden_abs_max": "the residual stream's largest |x|",
@@ -349,8 +353,7 @@ def describe(alarm: Alarm, paths: Mapping[int, str] = MappingProxyType({})) -> s
 def events(alarms: Iterable[Alarm]) -> list[list[Alarm]]:
     """Group alarms into events, oldest first. An alarm within 20 steps of the previous one belongs to its event.
 
-    The limit is 60 steps after an alarm about the learning rate and before an alarm about the loss, because a learning
-    rate shows a problem first and the loss shows it last.
+    Alarms about the learning rate may come 60 steps earlier, and alarms about the loss 60 steps later.
     """
     groups: list[list[Alarm]] = []
     for alarm in sorted((alarm for alarm in alarms if alarm.rule != NOTABLE), key=lambda alarm: alarm.order):
@@ -362,9 +365,12 @@ def events(alarms: Iterable[Alarm]) -> list[list[Alarm]]:
 
 
 def first_before(alarms: Iterable[Alarm], rose: float | None) -> Alarm | None:
-    """Return the first alarm of the last event before the loss rose.
+    """Return the first alarm of the event that preceded a rise of the loss.
 
-    If the step of the rise is None, or no event precedes it, return the very first alarm.
+    Without such an event, return the first alarm of all.
+
+    Args:
+        rose: the step of the rise, or None.
     """
     groups = events(alarms)
     before = [group for group in groups if rose is not None and group[0].step <= rose]

@@ -129,7 +129,7 @@ class BeforeTraining:
 
     @cached_property
     def groups(self) -> dict[int, list[Mapping[str, Output]]]:
-        """The optimizers' groups that contain a parameter or its float32 master copy, by the parameter's id."""
+        """For each parameter, by id: the optimizer groups that contain it or its float32 master copy."""
         outputs: dict[int, list[Mapping[str, Output]]] = {}
         halves = [p for p in self.trained if p.dtype in (torch.float16, torch.bfloat16)]
         for _, group in self.settings:

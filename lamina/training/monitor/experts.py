@@ -8,8 +8,9 @@ expert's bias after each optimizer step:
 The router adds the bias to its scores only when it chooses experts. The mode "loss" (DeepSeek-V2, arXiv 2405.04434 Eq
 23-25; DeepSeek-V3 Eq 17-20) adds a loss for each sequence:
 
-    rate * sum_e f_e P_e    f_e = num_experts / (top_k tokens) * (tokens that chose e)    P_e = mean share of e's score
+    rate * sum_e f_e P_e
 
+f_e is the number of tokens that chose expert e, times num_experts / (top_k * tokens). P_e is expert e's mean score.
 Lamina averages this loss over the sequences and sums it over the layers.
 """
 

@@ -137,7 +137,7 @@ class Skip(NamedTuple):
 
 
 class Swap(NamedTuple):
-    """Token ids [batch, tokens], and two columns whose embeddings are exchanged."""
+    """Token ids [batch, tokens], a column, and the column whose embeddings replace its embeddings."""
 
     tokens: torch.Tensor
     at: int
@@ -331,11 +331,7 @@ def first_pass(
 ) -> FirstPass | None:
     """Run a forward and backward pass, then restore gradients, random states and buffers.
 
-    Returns None without a loss.
-
-    Args:
-        others: trainable tensors that model.parameters() lacks.
-        blocks: lists of layers, with their paths.
+    Returns None without a loss. The last arguments are trainable tensors outside the model, and the lists of layers.
     """
     every, seen, calls = [*model.parameters(), *others], _Seen(), _Calls(_first_rows)
 

@@ -105,7 +105,7 @@ class DivergenceGuard:
         self._calm = deque(seen.get("calm", []), maxlen=_CALM)
 
     def outcome(self, status: Status) -> Json:
-        """Return the guard's columns of result.json. The base class has none."""
+        """Return the guard's columns of result.json. The base class adds no column."""
         return {}
 
     def first_to_leave(self) -> str:

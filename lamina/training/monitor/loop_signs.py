@@ -104,7 +104,7 @@ class LoopSigns:
             layers = ", ".join(map(str, sorted({layer for layer, _ in left_out})))
             self.note(
                 f"step {step}: the model skipped layer {layers} or a part (LayerDrop, stochastic depth, an early "
-                "exit). Lamina does not judge a layer at a step that skips it"
+                "exit). Lamina checks a layer only at steps that call it"
             )
         mask = tuple(parameter.requires_grad for parameter in self.norms.parameters)
         changed = dict.fromkeys(self._replaced, 1)
@@ -132,8 +132,8 @@ class LoopSigns:
         what = [f"{frozen} more parameters are frozen"] * bool(frozen) + [f"{unfrozen} are trained"] * bool(unfrozen)
         more = "; Lamina will not report later changes" if self._changes == CHANGES else ""
         self.note(
-            f"step {step}: from this step on {' and '.join(what)} ({places(owners)}; requires_grad), which is no "
-            f"alarm. The series of these parts start again{more}"
+            f"step {step}: from this step on {' and '.join(what)} ({places(owners)}). Lamina raises no "
+            f"alarm, and compares these parts only with later steps{more}"
         )
 
 

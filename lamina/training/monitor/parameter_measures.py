@@ -635,7 +635,7 @@ class UpdateRatios(TrainerCallback):
         return ratios
 
     def rows(self, step: int) -> list[Row]:
-        """Return the recorded step's measurements once. A step that a loss scaler skipped has none."""
+        """Return the recorded step's measurements once. A step that a loss scaler skipped has no measurements."""
         rows = self.samples.rows(step, recorded=True)
         if not self._sums:
             return rows

@@ -292,7 +292,7 @@ class RunRecorder(Monitor, TrainerCallback):
         return self.tokens_of(step)
 
     def measured(self, logs: Json) -> Json:
-        """Return further columns of a training record. The base class has none."""
+        """Return further columns of a training record. The base class adds no column."""
         return {}
 
     def on_evaluate(

@@ -94,8 +94,7 @@ class Found(NamedTuple):
     Attributes:
         left: whether the value is outside its usual range.
         name: the name of the rule's fitted limit, or "".
-        score: the number to compare with this limit. For a rising gradient, the limit is on the number of unusual
-            steps.
+        score: the number to compare with this limit.
     """
 
     rule: str
@@ -173,7 +172,6 @@ class Rules:
 
         Args:
             rate: the learning rate of the latest step, by which Lamina divides updates.
-            latest: whether this is the latest step.
         """
         found = list(self._found(step, rows, rate, latest))
         yield from found
@@ -401,8 +399,7 @@ class Rules:
     def _rates(self, rows: Sequence[Row], found: Sequence[Found]) -> Iterator[Found]:
         """Judge parts with a separate learning rate, which muP, Muon and fine-tuning use on purpose.
 
-        Lamina writes a note about such a learning rate. The note becomes an alarm only if this part's weights alone
-        leave their usual range.
+        Such a learning rate becomes an alarm only if the weights of this part alone leave their usual range.
         """
         rates = [row for row in rows if row[5] == "rate_ratio"]
         if not rates:
@@ -427,8 +424,7 @@ class Rules:
     def _peers(self, rows: Sequence[Row]) -> Iterator[Found]:
         """Compare sub-layers with sub-layers of the same kind in other layers.
 
-        The first layer's gradients and updates do not count, because they differ in most models. At the start of
-        training, a gradient far below the neighboring layers' gradients shows that weights are too small.
+        The first layer's gradients and updates do not count, because they differ in most models.
         """
         for members in self._groups(rows, "weight_norm"):
             usual = statistics.median(row[6] for row in members)
@@ -451,11 +447,7 @@ class Rules:
                 yield self._fitted("apart", row, usual, math.log(max(row[6], 1e-30) / usual))
 
     def _dead(self, rows: Sequence[Row]) -> Iterator[Found]:
-        """Judge sub-layers whose gradient stays 0 while other gradients do not.
-
-        Stochastic depth and skipped samples give zero gradients on purpose, so the limit depends on their frequency so
-        far.
-        """
+        """Judge sub-layers whose gradient stays 0. The limit depends on how often this has happened so far."""
         if not any(row[5] == "gradient_norm" and row[6] > 0 for row in rows):
             return  # a loss that is the same whatever the weights are: there is nothing to learn at this step
         groups, dead = list(self._groups(rows, "gradient_norm")), list[tuple[Row, float, bool]]()
@@ -541,10 +533,7 @@ class Rules:
                 yield Found("repeated", (*row[:5], "batch_repeats", again), 0.0, left=again >= REPEATS)
 
     def _loss(self, row: Row) -> Iterator[Found]:
-        """Judge the loss's rises and falls by two control charts (CUSUM), in units of the loss's noise.
-
-        After a step that a loss scaler skipped, the loss carries no new information, because the weights are unchanged.
-        """
+        """Judge the loss's rises and falls by two control charts (CUSUM), in units of the loss's noise."""
         if self._skipped:
             return
         losses, value = self._losses, row[6]

@@ -88,9 +88,9 @@ def repeated_layer(setup: BeforeTraining) -> Iterator[Mistake]:
         one = [name for name, of in parts[0].items() if all(each.get(name) == of for each in parts)]
         if one:
             yield Mistake(
-                what=f"the {len(layers)} layers of {path} are one module"
+                what=f"{path} contains the same layer {len(layers)} times"
                 if not one[0]
-                else f"the {len(layers)} layers of {path} have one {one[0]}",
+                else f"the {len(layers)} layers of {path} share a single {one[0]}",
                 why="the layers share all weights of this module, as after nn.ModuleList([layer] * n)",
                 do="Create each layer in a comprehension, or run one layer in a loop if it should be shared",
             )

@@ -162,14 +162,14 @@ def stepping(optimizer: object) -> torch.optim.Optimizer:
 
 
 def after_closure(args: tuple, kwargs: Kwargs, act: Callable[[], None]) -> tuple[tuple, Kwargs] | None:
-    """Call a function when a step's gradients are complete: after the step's closure, or now without one.
+    """Call a function when a step's gradients are complete. If the step has a closure, call it after the closure.
 
     Returns new arguments for the step, or None to keep the old ones.
 
     Args:
         args: the positional arguments of the step, beginning with the optimizer.
         kwargs: the keyword arguments of ``optimizer.step``.
-        act: the function. LBFGS calls the closure, and then this function, several times in a step.
+        act: the function. With LBFGS, it runs several times in a step.
     """
     closure = kwargs.get("closure") if len(args) < 2 else args[1]
     if not callable(closure):
@@ -579,7 +579,7 @@ class Instruments:
         self._stale = True
 
     def gradient_rows(self) -> list[Row]:
-        """Return the gradients of the steps since the last call. Frozen sub-layers and skipped steps have none."""
+        """Return the gradients of the steps since the last call, except frozen sub-layers and skipped steps."""
         if not self._squares:
             return []
         assert self._norms is not None

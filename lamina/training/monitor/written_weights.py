@@ -21,15 +21,15 @@ HABIT, RECORDS = 0.3, 3  # the same share, if the loop changed these weights bef
 # together, by these multiples of the distance since the last change.
 MEANS, REACH, FAR = 0.8, 1.5, 8.0
 FIRST = 3  # changes of all weights; later ones may reach further
-JUMP = 0.1  # series start again after an averaging that changes this share of the weights
+JUMP = 0.1  # if an averaging changes this share of the weights, earlier measurements no longer count
 RESTARTED = 2.0  # factor between two learning rates of a restart
 AVERAGED = (
     "code other than the optimizer changed all weights, but the optimizer had changed them at least as much before "
     "(look-ahead, DiLoCo, weight averages, a loaded checkpoint). Lamina raises no alarm for such a change"
 )
 RESTARTS = (
-    "the optimizer's moments were emptied, and the learning rate jumped (a warm restart, ReLoRA). All series "
-    "start again. Lamina raises no alarm for such a restart"
+    "the optimizer's moments were emptied, and the learning rate jumped (a warm restart, ReLoRA). Lamina "
+    "raises no alarm for such a restart, and compares later steps only with one another"
 )
 Place: TypeAlias = tuple[int, str, str]
 """layer, sub-layer, role"""

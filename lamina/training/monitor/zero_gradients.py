@@ -107,7 +107,10 @@ def _quiet(parameters: Iterable[nn.Parameter], sizes: Mapping[int, float]) -> se
 
 
 def _parts(named: Mapping[str, nn.Parameter], none: Collection[int]) -> list[list[nn.Parameter]]:
-    """Group parameters without a gradient by the largest part of the model that has none, alike in all layers."""
+    """Group parameters without a gradient by the largest part of the model that gets no gradient.
+
+    Corresponding parts of different layers are one group.
+    """
 
     def around(name: str) -> list[str]:
         return [name[:at] for at, letter in enumerate(f"{name}.") if letter == "."]

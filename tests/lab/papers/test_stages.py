@@ -252,7 +252,7 @@ def test_an_evaluation_is_a_row_with_a_column_per_task():
         ({"settings": {"beta": 1}}, "unknown setting .*'beta'"),
         ({"settings": {"seed": 1}}, "unknown setting .*'seed'"),
         ({"from": "policy"}, "unknown stage .*'policy'.*allowed: pretrain"),
-        ({"of": {"placement": "post_ln"}}, "of: placement: 'post_ln' is not in any setting"),
+        ({"of": {"placement": "post_ln"}}, "of: placement: 'post_ln' is not a value of this axis"),
         ({"records": ["heldout"]}, "unknown record .*'heldout'"),
         ({"form": "sft"}, "unknown field .*'form'.*'from'"),
         ({"settings": {"epochs": -1}}, "epochs: -1"),

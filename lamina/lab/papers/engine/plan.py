@@ -113,8 +113,8 @@ class StudyPlan:
     def dry(self) -> dict[str, dict[str, Settings]]:
         """Return the settings of every run, by configuration and by the run's name.
 
-        The configurations with a search have runs at all learning rates for the search's seeds, and runs at one
-        learning rate for the other seeds. A search with other settings is listed as a separate configuration.
+        The search's seeds have runs at all learning rates. The other seeds have runs at one learning rate. A search
+        with other settings is listed as a separate configuration.
         """
         scale, trials = self.scale, {}
         sweep = scale.seeds if scale.tuning is None else scale.tuning_seeds

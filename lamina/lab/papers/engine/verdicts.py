@@ -83,7 +83,7 @@ def _unjudged(claim: Claim, verdict: Verdict, note: str) -> Json:
 
 
 def looks_of(record: Path, trials: Collection[str]) -> list[int]:
-    """Return how many runs each recorded judgment had, and how many this judgment has.
+    """Return how many runs each earlier judgment of the claims used, and how many this one uses.
 
     A record without any of the same runs is ignored, because it belongs to another experiment.
     """

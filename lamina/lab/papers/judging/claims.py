@@ -30,9 +30,9 @@ _SCORE, _GAIN = "score", "reward_gain"
 def judgeable(results: Frame, axes: Sequence[str], tuning: Sequence[int], seeds: Sequence[int]) -> Frame:
     """Return the rows that claims may read after a search for learning rates.
 
-    At the chosen learning rates, the result has only the seeds that the search did not use. With fewer than 5 such
-    seeds, the result has all rows, and the column "tuned_on" marks the search's seeds. The column "rates" counts the
-    learning rates that ran for the row's configuration.
+    For the chosen learning rates, these are the seeds that the search did not use. With fewer than 5 such seeds, the
+    result has all rows, and the column "tuned_on" marks the search's seeds. The column "rates" counts the learning
+    rates that ran for the row's configuration.
 
     Args:
         tuning: the seeds of the search.

@@ -104,8 +104,9 @@ def iso_loss(raw: Finding, ours: Budget, others: Sequence[Budget], *, by: float,
 def at_loss(budgets: Sequence[Budget], losses: BySeed) -> BySeed:
     """Interpolate a configuration's value at a given loss, for each seed.
 
-    Lamina interpolates between the lengths of pretraining whose losses are nearest. Above all losses, the value of the
-    highest loss applies, which can only favor the configuration. Below all losses, the seed is left out.
+    Lamina interpolates between the lengths of pretraining with the nearest losses. A loss above all of them gets the
+    value of the highest one, which can only favor the configuration. A seed whose loss is below all of them is left
+    out.
     """
     scores: dict[int, float] = {}
     for seed, loss in losses.items():

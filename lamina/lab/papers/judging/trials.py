@@ -39,9 +39,9 @@ class Trials:
     """The training runs of a study, or some of them.
 
     Args:
-        table: one row per run. The columns are the compared settings, seed, learning_rate, the columns of a result
-            (``lamina.jobs.columns``), key, "tuned" and "at_edge". "tuned" is True for runs of the study's seeds at the
-            chosen learning rate. "at_edge" is True if the best learning rate is the lowest or highest that ran.
+        table: one row per run. The columns are the compared settings, the results (``lamina.jobs.columns``), seed,
+            learning_rate and key. "tuned" says whether the run has a seed of the study and the chosen learning rate.
+            "at_edge" says whether the best learning rate is the lowest or highest that ran.
         axes: the names of the compared settings.
         scale: the study's size: cpu, gpu or paper.
         measures: a function that returns the tables of probes and records.
