@@ -242,7 +242,7 @@ def test_a_row_of_no_use_is_numbered_or_left_out(bad, message, base, tmp_path):
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([{"body": "x"}], "the rows have no fields that Lamina knows (found: body)"),
+        ([{"body": "x"}], r"the rows have no fields that Lamina knows \(found: body\)"),
         ([{"messages": TURNS, "images": ["a.png"]}], "the column 'images' has images"),
         ([{"text": ""}] * 2, "row 1: the field 'text' is ''"),
         ([{"prompt": "When?", "completion": "2024-01-01"}] * 2, "row 1: the field 'completion' is datetime"),
