@@ -11,14 +11,14 @@ from itertools import pairwise
 import numpy as np
 
 from lamina.training.monitor.alarms import Alarm
+from lamina.training.monitor.first_anomaly import AFTER, BEFORE, NOISES
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
 from lamina.training.monitor.rules import noise_of
 from lamina.training.monitor.writers import LOSS
 
 _EARLY = 1.5  # times the first losses
 _SLOW, _PATIENCE = 0.5, 20  # nats above its best, and steps for which a loss that has risen slowly stays there
-BEFORE, AFTER = 16, 3  # losses with which others are compared, and how many must lie above them
-_NATS, _NOISES = 0.15, 6.0  # by how much: at least this, and this many times their noise
+_NATS = 0.15  # least difference of losses that have risen
 _WANDERS = 3.0  # times the spread of losses that are far apart
 _RESTARTED = 1.0  # nats by which a loss may rise where the learning rate starts anew
 _LEVEL, _TIMES = 1e-4, 3.0  # a loss near 0 that is a level, and how many times as high it has risen
@@ -41,7 +41,7 @@ def _ceiling(before: Sequence[float], least: float, wanders: float) -> float:
     if len(finite) < BEFORE // 2:
         return math.inf
     usual = min(statistics.median(finite), statistics.median(finite[-5:]))  # a falling loss is below its median
-    return usual + max(least, _NOISES * noise_of(finite), wanders)
+    return usual + max(least, NOISES * noise_of(finite), wanders)
 
 
 def spikes_of(losses: Mapping[int, float]) -> dict[int, tuple[float, int | None]]:
@@ -90,25 +90,6 @@ def back_at(losses: Mapping[int, float], rose: int) -> int | None:
         return None
     low = (at + number for number in range(len(values) - at - AFTER + 1))
     return next((steps[number] for number in low if max(values[number : number + AFTER]) <= ceiling), None)
-
-
-def calm_steps(
-    values: Mapping[int, float], steps: Sequence[int], begin: int, between: range, *, times: float = 1.0
-) -> set[int]:
-    """Return the steps ``between`` at which a series is back at its usual level before the step ``begin``.
-
-    Lamina compares the median of 3 values with the median of the 16 values before ``begin``. The later median may be up
-    to ``times`` as large, plus the noise. With too few values, no step counts as back.
-    """
-    at = bisect_left(steps, begin)
-    before = [values[step] for step in steps[max(0, at - BEFORE) : at]]
-    if len(before) < BEFORE // 2 or not all(map(math.isfinite, before)):
-        return set()
-    usual, noise = statistics.median(before), _NOISES * noise_of(before) / math.sqrt(AFTER)
-    later = steps[bisect_left(steps, between.start) : bisect_left(steps, between.stop)]
-    threes = zip(later, later[1:], later[2:], strict=False)
-    most = max(times * usual, usual + noise)
-    return {three[-1] for three in threes if statistics.median(values[step] for step in three) <= most}
 
 
 def wander_of(losses: Sequence[float]) -> float:

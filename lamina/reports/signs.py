@@ -3,25 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from lamina.reports.loss_course import calm_steps
-from lamina.training.monitor.alarms import (
-    FOLLOWS,
-    Alarm,
-    events,
-    first_before,
-    is_independent,
-    is_spike,
-    outlasts_spikes,
-    place_of,
-)
-from lamina.training.monitor.rules import GRADIENTS
-
-HARD = ("not_finite", "dead", "written", "unmoved")  # the alarms of these rules are the failure itself
-TWICE = 2.0  # a gradient is back from a spike if its norm is at most so many times its norm before
+from lamina.training.monitor.alarms import FOLLOWS, Alarm, first_before, place_of
+from lamina.training.monitor.first_anomaly import first_anomaly
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,21 +48,10 @@ class Signs:
 
     @cached_property
     def first(self) -> Alarm | None:
-        """Return the alarm that explains most (``first_before``), outside of spikes that passed.
-
-        If a gradient has risen, and an independent alarm or an alarm of a rule in ``HARD`` follows soon, Lamina takes
-        the later alarm.
-        """
+        """Return the alarm that explains most (``first_anomaly``)."""
         of = self.counted
-        first = first_before(of.alarms, of.rose)
-        if first is None:
-            return None
-        first = next((group[0] for group in of.lasting if group[-1].step >= first.step), first)
-        if first.metric in GRADIENTS and first.rule == "rise":
-            soon = range(first.step, first.step + FOLLOWS + 1)
-            near = [alarm for alarm in of.alarms if alarm.step in soon]
-            first = next((alarm for alarm in near if alarm.rule in HARD or is_independent(alarm)), first)
-        return self.alarms[of.alarms.index(first)]
+        first = first_anomaly(of.alarms, of.rose, of.losses, of.norms)
+        return None if first is None else self.alarms[of.alarms.index(first)]
 
     @property
     def passed_spike(self) -> Alarm | None:
@@ -84,35 +60,6 @@ class Signs:
         alarm = None if before is None else self.alarms[self.counted.alarms.index(before)]
         passed = alarm is not None and self.first is not None and self.first.step > alarm.step + FOLLOWS
         return alarm if passed else None
-
-    @property
-    def lasting(self) -> list[list[Alarm]]:
-        """Return the alarms grouped into events, without spikes that passed.
-
-        An alarm that a passed spike cannot explain (``outlasts_spikes``) begins a new event.
-        """
-        groups: list[list[Alarm]] = []
-        for group in events(self.alarms):
-            at = next((number for number, alarm in enumerate(group) if outlasts_spikes(alarm)), 0)
-            groups += (group[:at], group[at:]) if self._passed(group[:at], group[at].step) else (group,)
-        ends = [*(group[0].step for group in groups[1:]), max(self.losses, default=0) + 1]
-        return [group for group, end in zip(groups, ends, strict=True) if not self._passed(group, end)]
-
-    def _passed(self, alarms: Sequence[Alarm], end: int) -> bool:
-        """Return whether the alarms belong to a spike, and the loss and the gradient came back down before ``end``."""
-        if not alarms or not is_spike(alarms):
-            return False
-        begin, between = alarms[0].step, range(alarms[-1].step + 1, end)
-        of_losses, of_norms = self.sorted_steps
-        calm = calm_steps(self.losses, of_losses, begin, between)
-        if self.norms or any(alarm.metric in GRADIENTS for alarm in alarms):
-            calm &= calm_steps(self.norms, of_norms, begin, between, times=TWICE)
-        return bool(calm)
-
-    @cached_property
-    def sorted_steps(self) -> tuple[list[int], list[int]]:
-        """The sorted steps of the losses and of the norms."""
-        return sorted(self.losses), sorted(self.norms)
 
     @cached_property
     def place(self) -> Alarm | None:

@@ -178,6 +178,8 @@ class MaxRateGuard(DivergenceGuard):
     losses: list[float] = field(default_factory=list)
 
     def see_steps(self, rows: Iterable[Row]) -> None:
+        rows = list(rows)
+        super().see_steps(rows)
         self.losses += [value for _, _, _, _, _, metric, value in rows if metric == LOSS]
 
     def see_loss(self, step: int, loss: float, rows: Sequence[Row] = ()) -> None:

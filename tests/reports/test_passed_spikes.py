@@ -1,5 +1,7 @@
 """A spike that passed is not the cause of what follows it."""
 
+import json
+import math
 import random
 from dataclasses import replace
 
@@ -8,7 +10,8 @@ import pytest
 from lamina.reports.causes import CAUSES, NOT_KNOWN, Learned, causes_of
 from lamina.reports.diagnosis import Evidence, answer
 from lamina.reports.signs import Signs
-from lamina.training.monitor.alarms import Alarm
+from lamina.training.monitor.alarms import Alarm, Alarms, describe
+from lamina.training.monitor.guard import Diverged, DivergenceGuard
 
 SPIKE = 100
 WHOLE = {"layer": -1, "sublayer": "model", "role": "all"}
@@ -96,6 +99,21 @@ def test_the_answer_names_the_spike_and_what_came_after_it():
         told.evidence
     )
     assert evidence.lead is None
+
+
+@pytest.mark.parametrize("name", ["dead", "not finite"])
+def test_the_message_of_a_divergence_names_the_same_alarm_as_the_page(name):
+    found = later(name, SPIKE + 12)
+    seen = signs(GRADIENT, LOSS, found)
+    first = DivergenceGuard(margin=1.0, patience=20, alarms=Alarms(told=list(seen.alarms)))
+    first.see_steps([(step, -1, "model", "all", 0, "step_loss", loss) for step, loss in seen.losses.items()])
+    first.see_steps([(step, -1, "model", "all", 0, "step_gradient_norm", norm) for step, norm in seen.norms.items()])
+    resumed = DivergenceGuard(margin=1.0, patience=20, alarms=Alarms(told=list(seen.alarms)))
+    resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    for guard in (first, resumed):
+        with pytest.raises(Diverged) as raised:
+            guard.see_gradient(199, math.nan)
+        assert raised.value.reason.endswith(f"the first anomaly is at {describe(seen.first)} (model.model.layers[2])")
 
 
 @pytest.mark.parametrize("name", [name for name, cause in CAUSES.items() if cause.shown])

@@ -137,13 +137,11 @@ class Alarms(Rules):
             alarms += [*self._followed(step, begun=min(soft, default=math.inf)), *told]
         return self._tell(alarms)
 
-    def first(self, rose: float) -> Alarm | None:
-        """Return the first alarm of the event that preceded a rise of the loss.
-
-        Args:
-            rose: the step of the rise.
-        """
-        return first_before([*self.told, *chain(*self._high.values()), *self._single], rose)
+    @property
+    def so_far(self) -> list[Alarm]:
+        """Return the alarms so far, with the unusual gradients that may still become alarms."""
+        every = [*self.told, *chain(*self._high.values()), *self._single]
+        return sorted((alarm for alarm in every if alarm.rule != NOTABLE), key=lambda alarm: alarm.order)
 
     def close(self) -> None:
         """Decide which of the last unusual gradients are alarms. Call this after the last measurements."""

@@ -13,11 +13,13 @@ from lamina.core.json_types import Json, RunState
 from lamina.errors import OneLine
 from lamina.jobs.status import Status
 from lamina.training.monitor.alarms import Alarms, describe
+from lamina.training.monitor.first_anomaly import first_anomaly
 from lamina.training.monitor.rules import noise_of
-from lamina.training.monitor.writers import Row
+from lamina.training.monitor.writers import LOSS, NORM, Row
 from lamina.training.setting_groups import GuardSettings
 
 _NOISES, _CALM = 3.0, 64  # standard deviations of the noise, and the number of losses that show it
+_COURSE = 512  # losses and gradient norms that show whether a spike has passed
 
 
 class Diverged(OneLine):
@@ -47,6 +49,7 @@ class DivergenceGuard:
     best: float = math.inf
     above_since: int | None = None
     _recent: list[tuple[int, float]] = field(default_factory=list)  # steps and losses of the last ``patience`` steps
+    _course: dict[str, dict[int, float]] = field(default_factory=lambda: {LOSS: {}, NORM: {}})  # the last, by step
     _calm: deque[float] = field(default_factory=lambda: deque(maxlen=_CALM))  # the last losses that were not above
 
     def see_loss(self, step: int, loss: float, rows: Sequence[Row] = ()) -> None:
@@ -80,7 +83,12 @@ class DivergenceGuard:
         self.above_since, self.best, self._recent = None, math.inf, []
 
     def see_steps(self, rows: Iterable[Row]) -> None:
-        """Receive the loss and gradient norm of each step. The base class ignores them."""
+        """Take the loss and gradient norm of each step since the last record."""
+        for step, *_, metric, value in rows:
+            self._course[metric][step] = value
+        for values in self._course.values():
+            for step in [*values][:-_COURSE]:
+                del values[step]
 
     def see_gradient(self, step: int, norm: float, first: int | None = None, rows: Sequence[Row] = ()) -> None:
         """Check the total gradient norm before clipping. Raises Diverged.
@@ -96,13 +104,14 @@ class DivergenceGuard:
 
     def state_dict(self) -> Json:
         seen = {"best": self.best, "above_since": self.above_since, "losses": [*self._recent], "calm": list(self._calm)}
-        return {"guard": seen}
+        return {"guard": {**seen, "course": {metric: [*of.items()] for metric, of in self._course.items()}}}
 
     def load_state_dict(self, state: RunState) -> None:
         seen = state.get("guard", {})
         self.best, self.above_since = seen.get("best", math.inf), seen.get("above_since")
         self._recent = [(step, loss) for step, loss in seen.get("losses", [])]
         self._calm = deque(seen.get("calm", []), maxlen=_CALM)
+        self._course = {LOSS: {}, NORM: {}} | {metric: dict(of) for metric, of in seen.get("course", {}).items()}
 
     def outcome(self, status: Status) -> Json:
         """Return the guard's columns of result.json. The base class adds no column."""
@@ -110,7 +119,8 @@ class DivergenceGuard:
 
     def first_to_leave(self) -> str:
         """Return a clause with the first anomaly and its step."""
-        if (first := self.alarms.first(math.inf if self.above_since is None else self.above_since)) is None:
+        rose = math.inf if self.above_since is None else self.above_since
+        if (first := first_anomaly(self.alarms.so_far, rose, self._course[LOSS], self._course[NORM])) is None:
             return "no layer has an earlier anomaly"
         paths = {first.layer: f"model.model.layers[{first.layer}]"} if first.layer >= 0 else {}
         return f"the first anomaly is at {describe(first, paths | dict(self.alarms.paths))}"
