@@ -298,7 +298,7 @@ def test_a_divergence_that_stops_an_added_line_is_one_line_and_has_a_name(tmp_pa
     assert alarm.startswith("lamina.watch: step 4")
     if act == "raise":
         (line,) = last
-        assert line.startswith("lamina: the gradient norm is nan at step 4; the first anomaly is at step 4")
+        assert line.startswith("lamina: the loss is nan at step 4; the first anomaly is at step 4")
         assert line.endswith("stopped the training (on_divergence=\"stop\"). Run: lamina diagnose 'a run'")
     assert (ended.returncode, ended.stdout) == ((1, "") if act == "raise" else (0, "caught 4\n"))
     assert json.loads((tmp_path / "a run" / "result.json").read_text())["status"] == "diverged"
