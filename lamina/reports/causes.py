@@ -38,6 +38,7 @@ TEMPER = 2.0  # divides the log-likelihood of correlated signs
 ALONE = ("first", "telling", "where", "rate", "half", "jump")  # signs that are independent, so not divided
 LEAST = 0.7  # a cause in another tool's record is reported from this probability
 SECOND = 0.2  # a second cause is reported from this probability
+REMAINING = 0.05  # where no cause is likely enough, a cause remains possible from this probability
 _AROUND = (16, 5)  # how many losses are compared: before the first alarm, and from it on
 
 
@@ -545,6 +546,20 @@ def causes_of(signs: Signs, learned: Learned | None = None) -> list[tuple[str, f
     """
     if signs.first is None:
         return []
+    (best, share), *runners_up = possible_causes(signs, learned)
+    if best == NOT_KNOWN or (signs.view and share < LEAST):
+        return [(NOT_KNOWN, share)]
+    if signs.half is not False and (same := CAUSES[best].in_half):
+        pair = [(same, share / 2), (best, share / 2)]  # the record does not tell them apart
+        return pair if signs.half else pair[::-1]
+    second = [(cause, part) for cause, part in runners_up if cause != NOT_KNOWN and part >= SECOND]
+    return [(best, share), *second[:1]]
+
+
+def possible_causes(signs: Signs, learned: Learned | None = None) -> list[tuple[str, float]]:
+    """Return all causes of the first alarm that the record does not exclude, with their odds, the likeliest first. The
+    list contains "not known".
+    """
     factors = signature(signs)
     odds = (Learned.read(signs.view) if learned is None else learned).odds(factors)
     seen = {f"{name}: {value}" for name, value in factors.items()}
@@ -558,14 +573,7 @@ def causes_of(signs: Signs, learned: Learned | None = None) -> list[tuple[str, f
         and (cause == NOT_KNOWN or _may_be(CAUSES[cause], seen, signs))
     }
     total = sum(possible.values())
-    (best, share), *runners_up = ((cause, part / total if total else 1.0) for cause, part in possible.items())
-    if best == NOT_KNOWN or (signs.view and share < LEAST):
-        return [(NOT_KNOWN, share)]
-    if signs.half is not False and (same := CAUSES[best].in_half):
-        pair = [(same, share / 2), (best, share / 2)]  # the record does not tell them apart
-        return pair if signs.half else pair[::-1]
-    second = [(cause, part) for cause, part in runners_up if cause != NOT_KNOWN and part >= SECOND]
-    return [(best, share), *second[:1]]
+    return [(cause, part / total if total else 1.0) for cause, part in possible.items()]
 
 
 def _may_be(cause: Cause, seen: Set[str], signs: Signs) -> bool:

@@ -28,10 +28,12 @@ from lamina.reports.causes import (
     JUMPED,
     NOT_KNOWN,
     OF_POLICIES,
+    REMAINING,
     START,
     Cause,
     causes_of,
     open_changes,
+    possible_causes,
     rate_jump,
 )
 from lamina.reports.loss_course import BEFORE, back_at, loss_rise, restarts, spikes_of
@@ -66,6 +68,7 @@ class Evidence(Signs):
     batches: Mapping[int, Sequence[Json]] = field(default_factory=dict)  # the rows of the recorded batches, by step
     watched: bool = False  # whether the user's own loop trained the model
     unit: str = "step"  # "step", or "record" if another tool's record has no steps
+    lags: bool = False  # whether a progress bar shows the steps of another tool's record
 
     @property
     def imported(self) -> bool:
@@ -77,8 +80,8 @@ class Evidence(Signs):
         return self.imported or bool(self.rows([metric]))
 
     def in_units(self, text: str) -> str:
-        """Write "record 3" instead of "step 3" if the record has no steps."""
-        return _STEP.sub(self.unit, text)
+        """Replace "step 3" in a text by "record 3" if the record has no steps, or by "about step 3" if they lag."""
+        return _STEP.sub(f"about {self.unit}" if self.lags else self.unit, text)
 
     @cached_property
     def spikes(self) -> Mapping[int, tuple[float, int | None]]:
@@ -148,6 +151,7 @@ def gather(folder: Path) -> Evidence:
         batches=batches,
         watched=kind_of(folder) == Kind.WATCHED,
         unit="record" if history and not history.get("clock") else "step",
+        lags=bool(history.get("lags")),
         losses=losses,
         rates=rates,
         norms={row[0]: row[6] for row in every if row[5] == NORM},
@@ -186,11 +190,6 @@ _SMALL = (
     "(docs/loss-spiked.md)."
 )
 _ODDS = "Lamina counted these odds in records of small models that we broke on purpose (docs/loss-spiked.md)."
-_RECORDED = {
-    "loss": "the loss alone fits",
-    "norm": "the loss and the gradient norm fit",
-    "layers": "the gradient norms by layer fit",
-}
 EPOCH = "epoch"
 _JUMPED = next(cause for cause in CAUSES.values() if "rate: jumped" in cause.proofs)
 _MOST_OF_HISTORIES = 0.95  # odds: so few histories were judged that no more can be promised
@@ -270,22 +269,30 @@ def _answer(evidence: Evidence) -> Answer:
             changes.insert(0, f"To check: inspect the learning rate and {_batch(evidence, step)}.")
         return Answer(cause=[], evidence=[*course, finding, *_rows(evidence)], changes=changes)
     causes, where = causes_of(evidence), describe(first, evidence.names)
-    texts = [course[0], f"The first anomaly is at {where}."]
+    texts = [f"The first anomaly is at {where}."]
     if (spike := evidence.passed_spike) is not None:
-        texts[1] = f"A spike passed (step {spike.step}). The first anomaly after the spike is at {where}."
+        texts = [f"A spike passed (step {spike.step}). The first anomaly after the spike is at {where}."]
     location, everywhere = evidence.place or first, _everywhere(evidence, first)
     inside = location.layer >= 0 or location.role != "all"
     if _place(location) != _place(first) and says_where(location) and inside and not everywhere:
         texts.append(f"The first anomaly with a location is at {describe(location, evidence.names)}.")
-    texts += [*_early(evidence, first), *_next(evidence, first, location), *everywhere, *course[1:]]
-    texts += _rows(evidence)
+    texts += [*_early(evidence, first), *_next(evidence, first, location), *everywhere]
     if causes[0][0] == NOT_KNOWN:
-        none = f"{_RECORDED[evidence.view]} several known failures or no known failure" if evidence.imported else ""
-        cause = f"The cause is not known: {none or 'the signs fit no failure that Lamina knows'}."
         record = f", and record {more}" if (more := _more(evidence)) else ""
         look = f"To check: inspect the learning rate, the weights and {_batch(evidence, first.step)}{record}."
-        return Answer(cause=[cause], evidence=texts, changes=[look])
-    return _explained(evidence, causes, texts)
+        told = [" ".join(course), " ".join(texts), *_rows(evidence)]
+        return Answer(cause=[_not_known(evidence)], evidence=told, changes=[look])
+    return _explained(evidence, causes, [course[0], *texts, *course[1:], *_rows(evidence)])
+
+
+def _not_known(evidence: Evidence) -> str:
+    """Return a sentence with the causes that remain possible."""
+    remaining = [name for name, odds in possible_causes(evidence) if odds >= REMAINING and name != NOT_KNOWN]
+    if not remaining:
+        return "The cause is not known: no failure that Lamina knows fits the record."
+    return (
+        f"The cause is not known. Possible causes are: {', '.join(remaining)}, or a failure that Lamina does not know."
+    )
 
 
 def _explained(evidence: Evidence, causes: Sequence[tuple[str, float]], texts: list[str]) -> Answer:

@@ -95,6 +95,40 @@ def test_a_loss_that_spiked_and_came_back_is_no_healthy_run(tmp_path, high, said
     assert f"<title>The loss spiked at step {high[0]} and " in diagnosis.page.read_text("utf-8")
 
 
+def test_an_unknown_cause_is_four_lines_with_what_was_seen_what_remains_and_what_to_record(tmp_path):
+    log = [(step, 2.4 + 0.02 * math.sin(7 * step) + 2.0 * (step >= 50)) for step in range(1, 81)]
+    (tmp_path / "train.log").write_text("".join(f"step {step} loss {loss:.4f}\n" for step, loss in log))
+    causes, *texts, _ = lamina.diagnose(tmp_path / "train.log").sentences
+    assert causes.startswith("The cause is not known. Possible causes are: labels or data, ")
+    assert causes.endswith(", or a failure that Lamina does not know.")
+    assert texts == [
+        "The loss rose at step 50 of 80.",
+        "The first anomaly is at step 52, the model: the loss went from 2.4 to 4.39, which is more than its noise.",
+        "To check: inspect the learning rate, the weights and the batch of step 52, and record every step by layer "
+        "(lamina.watch with every=1).",
+    ]
+
+
+BAR = "{percent}%|##  | {step}/80 [00:40<00:40,  2.0it/s"
+
+
+@pytest.mark.parametrize(
+    ("line", "about"),
+    [
+        (f"{BAR}, loss={{loss:.4f}}]\r", "about "),
+        (f"{BAR}]\r{{{{'loss': {{loss:.4f}}, 'grad_norm': 1.0}}}}\n", "about "),
+        ("step {step}/80 loss={loss:.4f}\n", ""),
+    ],
+)
+def test_steps_of_a_progress_bar_are_not_exact(tmp_path, line, about):
+    losses = {step: 2.4 + 0.02 * math.sin(7 * step) + 2.0 * (step >= 50) for step in range(1, 81)}
+    text = "".join(line.format(percent=step, step=step, loss=loss) for step, loss in losses.items())
+    (tmp_path / "train.log").write_text(text)
+    diagnosis = lamina.diagnose(tmp_path / "train.log")
+    assert f"The loss rose at {about}step 50 of 80." in diagnosis.sentences
+    assert f"<title>Anomaly at {about}step 52, " in diagnosis.page.read_text("utf-8")
+
+
 def test_a_loss_that_rose_within_its_first_records_is_no_healthy_run(tmp_path):
     """From a Trainer whose learning rate was 1.0: 8 losses that tell the noise do not come before the rise."""
     losses = [4.98, 12.41, 19.9, 16.45, 16.88, 13.87, 9.72, 6.41, 4.97, *(4.0 - 0.02 * n for n in range(12))]

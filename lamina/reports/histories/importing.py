@@ -77,6 +77,11 @@ class History:
     notes: list[str] = field(default_factory=list)  # lines for the user
 
     @property
+    def lags(self) -> bool:
+        """Whether a progress bar shows the steps. The bar may lag behind the losses."""
+        return "progress bar" in f"{self.form}, {self.clock.replace('_', ' ')}"
+
+    @property
     def steps(self) -> list[int]:
         """Return the steps that the rules check."""
         judged = {
@@ -493,6 +498,7 @@ def import_history(path: Path, folder: Path, run: str = "") -> History:
             "layers": [{"path": history.layers.get(at, "")} for at in range(count)],
             "history": {
                 "clock": history.clock,
+                "lags": history.lags,
                 "metrics": sorted({metric for _, metric in history.series}),
                 "falls": falls,
                 "opposed": history.opposed,
