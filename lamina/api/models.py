@@ -174,6 +174,7 @@ def emit(
     to: str,
     *,
     num_layers: int,
+    init: str = "recommended",
     output: str | PathLike[str] | None = None,
     with_test: bool = False,
     overwrite: bool = False,
@@ -184,9 +185,10 @@ def emit(
         placement: a norm placement with its options, or a YAML or Python file.
         to: the trainer, one of ``lamina.ports.TARGETS``.
         num_layers: the number of blocks, which decides the constants in the file.
+        init: the initializer in the file, as in ``lamina.build``.
         output: the file to write, or None to return only the text.
-        with_test: whether to write a test beside ``output``. The test compares logits and gradients with Lamina's
-            model.
+        with_test: whether to write a test beside ``output``. The test imports the trainer, and
+            compares logits and gradients with Lamina's model.
         overwrite: whether to replace files that exist.
 
     Raises:
@@ -209,7 +211,7 @@ def emit(
         )
     if file is not None and (iskeyword(file.stem) or file.stem == "torch"):
         raise UserError(f"output: Python or torch reserves the name {file.name!r}. Choose another name.")
-    emitted = run(spec, target, num_layers, module=file.stem if file else "")
+    emitted = run(spec, target, num_layers, init=text("init", init), module=file.stem if file else "")
     if file is not None:
         written = {file: emitted.code} | ({file.with_name(f"test_{file.name}"): emitted.test} if with_test else {})
         for each in written:

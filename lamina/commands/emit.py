@@ -32,8 +32,9 @@ def parser() -> Parser:
     flags.add_word("placement", "a placement, name(option=value, ...), or a file (Lamina executes a .py file)")
     flags.add_flag("--to", f"the trainer: {', '.join(TARGETS)}", metavar="TRAINER")
     flags.add_flag("--num-layers", "the number of blocks", kind=int)
+    flags.add_flag("--init", "the initializer in the file (default: the placement's)", "recommended", "NAME")
     flags.add_flag("--output", "the file to write (default: print it)", metavar="FILE")
-    flags.add_flag("--with-test", "also write a test that compares the file's model with Lamina's model", False)
+    flags.add_flag("--with-test", "also write a test that compares the file's model with Lamina's", False)
     flags.add_flag("--overwrite", "replace files that exist", False)
     return flags
 
@@ -56,5 +57,7 @@ def run(argv: list[str]) -> int:
         file = Path(options["output"])
         show(f"the file: {file}")
         if options["with_test"]:
-            show(f"the test: {file.with_name(f'test_{file.name}')}")
+            test, needs = file.with_name(f"test_{file.name}"), target_of(options["to"]).needs
+            show(f"the test: {test}")
+            show(f"To run the test{f', {needs} and run' * bool(needs)}: pytest {shlex.quote(str(test))}")
     return 0

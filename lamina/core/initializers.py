@@ -112,6 +112,10 @@ INITIALIZERS: dict[str, Initializer] = {
         for name, variance in (("he", 2.0), ("lecun", 1.0), ("10/d", 10.0), ("1/(10d)", 0.1))
     },
 }
+NO_SCALES = (
+    "init: 'admin' sets learned skip scales, which this placement does not have. Give the placement 'admin', or "
+    "another init, such as 'normal'."
+)
 CUT_AT = {"small_scaled": 3.0}
 """The number of standard deviations beyond which a truncated initializer draws no value."""
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from lamina.core.architectures import HIDDEN, ROLES
-from lamina.core.initializers import BRANCH_OUT, CUT_AT, INITIALIZERS, WITH_GAIN, Facts, check
+from lamina.core.initializers import BRANCH_OUT, CUT_AT, INITIALIZERS, NO_SCALES, WITH_GAIN, Facts, check
 from lamina.errors import UserError
 from lamina.modeling.configuration_lamina import backbone_of
 from lamina.modeling.modeling_lamina import adapter_of
@@ -191,10 +191,7 @@ def profile_admin(model: PreTrainedModel, input_ids: torch.Tensor | None = None)
     base = body_of(model)
     residuals = [residual for _, _, residual in sublayers(base)]
     if not all(isinstance(r.skip_scale, nn.Parameter) for r in residuals):
-        raise UserError(
-            "init: 'admin' sets learned skip scales, which this placement does not have. Give the placement "
-            "'admin', or another init, such as 'normal'."
-        )
+        raise UserError(NO_SCALES)
     if input_ids is None:
         input_ids = random_inputs(base, 8, 64, torch.Generator().manual_seed(0))
     omegas = [1.0]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 import sys
 import textwrap
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from lamina.core.extras import require
+from lamina.core.initializers import check
+from lamina.errors import UserError
 from lamina.placements.plan import Plan
 from lamina.placements.registry import get, names
 from lamina.placements.resolution import find, resolve
@@ -28,27 +30,36 @@ class Emitted:
     test: str
 
 
-def emit(placement: str | Plan, target: str, num_layers: int, *, module: str = "") -> Emitted:
+def emit(
+    placement: str | Plan, target: str, num_layers: int, *, init: str = "recommended", module: str = ""
+) -> Emitted:
     """Return the code of a norm placement for ``num_layers`` blocks in a trainer, and a test that imports it as
     ``module``.
 
-    Raises UserError for an unknown placement or trainer, and for a placement that the trainer can't express.
+    Raises UserError for an unknown placement, trainer or initializer, and for a placement that the trainer can't
+    express.
     """
     require("emit", "report")
     table = target_of(target)
     if isinstance(placement, Plan):
         plan, spec = placement, placement.placement
-        port = Port(get(spec) if spec in names() else nameless(plan), plan, table)
+        found = get(spec) if spec in names() else nameless(plan)
     else:
         plan, spec = resolve(placement, num_layers), placement
-        port = Port(find(spec), plan, table)
-    word = f'"{spec}"' if re.search(r"[^\w./-]", spec) else spec
+        found = find(spec)
+    chosen = ""
+    if init != "recommended":
+        check(init)
+        if not table.roles:
+            raise UserError(f"init: {init!r}, but a file for {table.title} draws no weights. Remove --init.")
+        plan, chosen = replace(plan, initialization=init), f" --init {_quoted(init)}"
+    port = Port(found, plan, table)
     used = {
         "p": port,
         "n": num_layers,
         "version": sys.modules["lamina"].__version__,
         "spec": spec,
-        "command": f"lamina emit {word} --to {target} --num-layers {num_layers}",
+        "command": f"lamina emit {_quoted(spec)} --to {target} --num-layers {num_layers}{chosen}",
         "options": ", ".join(f"{name} = {value}" for name, value in plan.options.items()),
         "module": module or f"{plan.placement}_block",
         "camel": "".join(part.capitalize() for part in plan.placement.split("_")),
@@ -65,6 +76,10 @@ def emit(placement: str | Plan, target: str, num_layers: int, *, module: str = "
 
 
 _IMPORTS = ("import lamina", "from lamina.ports.weights import weights_for")
+
+
+def _quoted(word: str) -> str:
+    return f'"{word}"' if re.search(r"[^\w./-]", word) else word
 
 
 def _environment() -> Environment:

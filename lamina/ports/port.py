@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from lamina.core.initializers import CUT_AT, INITIALIZERS, Facts, check
+from lamina.core.initializers import CUT_AT, INITIALIZERS, NO_SCALES, Facts, check
 from lamina.errors import UserError
 from lamina.placements.plan import POSITIONS, SUBLAYERS, Norm, Plan, Sublayer
 from lamina.placements.registry import Placement
@@ -444,6 +444,9 @@ class Initialization:
             return INITIALIZERS[self.name](facts, base)
 
         self.cut, self.profiles = CUT_AT.get(self.name), self.name == "admin"
+        halves = [half for layer in plan.layers for half in (layer.attention, layer.feed_forward)]
+        if self.profiles and any(half.skip_scale_learned == "no" for half in halves):
+            raise UserError(NO_SCALES)
         self.gains: dict[str, float] | None = None
         self.std: float | None = std("query")
         self.variance: float | None = None
@@ -451,10 +454,7 @@ class Initialization:
         if self.name in ("deepnorm", "xavier"):
             self.gains = {role: std(role) / std("query") for role in ("value", "attention_out", "gate")}
             self.std = base
-            gains = {
-                (s.weight_gain, s.gate_gain) for layer in plan.layers for s in (layer.attention, layer.feed_forward)
-            }
-            if len(gains) > 1:
+            if len({(half.weight_gain, half.gate_gain) for half in halves}) > 1:
                 raise UserError(
                     f"placement {plan.placement!r}: weight_gain differs between layers. Give all layers the same value."
                 )

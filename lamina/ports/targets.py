@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -51,6 +52,14 @@ class Target:
     pairs: bool = False
     roles: dict[str, list[str]] = field(default_factory=dict)
     test: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def needs(self) -> str:
+        """What a user must do before the trainer's test can import the trainer; empty without another trainer."""
+        imported = set(re.findall(r"(?m)^(?:from|import) (\w+)", self.test.get("imports", "")))
+        if "model" in imported:
+            return f"put {self.title}'s model.py beside it"
+        return f"install {self.title}" if imported - {"torch", "numpy", "transformers", "lamina"} else ""
 
     @property
     def template(self) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from peers import GPT2, LAYERS, SINGLE_STREAM, VOCABULARY, gpt2, llama, on_nanogpt, on_pytorch, ours
+from peers import GPT2, LAYERS, SINGLE_STREAM, VOCABULARY, gpt2, llama, module_of, on_nanogpt, on_pytorch, ours
 from spread import spread
 from torch.nn import functional as F
 
@@ -175,6 +175,44 @@ def test_the_initial_weights_are_drawn_as_lamina_draws_them(spec, target):
                 assert one.std() / other.std() == pytest.approx(1, abs=0.15), name
         else:
             torch.testing.assert_close(tensor, expected[name], msg=name)
+
+
+@pytest.mark.parametrize("init", ["he", "normal(std=0.01)", "xavier", "small_scaled"])
+def test_another_initializer_can_be_chosen(init):
+    torch.manual_seed(0)
+    config = llama(hidden_size=64)
+    expected = weights_for(lamina.build(config, "keel", num_layers=LAYERS, init=init), "pytorch")
+    code, (_, model) = emit("keel", "pytorch", LAYERS, init=init).code, on_pytorch("keel", config)
+    module = module_of(code)
+    module.init_weights(model, *((64,) if "std = (" in code else ()))
+    for name, tensor in model.state_dict().items():
+        if tensor.ndim == 2:
+            assert tensor.std() / expected[name].std() == pytest.approx(1, abs=0.15), name
+    assert f"--init {init}" in code.replace('"', "")
+
+
+def test_an_initializer_that_a_file_cannot_have_is_refused():
+    with pytest.raises(UserError, match="unknown init 'hee'; did you mean 'he'"):
+        emit("keel", "pytorch", LAYERS, init="hee")
+    with pytest.raises(UserError, match="'admin' sets learned skip scales"):
+        emit("keel", "pytorch", LAYERS, init="admin")
+    with pytest.raises(UserError, match="a file for mlx-lm draws no weights"):
+        emit("keel", "mlx", LAYERS, init="he")
+
+
+@pytest.mark.parametrize(
+    ("target", "needs"),
+    [
+        ("nanogpt", ", put nanoGPT's model.py beside it and run"),
+        ("olmo-core", ", install OLMo-core and run"),
+        ("pytorch", ""),
+    ],
+)
+def test_the_command_says_how_to_run_the_test(tmp_path, capsys, target, needs):
+    file = tmp_path / "keel_block.py"
+    assert main(["emit", "keel", "--to", target, "--num-layers", "4", "--output", str(file), "--with-test"]) == 0
+    *_, line = capsys.readouterr().out.splitlines()
+    assert line == f"To run the test{needs}: pytest {tmp_path / 'test_keel_block.py'}"
 
 
 def test_admins_omegas_are_profiled_as_lamina_profiles_them():
