@@ -141,7 +141,7 @@ def census_table(record: dict[str, Any] | None, where: str) -> str:
     """A row per layout, the commonest first, with the model types that have it; then those that are not known."""
     if record is None:
         return _unmeasured("census")
-    layouts: dict[str, list[str]] = {}
+    layouts, own = dict[str, list[str]](), dict[str, list[str]]()
     unknown = 0
     for row in record["families"]:
         name = f"**{row['family']}**" if row["family"] in conversions() else row["family"]
@@ -149,12 +149,14 @@ def census_table(record: dict[str, Any] | None, where: str) -> str:
             unknown += 1
         else:
             layouts.setdefault(_layout(row["match"]), []).append(name)
+            own.setdefault(_layout(row["match"]), []).append(row["match"]["placement"].partition("(")[0])
     lines = ["| layout | count | model types |", "|---|---|---|"]
     shared = {layout: names for layout, names in layouts.items() if len(names) > 1}
     for layout, names in sorted(shared.items(), key=lambda one: -len(one[1])):
         told = sorted(names, key=lambda name: not name.startswith("**"))  # first those that convert takes
         more = f", and {len(told) - 6} more" if len(told) > 6 else ""
-        lines.append(f"| {layout} | {len(names)} | {', '.join(told[:6])}{more} |")
+        others = sorted({f", `{name}`" for name in own[layout] if f"`{name}" not in layout})
+        lines.append(f"| {layout}{''.join(others)} | {len(names)} | {', '.join(told[:6])}{more} |")
     alone = f"Each of {len(layouts) - len(shared)} other model types has a unique layout"
     return "\n".join(
         [*lines, "", f"{alone}. Lamina cannot determine the norms' layout in {unknown} model types. {where}"]

@@ -66,7 +66,7 @@ _OLMO2 = Conversion(
 )
 # Gemma has no norm on its embedding; the factor sqrt(hidden_size) is part of its embed_tokens, which stays as it is.
 _GEMMA = Conversion(
-    placement="peri_ln(embedding_norm=false)",
+    placement="gemma2(embedding_scale=1, zero_centered=false)",
     norms={
         "input_layernorm": "attention.pre_norm",
         "post_attention_layernorm": "attention.out_norm",
@@ -75,7 +75,6 @@ _GEMMA = Conversion(
     },
     gain_offset=1.0,
     rounds=_GAIN,
-    note="the norm multiplies by 1 + the stored gain",
 )
 _APERTUS = replace(
     _PRE_LN, norms={"attention_layernorm": "attention.pre_norm", "feedforward_layernorm": "feed_forward.pre_norm"}
@@ -177,8 +176,15 @@ ARCHITECTURES: dict[str, Architecture] = {
     **_rows(_APERTUS, apertus="Apertus"),
     **_rows(replace(_OLMO2, rounds="", note=""), exaone4="EXAONE 4"),
     **_rows(_OLMO2, olmo2="OLMo 2", olmo3="OLMo 3"),
-    **_rows(replace(_GEMMA, placement="pre_ln", norms=_PRE_LN.norms), gemma="Gemma"),
-    **_rows(_GEMMA, gemma2="Gemma 2", gemma3_text="Gemma 3 text"),
+    **_rows(
+        replace(_GEMMA, placement="pre_ln", norms=_PRE_LN.norms, note="the norm multiplies by 1 + the stored gain"),
+        gemma="Gemma",
+    ),
+    **_rows(_GEMMA, gemma2="Gemma 2"),
+    **_rows(
+        replace(_GEMMA, placement=_GEMMA.placement.replace("gemma2(", "gemma3(qk_norm=off, ")),
+        gemma3_text="Gemma 3 text",
+    ),
     **_rows(_GLM4, glm4="GLM-4"),
     **_rows(Conversion(placement="doge", norms={**_PRE_LN.norms, **_SKIPS}), doge="Doge"),
     **_rows(_GRANITE, granite="Granite"),

@@ -1,6 +1,7 @@
 """A checkpoint of transformers becomes a Lamina model with the same logits, and goes back tensor for tensor."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from lamina.core.architectures import conversions
 from lamina.errors import UserError
 from lamina.modeling import LaminaForCausalLM
 from lamina.modeling.backbones.conversion import from_transformers, largest_difference, load, to_transformers
+from lamina.placements import resolve
 from lamina.training.source import stored_plan
 
 MORE = {  # beside the fields of the same weights' parity
@@ -36,6 +38,25 @@ def tiny(model_type, **changes):
 def refuse_difference(theirs, ours):
     difference, largest = largest_difference(theirs, ours)
     assert difference <= (1e-6 * largest if theirs.config.model_type in LAST_BITS else 0.0)
+
+
+def test_a_model_type_has_one_name_in_the_census_and_in_conversions():
+    """Norms inside a module come along with the module, so that the name leaves them out."""
+    record = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "census.json").read_text())
+    for row in record["families"]:
+        conversion, match = conversions().get(row["family"]), row["match"]
+        if conversion and match and resolve(match["placement"], 4).layers[0].attention.inner_norm is None:
+            assert conversion.placement.partition("(")[0] == match["placement"].partition("(")[0], row["family"]
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "gemma3_text"])
+def test_a_model_that_was_converted_under_its_old_name_goes_back(model_type):
+    theirs = tiny(model_type)
+    ours = from_transformers(theirs)
+    ours.config.plan = resolve("peri_ln(embedding_norm=false)", theirs.config.num_hidden_layers).to_dict()
+    back = to_transformers(ours)
+    assert type(back) is type(theirs)
+    assert largest_difference(theirs, back)[0] == 0.0
 
 
 @pytest.mark.parametrize(("model_type", "tied"), rotated(conversions(), (False, True), every=2))

@@ -7,21 +7,25 @@ _EQUATION = ("x_0 = sqrt(d) E", "y = x + LN(A(LN x))", "x' = y + LN(F(LN y))", "
 _ADVICE = "On a Gemma backbone, which scales its embedding already, set embedding_scale=1."
 
 
-def _plan(num_layers: int, qk_norm: HeadNorm) -> Plan:
-    norm = Norm(zero_centered=True)
+def _plan(num_layers: int, qk_norm: HeadNorm, zero_centered: bool) -> Plan:
+    norm = Norm(zero_centered=zero_centered)
     return Plan(
         layers=(Layer.of(Sublayer(pre_norm=norm, out_norm=norm)),) * num_layers,
         final_norm=norm,
         embedding_scale="sqrt_hidden_size",
         qk_norm=qk_norm,
-        qkv_norm=Norm(kind="rms") if qk_norm == "off" else Norm(kind="rms", zero_centered=True),
+        qkv_norm=Norm(kind="rms", zero_centered=zero_centered and qk_norm != "off"),
     )
 
 
 @placement("gemma2", title="Gemma 2", equation=_EQUATION, source="Gemma 2 (arXiv 2408.00118)", advice=_ADVICE)
-def gemma2(num_layers: int) -> Plan:
-    """Gemma 2 has a norm before and after each module, and multiplies the embedding by sqrt(width)."""
-    return _plan(num_layers, "off")
+def gemma2(num_layers: int, *, zero_centered: bool = True) -> Plan:
+    """Gemma 2 has a norm before and after each module, and multiplies the embedding by sqrt(width).
+
+    Args:
+        zero_centered: store the gain minus 1; false stores the gain, as in converted checkpoints.
+    """
+    return _plan(num_layers, "off", zero_centered)
 
 
 @placement(
@@ -31,6 +35,10 @@ def gemma2(num_layers: int) -> Plan:
     source="Gemma 3 (arXiv 2503.19786)",
     advice=_ADVICE,
 )
-def gemma3(num_layers: int) -> Plan:
-    """Gemma 3 is Gemma 2's placement with norms on queries and keys instead of the soft cap on attention logits."""
-    return _plan(num_layers, "head")
+def gemma3(num_layers: int, *, zero_centered: bool = True) -> Plan:
+    """Gemma 3 is Gemma 2's placement with norms on queries and keys instead of the soft cap on attention logits.
+
+    Args:
+        zero_centered: store the gain minus 1; false stores the gain, as in converted checkpoints.
+    """
+    return _plan(num_layers, "head", zero_centered)
