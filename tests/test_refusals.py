@@ -33,6 +33,7 @@ BEFORE = {  # what else a command needs before it looks at a setting
 NEEDS_THE_HARNESS = {"eval_tasks", "tasks"}  # tests/evaluation: importing it takes seconds
 WORKS = ("lamina.lab.papers.engine.study_run.work", "lamina.preflights.planned_runs.run_preflight")
 FILES = {
+    "model": b"",
     "words.txt": b"The norm sits before, after and between.\n" * 400,
     "rows.jsonl": b'{"prompt": "a", "completion": "b"}\n' * 9,
     "images.csv": b"".join(b"9," * 64 + b"%d\n" % (number % 2) for number in range(40)),

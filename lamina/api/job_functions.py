@@ -16,12 +16,13 @@ from typing import Any, get_args
 
 from lamina.api import results
 from lamina.core.extras import require
+from lamina.core.hub_access import refuse_missing_model
 from lamina.core.json_types import Json
 from lamina.core.values import PathLike, Rows, path, taken
 from lamina.errors import UserError, did_you_mean
 from lamina.jobs.aliases import in_our_words, suggestion
 from lamina.jobs.folder import in_use, refuse
-from lamina.jobs.manifest import refuse_as_output
+from lamina.jobs.manifest import model_folder, refuse_as_output
 from lamina.jobs.names import RESULT, RESULTS, TRANSFER
 from lamina.jobs.row import JobRow, refuse_other_kind
 from lamina.jobs.settings import Settings
@@ -124,6 +125,11 @@ def _refuse(row: JobRow, given: Json, folder: Path | None, modes: Json) -> None:
     settings = row.settings().from_dict(given)
     settings.require(*row.settings().needed)
     settings.check_names()
+    for name in row.inputs:
+        models = given.get(name)
+        for model in models if isinstance(models, list | tuple) else [models]:
+            if isinstance(model, str) and "," not in model:
+                refuse_missing_model("from" if name == "from_model" else name, str(model_folder(model)))
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast, get_args
 
 from lamina.api.results import Diagnosis
-from lamina.core.architectures import Target
+from lamina.core.architectures import TRAINERS, Target
 from lamina.core.extras import require
 from lamina.core.values import (
     DTYPES,
@@ -25,6 +25,8 @@ from lamina.core.values import (
     whole_number,
 )
 from lamina.errors import UserError, shortened
+from lamina.jobs.folder import refuse, source_beside
+from lamina.placements.resolution import check_spec
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -143,30 +145,35 @@ def convert(
     Raises:
         UserError: (a ValueError) for a model that can't be read or converted, or an output folder with files.
     """
-    model, folder = path("source", source), path("output", output)
+    model, folder = path("source", source), Path(path("output", output))
     one_of("dtype", dtype, DTYPES)
-    if placement is not None and came_from is None:
-        raise UserError(f"--placement: {placement!r} has no effect without --from. Name the trainer with --from.")
-    trainers = [name for name in (to, came_from) if name is not None and name not in get_args(Target)]
-    if trainers or came_from is not None:
-        from lamina.ports import checkpoints
-
-        if to is not None:
-            one_of("to", to, (*get_args(Target), *checkpoints.FORMATS))
-        if came_from is not None:
-            one_of("from", came_from, [name for name, (read, _) in checkpoints.FORMATS.items() if read is not None])
-        if to is not None and came_from is not None and to != "lamina":
+    if to is not None:
+        one_of("to", to, (*get_args(Target), *TRAINERS, "mlx"))
+    if came_from is None:
+        if placement is not None:
+            raise UserError(f"--placement: {placement!r} has no effect without --from. Name the trainer with --from.")
+        model = source_beside("source", model, folder, overwrite=overwrite)
+    else:
+        one_of("from", came_from, TRAINERS)
+        if to is not None and to != "lamina":
             raise UserError(
                 f"--to: Lamina does not convert from {came_from} to {to!r} in one step. Convert to lamina first."
             )
-        trainer = str(came_from or to)
-        reads = came_from is not None
-        return checkpoints.convert(model, Path(folder), trainer, placement, reads=reads, overwrite=overwrite)
+        if placement is not None:
+            check_spec(placement)
+        if not Path(model).exists():
+            raise UserError(f"source: {model!r} does not exist{nearby(model)}. Give a folder that {came_from} wrote.")
+        refuse(folder, resume=False, overwrite=overwrite, resumes=False)
+    if came_from is not None or (to is not None and to not in get_args(Target)):
+        from lamina.ports import checkpoints
+
+        reads, trainer = came_from is not None, str(came_from or to)
+        return checkpoints.convert(model, folder, trainer, placement, reads=reads, overwrite=overwrite)
     from lamina.core.hub_access import local_when_unreachable
     from lamina.modeling.backbones.conversion import convert as run
 
     with local_when_unreachable():
-        return run(model, Path(folder), to=cast("Target | None", to), dtype=dtype, overwrite=overwrite, verify=verify)
+        return run(model, folder, to=cast("Target | None", to), dtype=dtype, overwrite=overwrite, verify=verify)
 
 
 def emit(
@@ -255,7 +262,7 @@ def prune(
     """
     if (by is None) == (not layers) or (by is None) != (drop is None):
         raise UserError("layers: none given. Give layers, or by and drop.")
-    source, folder = path("model", model), path("output", output)
+    source, folder = path("model", model), Path(path("output", output))
     if drop is not None:
         whole_number("drop", drop)
     if by is not None:
@@ -264,14 +271,16 @@ def prune(
         check_probes(text("by", by).rpartition(".")[0] or by)
     if not isinstance(layers, str | list | tuple):
         raise UserError(f"layers: {layers!r}. Give a list of layers, or a text such as 3,5-7.")
-    from lamina.probes.engine.probe_settings import ProbeSettings
-    from lamina.surgery.prune import layers_of
-    from lamina.surgery.prune import prune as run
+    from lamina.surgery.layer_lists import layers_of
 
     numbers = layers_of(layers) if isinstance(layers, str) else [whole_number("layers", layer, 0) for layer in layers]
+    source = source_beside("model", source, folder, overwrite=overwrite)
+    from lamina.probes.engine.probe_settings import ProbeSettings
+    from lamina.surgery.prune import prune as run
+
     settings = ProbeSettings.from_dict(text_settings)
     settings.check_names()
-    return run(source, Path(folder), settings, layers=numbers, by=by, drop=drop or 0, overwrite=overwrite)
+    return run(source, folder, settings, layers=numbers, by=by, drop=drop or 0, overwrite=overwrite)
 
 
 def graft(
@@ -299,16 +308,15 @@ def graft(
         UserError: (a ValueError) for a model, a placement or a text that can't be read, a module whose weights Lamina
             can't rescale, or an output folder with files.
     """
-    source, folder = path("model", model), path("output", output)
-    from lamina.placements.resolution import check_spec
-
+    folder = Path(path("output", output))
+    source = source_beside("model", path("model", model), folder, overwrite=overwrite)
     check_spec(placement)
     from lamina.probes.engine.probe_settings import ProbeSettings
     from lamina.surgery.graft import graft as run
 
     settings = ProbeSettings.from_dict(text_settings)
     settings.check_names()
-    return run(source, Path(folder), settings, placement=placement, overwrite=overwrite)
+    return run(source, folder, settings, placement=placement, overwrite=overwrite)
 
 
 def placement_of(model: nn.Module | PreTrainedConfig | str | PathLike[str], *, layers: str | None = None) -> Census:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lamina.api.models import convert
 from lamina.commands.arguments import Parser
-from lamina.core.architectures import convertible
+from lamina.core.architectures import TRAINERS, convertible
 from lamina.core.terminal import show
 from lamina.core.values import DTYPES
 from lamina.jobs.manifest import how_to_load
@@ -29,7 +29,7 @@ def parser() -> Parser:
     )
     flags.add_word("source", "a folder with config.json and safetensors, a run's folder, or a name on the hub")
     flags.add_word("output", "a new or empty folder")
-    trainers = "megatron, nanogpt, olmo-core, torchtitan"
+    trainers = ", ".join(TRAINERS)
     flags.add_flag(
         "--to",
         f"format to write: lamina, transformers, {trainers} or mlx (default: transformers for a Lamina model, "

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 Target = Literal["lamina", "transformers"]  # what a checkpoint is converted to
+TRAINERS = ("megatron", "nanogpt", "olmo-core", "torchtitan")  # whose checkpoints are converted, both ways
 
 
 @dataclass(frozen=True, kw_only=True)

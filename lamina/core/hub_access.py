@@ -6,8 +6,12 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies
+
+from lamina.core.values import nearby
+from lamina.errors import UserError
 
 
 def hub_resolves() -> bool:
@@ -44,3 +48,24 @@ def local_when_unreachable() -> Iterator[bool]:
     finally:
         for switch in switches:
             switch.HF_HUB_OFFLINE = False
+
+
+def refuse_missing_model(field: str, name: str) -> None:
+    """Raise UserError if a saved model is neither on this machine nor on the hub. This function loads no torch.
+
+    From the hub, this function downloads config.json.
+    """
+    if Path(name).exists():
+        return
+    from huggingface_hub import hf_hub_download
+
+    try:
+        with local_when_unreachable():
+            hf_hub_download(name, "config.json")
+    except Exception as error:
+        if there := nearby(name):
+            raise UserError(f"{field}: {name!r} does not exist{there}. Check the name.") from error
+        raise UserError(
+            f"{field}: {name!r} is neither a folder nor a model on the hub that Lamina can read. Check the name and "
+            "the connection."
+        ) from error

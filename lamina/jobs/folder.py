@@ -13,9 +13,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from lamina.core.hub_access import refuse_missing_model
 from lamina.core.values import real_path, refuse_special, writable_folder
 from lamina.errors import UserError
 from lamina.jobs.files import disk_full, noted, read_json, read_sealed
+from lamina.jobs.manifest import model_folder
 from lamina.jobs.names import CONFIG, COORDINATES, ENVIRONMENT, MANIFEST, METRICS, RESULT, STUDY
 from lamina.jobs.status import ENDED
 
@@ -308,3 +310,15 @@ def _open_lock(path: Path) -> int:
 
 def _is_link(path: Path) -> UserError:
     return UserError(f"output: {str(path)!r} is a link. Remove the link, or choose another folder.")
+
+
+def source_beside(field: str, source: str, output: Path, *, overwrite: bool) -> str:
+    """Return the saved model that a command reads, before Lamina loads torch. Raises UserError for an output folder
+    with files or with the model, and for a model that does not exist.
+    """
+    refuse(output, resume=False, overwrite=overwrite, resumes=False)
+    source = str(model_folder(source))
+    if Path(source).exists() and real_path(output) in (real_path(source), *real_path(source).parents):
+        raise UserError(f"output: {str(output)!r} holds the source {source!r}. Choose another folder.")
+    refuse_missing_model(field, source)
+    return source

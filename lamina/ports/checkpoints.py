@@ -17,10 +17,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_distribut
 from transformers import GPT2Config, LlamaConfig
 
 from lamina.core.json_types import Json
-from lamina.core.values import nearby
 from lamina.errors import UserError
 from lamina.jobs.files import write_json
-from lamina.modeling.backbones.conversion import RECORD, ConversionRecord, load, source_beside, written_model
+from lamina.modeling.backbones.conversion import RECORD, ConversionRecord, load, written_model
 from lamina.modeling.building import build
 from lamina.modeling.configuration_lamina import backbone_of
 from lamina.modeling.modeling_lamina import LaminaForCausalLM
@@ -326,11 +325,8 @@ def convert(
     leaves ``output`` unchanged.
     """
     if reads:
-        if not Path(source).exists():
-            raise UserError(f"source: {source!r} does not exist{nearby(source)}. Give a folder that {target} wrote.")
         model = from_trainer(Path(source), target, placement)
     else:
-        source = source_beside(source, output, overwrite=overwrite)
         loaded = load(source)
         if not isinstance(loaded, LaminaForCausalLM):
             raise UserError(f"source: {source!r} is a {type(loaded).__name__}. Give a folder with a Lamina model.")

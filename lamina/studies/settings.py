@@ -10,6 +10,8 @@ from itertools import product, zip_longest
 from pathlib import Path
 from typing import Literal
 
+from lamina.core.backbone_presets import get as get_preset
+from lamina.core.backbone_presets import is_place
 from lamina.core.initializers import SAME, SUITS
 from lamina.core.json_types import Json
 from lamina.core.scaling_schemes import SCHEMES
@@ -478,6 +480,8 @@ class TransferSettings(RunSettings, PlacementSettings, RatesSettings, SeedsSetti
         """The wide model's hidden size. Raises UserError for an unknown backbone."""
         if self.hidden_size is not None:
             return self.hidden_size
+        if not is_place(self.backbone):
+            return int(str(get_preset(self.backbone).fields["hidden_size"]))
         from lamina.modeling.backbones import resolve_backbone
 
         return int(resolve_backbone(self.backbone).hidden_size)

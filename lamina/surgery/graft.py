@@ -27,7 +27,6 @@ from lamina.modeling.backbones.conversion import (
     from_transformers,
     read_config,
     saved,
-    source_beside,
     written_model,
 )
 from lamina.modeling.configuration_lamina import LaminaConfig
@@ -74,7 +73,6 @@ def graft(source: str, output: Path, settings: ProbeSettings, *, placement: str,
     Lamina fits the gains on the first half of the text in ``settings``, and measures the losses on the second half.
     Raises UserError if this fails, and leaves ``output`` unchanged.
     """
-    source = source_beside(source, output, overwrite=overwrite)
     stored = read_config(source, field="model").dtype
     context = make_context(source, settings)
     context.warn_of_unread()

@@ -14,9 +14,9 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lamina.core.text import ranges
-from lamina.errors import UserError, shortened, unknown
+from lamina.errors import UserError, unknown
 from lamina.jobs.files import write_json
-from lamina.modeling.backbones.conversion import saved, source_beside, written_model
+from lamina.modeling.backbones.conversion import saved, written_model
 from lamina.modeling.backbones.loading import read_config
 from lamina.modeling.backbones.presets import cut_config
 from lamina.modeling.configuration_lamina import backbone_of
@@ -26,10 +26,10 @@ from lamina.probes.engine.probe_settings import ProbeSettings
 from lamina.probes.engine.registry import make_all
 from lamina.probes.layer_drop import removed
 from lamina.probes.structure.hooks import evaluating
+from lamina.surgery.layer_lists import refuse_twice
 
 ANGLE, HARM = "angular_distance", "layer_drop"
 _MEASURES = {ANGLE: (ANGLE, ANGLE), HARM: (f"{HARM}(meaning=remove, metric=loss)", "loss_increase")}  # probe, metric
-_MOST = 2**16  # layers
 _INDEX = ("layer_idx", "layer_id", "layer_index", "idx")
 _SAME = 1e-4  # of the largest logit: the written model against the whole one without the layers
 
@@ -53,27 +53,6 @@ class Pruning(TypedDict):
     largest_difference: float
 
 
-def layers_of(text: str) -> list[int]:
-    """Parse "3,5-7" as layers counted from 0. Raises UserError for any other text."""
-    layers: list[int] = []
-    for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()) or not int(first) <= int(last or first) < _MOST:
-            raise UserError(
-                f"layers: {shortened(repr(text), 80)} is not a list of layers. Count layers from 0, as in 3,5-7."
-            )
-        layers += range(int(first), int(last or first) + 1)
-    return refuse_twice(layers)
-
-
-def refuse_twice(layers: Sequence[int]) -> list[int]:
-    """Return the layers in order. Raises UserError for a repeated layer."""
-    twice = sorted({layer for layer in layers if layers.count(layer) > 1})
-    if twice:
-        raise UserError(f"layers: {ranges(twice)} is named twice. Name each layer once.")
-    return sorted(layers)
-
-
 def prune(
     source: str,
     output: Path,
@@ -89,7 +68,6 @@ def prune(
     Lamina measures layers and losses on the text in ``settings``. Raises UserError if this fails, and leaves ``output``
     unchanged.
     """
-    source = source_beside(source, output, overwrite=overwrite)
     stored = read_config(source, "model").dtype
     context = make_context(source, settings)
     context.warn_of_unread()

@@ -1,5 +1,6 @@
 """What users and their scripts rely on, and other tools' names of settings."""
 
+import os
 import subprocess
 import sys
 
@@ -46,6 +47,26 @@ def test_every_command_has_a_help_with_an_example(command, capsys):
 HEAVY = {"torch", "transformers", "argparse", "pandas", "numpy", "yaml", "pyarrow", "plotly"}
 MODELS = {"torch", "transformers"}
 CALLED = "from lamina.cli import main\ntry: main({!r})\nexcept SystemExit: pass"
+UNKNOWN = [  # commands that name what does not exist
+    ["convert", "nowhere", "out"],
+    ["convert", "nowhere", "out", "--to", "nope"],
+    ["convert", "nowhere", "out", "--to", "megatron"],
+    ["convert", "nowhere", "out", "--from", "nope"],
+    ["convert", "nowhere", "out", "--from", "megatron"],
+    ["convert", ".", "out", "--from", "megatron", "--placement", "nope"],
+    ["prune", "nowhere", "--output", "out", "--layers", "1"],
+    ["graft", "nowhere", "--output", "out", "--placement", "keel"],
+    ["probe", "nowhere"],
+    ["eval", "nowhere", "--corpus", "embedded"],
+    ["generate", "nowhere"],
+    ["pretrain", "--placement", "keel", "--from", "nowhere"],
+    ["transfer", "--placement", "nope"],
+    ["emit", "keel", "--to", "nope", "--num-layers", "2"],
+    ["diagnose", "nowhere"],
+    ["report", "nowhere"],
+    ["compare", "--placements", "nope"],
+    ["preflight", "--placement", "nope"],
+]
 LIGHT = {  # what is run: what it must not load
     **{CALLED.format(words): HEAVY for words in (["--help"], [], ["--version"], ["no-such-command"])},
     **{CALLED.format(words): MODELS | {"pandas"} for words in (["convert", "--help"], ["probe", "--list"])},
@@ -66,6 +87,17 @@ def test_what_needs_no_model_loads_nothing_heavy(code):
     code = f"import sys\n{code}\nprint(sorted({LIGHT[code]!r} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.splitlines()[-1] == "[]", done.stderr
+
+
+def test_a_name_or_a_folder_that_does_not_exist_is_refused_before_torch_is_loaded(tmp_path):
+    code = (
+        "import sys\nfrom lamina.cli import main\n"
+        f"print([words for words in {UNKNOWN!r} if main(words) != 2 or {MODELS!r} & set(sys.modules)])"
+    )
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1:] == ["[]"], done.stdout + done.stderr
+    assert not [*tmp_path.iterdir()]
 
 
 def test_help_lists_every_command(capsys):

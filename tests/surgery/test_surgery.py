@@ -19,7 +19,8 @@ from lamina.placements import resolve
 from lamina.probes.engine.measure import make_context
 from lamina.probes.engine.probe_settings import ProbeSettings
 from lamina.surgery.graft import grafted
-from lamina.surgery.prune import layers_of, mean_loss
+from lamina.surgery.layer_lists import layers_of
+from lamina.surgery.prune import mean_loss
 from tools.reliability.tiny_families import SIZES, tiny_model
 
 TEXT = {"sequence_length": 32, "sequences": 12, "batch_size": 4}

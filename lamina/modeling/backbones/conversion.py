@@ -32,13 +32,11 @@ from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import cached_file
 
 from lamina.core.architectures import ROLES, UNCONVERTED, Conversion, Target, conversions
-from lamina.core.values import real_path
 from lamina.errors import UserError
 from lamina.jobs import folder as job_folder
 from lamina.jobs.environment import environment
 from lamina.jobs.files import disk_full, full_disk, write_json
 from lamina.jobs.kinds import Kind
-from lamina.jobs.manifest import model_folder
 from lamina.jobs.names import ENVIRONMENT
 from lamina.modeling.backbones import loading
 from lamina.modeling.backbones.loading import TOKENIZER_FILES, load_weights
@@ -551,7 +549,6 @@ def convert(
 
     Raises UserError if the conversion fails, and leaves ``output`` unchanged.
     """
-    source = source_beside(source, output, overwrite=overwrite)
     is_ours = isinstance(read_config(source), LaminaConfig)
     form, other = ("lamina", "transformers") if is_ours else ("transformers", "lamina")
     if to == form:
@@ -615,15 +612,6 @@ def saved(model: PreTrainedModel, draft: Path, stored: object, *, dtype: str | t
     model.save_pretrained(draft)
     config = loading.read_config(draft, "output")
     return load_weights(draft, config, type(model), "output", dtype=dtype, extra=False)[0]
-
-
-def source_beside(source: str, output: Path, *, overwrite: bool) -> str:
-    """Return the source model's folder. Raises UserError if the output folder has files or contains the source."""
-    job_folder.refuse(output, resume=False, overwrite=overwrite, resumes=False)
-    source = str(model_folder(source))
-    if Path(source).exists() and real_path(output) in (real_path(source), *real_path(source).parents):
-        raise UserError(f"output: {str(output)!r} holds the source {source!r}. Choose another folder.")
-    return source
 
 
 @torch.no_grad()

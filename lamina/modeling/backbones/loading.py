@@ -23,9 +23,9 @@ from transformers.utils import logging as transformers_logging
 from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME
 
 from lamina.core.architectures import ROLES
-from lamina.core.hub_access import local_when_unreachable
+from lamina.core.hub_access import local_when_unreachable, refuse_missing_model
 from lamina.core.registry import Registry
-from lamina.core.values import in_order, nearby, refuse_special, whole_number
+from lamina.core.values import in_order, refuse_special, whole_number
 from lamina.errors import UserError, one_line, unknown
 from lamina.jobs.manifest import refuse_damaged
 from lamina.modeling.backbones.stored import (
@@ -173,16 +173,9 @@ def _read_fields(path: str | Path, field: str, source: str) -> dict[str, object]
                 f"{field}: {name!r} holds no saved model: config.json is missing. Give a folder with config.json{such}."
             )
         return read_json(folder / "config.json", source)
-    try:
-        with local_when_unreachable():
-            return PreTrainedConfig.get_config_dict(name)[0]
-    except Exception as error:
-        if there := nearby(name):
-            raise UserError(f"{field}: {name!r} does not exist{there}. Check the name.") from error
-        raise UserError(
-            f"{field}: {name!r} is neither a folder nor a model on the hub that Lamina can read. Check the name and "
-            "the connection."
-        ) from error
+    refuse_missing_model(field, name)
+    with local_when_unreachable():
+        return PreTrainedConfig.get_config_dict(name)[0]
 
 
 def check_adapter(config: PreTrainedConfig, says: str) -> None:
