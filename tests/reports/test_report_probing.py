@@ -42,6 +42,20 @@ def test_the_command_to_prune_reads_the_text_that_the_probe_read(tmp_path):
     assert html.escape(command) in report(folder).read_text(encoding="utf-8")
 
 
+def test_the_charts_of_the_titles_probe_are_open(tmp_path):
+    folder = write_probing(tmp_path / "out")
+    written = json.loads((folder / "result.json").read_text())
+    (name, other), probe = [*written["probes"]][:2], written["probes"]["dummy_states"]
+    four = {**written["probes"][other], "figures": [*probe["figures"], *probe["figures"]] * 4}
+    written["probes"] = {other: four, name: probe, "layer_drop": {**probe, "title": "Layer drop"}}
+    (folder / "result.json").write_text(json.dumps(written))
+    page = report(folder).read_text(encoding="utf-8")
+    sections = {part.partition('"')[0]: part for part in page.split('<section id="')[1:]}
+    folded = [anchor for anchor, part in sections.items() if "<summary>Charts</summary>" in part]
+    assert folded == ["dummy-states"]
+    assert "plotly-graph-div" in sections["layer-drop"]
+
+
 def test_what_was_skipped_says_why(page):
     section = page[page.index('id="no-head"') :]
     assert "Not measured: it has no head" in section[: section.index("</section>")]

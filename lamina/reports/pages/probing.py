@@ -33,7 +33,7 @@ from lamina.reports.style import FONT, polish_own
 from lamina.reports.tables import Field, Row, in_form, table
 
 _PICTURE_WIDTH = 900
-OPEN = 4  # figures; those of later probes are folded
+OPEN = 4  # figures: first those of the title's probe; those of later probes are folded
 MOST_ROWS = 60  # of a table of main numbers
 
 
@@ -50,10 +50,10 @@ def probing_report(folder: Path) -> Path:
     facts = {k: v for k, v in model.items() if k != "notes" and v not in (None, "", [])}
     notes = callouts(str(note) for note in model.get("notes") or ())
     told = _removal(probes) if model.get("num_layers") else []
-    opened, count = {}, 0
-    for name, entry in probes.items():
+    opened, count, telling = {}, 0, _telling(probes)
+    for name in sorted(probes, key=lambda name: name != telling):
         opened[name] = count < OPEN
-        count += len(entry.get("figures") or ())
+        count += len(probes[name].get("figures") or ())
     return write_page(
         folder,
         title=_headline(Path(str(model.get("name") or "a model")).name, probes),
@@ -126,13 +126,18 @@ def _place(row: Any, columns: list[str]) -> str:
     )
 
 
+def _telling(probes: Json) -> str | None:
+    """Return the probe whose first sentence is the page's title: layer_drop, or otherwise the first probe."""
+    return next((name for name in ("layer_drop", *probes) if probes.get(name, {}).get("sentences")), None)
+
+
 def _headline(model: str, probes: Json) -> str:
-    """Return the finding in one line: layer_drop's first sentence, or otherwise the first probe's first sentence."""
-    for name in ("layer_drop", *probes):
-        if said := probes.get(name, {}).get("sentences"):
-            found = re.split(r"[,;:] ", re.sub(r" \([^)]*\)", "", str(said[0])))[0].rstrip(".")
-            return f"{model}: {found[0].lower()}{found[1:]}"
-    return f"What each layer does: {model}"
+    """Return the finding in one line."""
+    if (name := _telling(probes)) is None:
+        return f"What each layer does: {model}"
+    said = str(probes[name]["sentences"][0])
+    found = re.split(r"[,;:] ", re.sub(r" \([^)]*\)", "", said))[0].rstrip(".")
+    return f"{model}: {found[0].lower()}{found[1:]}"
 
 
 def _facts(result: Json, environment: Json) -> list[str]:
