@@ -363,13 +363,13 @@ def test_a_tilde_that_the_shell_leaves_is_the_home_folder(tiny, tmp_path, monkey
 def test_a_name_of_no_model_is_answered_at_once_without_a_network(refused, tmp_path, command, monkeypatch):
     offline = []
 
-    def fetch(name, **_):
+    def fetch(name, file):
         offline.append(constants.HF_HUB_OFFLINE)
         raise OSError(name)
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr("lamina.core.hub_access.hub_resolves", lambda: False)
-    monkeypatch.setattr("transformers.PreTrainedConfig.get_config_dict", fetch)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", fetch)
     how = ["--layers", "0"] if command == "prune" else ["--placement", "keel"]
     assert "'no-model' is neither" in refused(command, "no-model", *how, "--output", str(tmp_path / "out"))
     assert offline == [True]  # the hub's client would ask six times, for half a minute

@@ -1,14 +1,17 @@
 """A spike that passed is not the cause of what follows it."""
 
+import colorsys
 import json
 import math
 import random
+import re
 from dataclasses import replace
 
 import pytest
 
 from lamina.reports.causes import CAUSES, NOT_KNOWN, Learned, causes_of
 from lamina.reports.diagnosis import Evidence, answer
+from lamina.reports.pages.diagnosis import loss_chart
 from lamina.reports.signs import Signs
 from lamina.training.monitor.alarms import Alarm, Alarms, describe
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
@@ -128,3 +131,27 @@ def test_a_cause_is_named_only_with_a_sign_of_what_it_does(name):
     learned = Learned.read()
     for sign in CAUSES[name].shown:
         assert any(sign in of for of in learned.seen.values())
+
+
+HUES = {"red": range(-15, 16), "orange": range(25, 46)}  # in degrees
+
+
+@pytest.mark.parametrize(("rose", "marked"), [(SPIKE + 2, {"red", "orange"}), (SPIKE, {"red"}), (None, {"orange"})])
+def test_a_caption_names_the_color_of_each_line_of_the_loss_chart(rose, marked, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("lamina.reports.pages.diagnosis.figure", lambda *given: drawn.append(given) or "")
+    about = {"rows": lambda metrics: [], "notable": (), "status": "finished", "steps": 199, "names": {}}
+    evidence = Evidence(
+        alarms=(GRADIENT,), rose=rose, losses=course(3.0, 4.0, 200), norms=course(1.0, 12.0, 200), **about
+    )
+    loss_chart(evidence)
+    ((picture, caption),) = drawn
+    named = dict(re.findall(r"The (\w+) line marks the (rise|first anomaly)", caption))
+    assert named == {color: {"red": "rise", "orange": "first anomaly"}[color] for color in marked}
+    assert ("The first anomaly is in the same step." in caption) == (rose == SPIKE)
+    lines = {int(shape["x0"]): shape["line"]["color"] for shape in picture.layout["shapes"]}
+    steps = {"rise": rose, "first anomaly": SPIKE}
+    for color, what in named.items():
+        hue, *_ = colorsys.rgb_to_hsv(*bytes.fromhex(lines[steps[what]].removeprefix("#")))
+        assert round(360 * (hue if hue < 0.9 else hue - 1)) in HUES[color]
+    assert lines.keys() == {step for step in (rose, SPIKE) if step is not None}
