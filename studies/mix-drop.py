@@ -3,6 +3,7 @@
 from lamina.core.frames import Frame
 from lamina.lab.papers.judging import Finding, Trials, all_of, claim, compare_values
 from lamina.lab.papers.judging.curves import deep, layer_means, numbers, rows, shallow
+from lamina.lab.papers.judging.findings import in_words
 
 PROBE = "layer_drop"
 LEAST = 0.1  # of the compared harm: 0.01 was up to a third of it; changed after the trials
@@ -14,10 +15,27 @@ def harm(table: Frame) -> Frame:
 
 
 def _halves(trials: Trials, arm: str, *, deep_is_lower: bool) -> Finding:
-    early = numbers(trials, arm, PROBE, lambda table: shallow(harm(table)).mean())
-    late = numbers(trials, arm, PROBE, lambda table: deep(harm(table)).mean())
-    names = (f"{arm}'s deepest third", "its first third")
-    return compare_values(late, early, lower=deep_is_lower, share=LEAST, names=names)
+    """Compare both ends of the model. A note says if the verdict depends on the outermost layer of the end that should
+    matter more.
+    """
+    ends = {
+        "": (deep, shallow),
+        "layer 0": (deep, lambda means: shallow(means).iloc[1:]),
+        "the last layer": (lambda means: deep(means).iloc[:-1], shallow),
+    }
+
+    def compared(without: str) -> Finding:
+        late, early = (
+            numbers(trials, arm, PROBE, lambda table, part=part: part(harm(table)).mean()) for part in ends[without]
+        )
+        names = (f"{arm}'s deepest third", "its first third")
+        return compare_values(late, early, lower=deep_is_lower, share=LEAST, names=names)
+
+    found, without = compared(""), "layer 0" if deep_is_lower else "the last layer"
+    rest = compared(without)
+    if found.verdict.decided and rest.verdict != found.verdict:
+        return found.noted(f'without {without}, the verdict is "{in_words(rest.verdict.value)}": {rest.ours}')
+    return found
 
 
 @claim(

@@ -312,6 +312,18 @@ def test_layers_of_a_model_that_got_stuck_are_not_judged(study):
     assert judged(post, stuck).verdict == Verdict.INCONCLUSIVE
 
 
+def test_a_verdict_that_rests_on_the_outermost_layer_says_so():
+    def outermost(arm, noise):
+        course = {"pre_ln": [9.0, *RISING[1:]], "post_ln": [*FALLING[:-1], 9.0], "mix_ln": RISING}[arm["placement"]]
+        return rows("loss_increase", [value + noise for value in course], meaning="remove")
+
+    for claim, layer in (("mix-drop/pre", "layer 0"), ("mix-drop/post", "the last layer")):
+        found = judged(claim, trials_of("mix-drop", "cpu", tables={("layer_drop", "end"): outermost}))
+        assert found.verdict == Verdict.HOLDS
+        assert f'without {layer}, the verdict is "opposite": {claim.partition("/")[2]}_ln' in found.note
+        assert not judged(claim, trials_of("mix-drop", "cpu", tables=harm(True))).note
+
+
 def test_a_sweep_that_was_widened_is_compared_at_the_nearest_rate():
     trials = trials_of("mix-alpha", "cpu", U_SHAPE)
     trials.table.loc[(trials.table["alpha"] == "0 %") & trials.table["tuned"], "learning_rate"] = 6.3e-4
