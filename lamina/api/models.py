@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, cast, get_args
 from lamina.api.results import Diagnosis
 from lamina.core.architectures import TRAINERS, Target
 from lamina.core.extras import require
+from lamina.core.hub_access import refuse_missing_model
 from lamina.core.values import (
     DTYPES,
     folder_beside,
@@ -338,12 +339,15 @@ def placement_of(model: nn.Module | PreTrainedConfig | str | PathLike[str], *, l
     Raises:
         UserError: (a ValueError) for a path that holds no model, or a configuration from which no model can be built.
     """
-    from lamina.probes.census.census import census
-
     if layers is not None:
         text("layers", layers)
     built = hasattr(model, "named_parameters") or hasattr(model, "model_type")
-    return census(cast("nn.Module | PreTrainedConfig", model) if built else path("model", model), layers=layers)
+    given = cast("nn.Module | PreTrainedConfig", model) if built else path("model", model)
+    if isinstance(given, str) and "/" in given:
+        refuse_missing_model("model", given)
+    from lamina.probes.census.census import census
+
+    return census(given, layers=layers)
 
 
 def diagnose(run: str | PathLike[str], against: str | PathLike[str] | None = None, *, which: str = "") -> Diagnosis:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,8 +42,8 @@ def validate_spec(spec: str) -> None:
     if is_trained(spec):
         _bpe_size(spec)
         return
-    looks_like_path = spec.startswith((".", "/", "~", os.sep)) or spec.endswith(".json")
-    if looks_like_path and not Path(spec).expanduser().exists():
+    on_the_hub = re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", spec) is not None and not spec.endswith(".json")
+    if not on_the_hub and not Path(spec).expanduser().exists():
         raise UserError(f"tokenizer: {spec!r}: no such file or folder{nearby(spec)}. Give {_ALLOWED}.")
 
 

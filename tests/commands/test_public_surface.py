@@ -56,6 +56,7 @@ UNKNOWN = [  # commands that name what does not exist
     ["convert", ".", "out", "--from", "megatron", "--placement", "nope"],
     ["prune", "nowhere", "--output", "out", "--layers", "1"],
     ["graft", "nowhere", "--output", "out", "--placement", "keel"],
+    ["placements", "--of", "./nowhere"],
     ["probe", "nowhere"],
     ["eval", "nowhere", "--corpus", "embedded"],
     ["generate", "nowhere"],
@@ -65,6 +66,7 @@ UNKNOWN = [  # commands that name what does not exist
     ["diagnose", "nowhere"],
     ["report", "nowhere"],
     ["compare", "--placements", "nope"],
+    ["compare", "--placements", "keel", "--tokenizer", "nope:3"],
     ["preflight", "--placement", "nope"],
 ]
 LIGHT = {  # what is run: what it must not load

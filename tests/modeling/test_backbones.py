@@ -309,7 +309,7 @@ def test_a_name_on_the_hub_is_a_backbone():
 @pytest.mark.usefixtures("cached")
 def test_a_name_on_the_hub_has_a_placement():
     assert lamina.placement_of(NAME).placement == "pre_ln"
-    with pytest.raises(UserError, match=r"model: 'a/b/c': no such folder\. Give a folder"):
+    with pytest.raises(UserError, match=r"model: 'a/b/c' is neither a folder nor a model"):
         lamina.placement_of("a/b/c")
     with pytest.raises(UserError, match=r"backbone: 'nobody/nothing' is neither a folder nor a model on the hub"):
         lamina.build("nobody/nothing", "keel")

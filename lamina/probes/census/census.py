@@ -16,7 +16,6 @@ from transformers import PreTrainedConfig
 
 from lamina.core.json_types import Json
 from lamina.core.text import ranges
-from lamina.core.values import nearby
 from lamina.errors import UserError, one_line, shortened, unknown
 from lamina.jobs.files import finite
 from lamina.modeling.backbones.loading import quiet, read_config
@@ -556,11 +555,6 @@ def _model_of(given: nn.Module | PreTrainedConfig | str | Path) -> tuple[nn.Modu
     if not folder.exists():
         if len(folder.parts) == 2 and not folder.is_absolute():  # OWNER/NAME: its config.json alone
             return _random_model(read_config(folder, "model", weights=False))
-        if len(folder.parts) > 1:
-            raise UserError(
-                f"model: {str(given)!r}: no such folder{nearby(given)}. Give a folder with config.json, a name "
-                "on the hub (OWNER/NAME), or a model type of transformers."
-            )
         if str(given) not in transformers.CONFIG_MAPPING:
             refusal = unknown("model", str(given), transformers.CONFIG_MAPPING)
             raise UserError(f"{refusal}. You can also give a folder with config.json.")
