@@ -255,8 +255,9 @@ def is_independent(alarm: Alarm) -> bool:
 
 
 def outlasts_spikes(alarm: Alarm) -> bool:
-    """Return whether no spike of the loss or gradient can cause an alarm once the spike has passed: an independent
-    alarm, or a value that is not finite.
+    """Return whether an alarm cannot be the aftermath of a spike.
+
+    Such alarms are faults of the training code, values that are not finite, and shrinking weights or moments.
     """
     return is_independent(alarm) or alarm.rule == "not_finite"
 

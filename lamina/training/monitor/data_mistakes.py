@@ -288,7 +288,7 @@ def equal_inputs(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def beyond_tables(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find token ids and labels beyond the model's tables, and rows with more tokens than the model has positions."""
+    """Find token ids, labels or positions that are too large for the model."""
     config, tokens, labels = setup.config, setup.tokens, setup.labels
     if config is None or tokens is None or not hasattr(config, "get_text_config"):
         return
@@ -332,7 +332,7 @@ def image_values(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def reads_padding(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find an encoder that reads the padding at the rows' ends, because no mask hides the padding."""
+    """Find an encoder that reads padding, because no mask hides it."""
     mask, tokens, padding = setup.batch.get("attention_mask"), setup.tokens, setup.padding
     encodes = setup.is_encoder_decoder or re.search("bert", type(setup.inner).__name__, re.IGNORECASE)
     if tokens is None or not encodes or padding is None or tokens.shape[1] <= TAIL:

@@ -384,9 +384,11 @@ def first_pass(
 
 
 def _ask(scores: torch.Tensor, classes: int, logits: torch.Tensor | None) -> list[Targets | None]:
-    """Return an empty list. The backward pass will add the targets of the first rows of ``logits`` to this list.
+    """Return a list to which the backward pass adds the targets of the logits' first rows.
 
-    ``scores`` are the logits in the loss's shape, and ``classes`` is their dimension of the classes.
+    Args:
+        scores: the logits in the loss's shape.
+        classes: the dimension of the classes in this shape.
     """
     asked = list[Targets | None]()
     if logits is not None and scores.requires_grad:
@@ -401,7 +403,7 @@ def _ask(scores: torch.Tensor, classes: int, logits: torch.Tensor | None) -> lis
 
 @dataclass
 class _Seen:
-    """The values that hooks collect: the arguments of the model and its children, outputs, and each layer's ``Skip``.
+    """The values that hooks collect in a pass.
 
     Attributes:
         ran: whether autograd recorded the calls of each called module.

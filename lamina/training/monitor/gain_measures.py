@@ -83,7 +83,7 @@ def _offset(norm: nn.Module) -> float:
 
 
 def rows_of_gains(gains: Sequence[Gain], step: int) -> list[Row]:
-    """Return tidy rows: the mean and the largest magnitude of each gain, and of each table's row norms."""
+    """Return the mean and the largest magnitude of each gain, and of each table's row norms."""
     series = GainSeries(gains)
     series.end_step(step)
     return series.rows(prefix="")
@@ -100,7 +100,7 @@ class GainSeries:
         self.follow(gains)
 
     def follow(self, gains: Sequence[Gain]) -> None:
-        """Measure these gains and tables from now on, and forget the steps since the last call of ``rows``."""
+        """Measure these gains and tables from now on, and forget all earlier steps."""
         self.gains = gains
         self._steps: list[int] = []
         self._values: list[torch.Tensor] = []  # of each step: [mean or largest, gain], the gains in this order:
@@ -142,7 +142,11 @@ class GainSeries:
         return torch.stack([values.sum(1) / whole, largest])
 
     def rows(self, prefix: str = BETWEEN) -> list[Row]:
-        """Return the steps since the last call as tidy rows. The metrics' names begin with ``prefix``."""
+        """Return the measurements of the steps since the last call.
+
+        Args:
+            prefix: the beginning of the metrics' names.
+        """
         steps, self._steps = self._steps, []
         if not steps:
             return []

@@ -1,4 +1,4 @@
-"""How the alarm rules compare a value with the past values of its series."""
+"""How the alarm rules compare a metric's value with past values of the same layer."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ SOON = 4  # steps since the last record, before which a pace says little
 
 @dataclass(frozen=True, kw_only=True)
 class Past:
-    """How Lamina compares one metric's values with past values of the same series.
+    """The comparison of a metric's value with past values of the same layer and role.
 
     Attributes:
         rises: whether a value above the past values counts.
         falls: whether a value below the past values counts.
-        fewest: the smallest number of past values that a comparison needs.
-        calm: a rise to a value below ``calm`` does not count. For example, gains may start at 0.
+        fewest: the number of past values that a comparison needs.
+        calm: the smallest value that counts as a rise, because a gain may start at 0.
     """
 
     rises: bool = True
