@@ -37,7 +37,7 @@ BASE: dict[str, tuple[list[str], dict[str, str]]] = {
     "placements": (["keel"], {}),
     "backbones": ([], {}),
 }
-ANY_TEXT = ("text_field", "stop")  # every text but one with NUL has a meaning
+ANY_TEXT = ("text_field",)  # every text but one with NUL has a meaning
 PATHS = ("output", "svg", "screenshot", "config")
 LISTS = {"learning_rates": float, "verify_rates": float, "seeds": int, "widths": int}
 ZERO_IS_GOOD = ("eval_blocks", "eval_task_limit", "save_steps", "probe_every", "rollback", "rollback_skip", "seed")
@@ -122,8 +122,8 @@ def bad(field: str, kind: Any, drawn: random.Random, *, optional: bool) -> list[
         if LISTS.get(field) is int:
             lists += ["1.5", str(drawn.randint(2**33, 2**80)), "0x1"]
         return lists + ([] if field == "verify_rates" else [""])
-    if field == "prompt":
-        return []  # every text has a meaning
+    if field in ("prompt", "stop"):  # every text has a meaning, but nothing ends at an empty one
+        return [""] if field == "stop" else []
     texts = ["a\0b"]
     if field in ANY_TEXT or field in PATHS:
         return texts + ([""] if field in PATHS else [])
