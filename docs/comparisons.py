@@ -34,8 +34,8 @@ _FORMS = tuple(
 _LABELS = {  # of older records, and today's labels for the same
     "Post-LN's log of the path over FuseNorm's": "log of Post-LN's path, divided by the log of FuseNorm's path",
     "log10 of the first state's gradient over the last's, ": "log10(first state's gradient / last state's gradient): ",
-    "|log10 of deep over shallow| at": "|log10(deep layers' gradient / first layers' gradient)| at learning rate",
-    "log10 of deep over shallow at": "log10(deep layers' gradient / first layers' gradient) at learning rate",
+    "|log10 of deep over shallow| at": "absolute log10 of the gradient ratio (deep layers to first layers) at learning rate",
+    "log10 of deep over shallow at": "log10 of the gradient ratio (deep layers to first layers) at learning rate",
     "log10 of Post-LN's median layer over its last": "log10(median layer's gradient / last layer's gradient), Post-LN",
     "log10 of the shallow gradient norm,": "log10 of the first layers' gradient norm, initializer",
     "trains at more rates": "trains at more learning rates",
@@ -108,10 +108,25 @@ def read(line: str, quantity: str = "") -> Comparison:
     value = re.sub(r"\(at most (\S+ %) off\)", r"(largest error \1)", value)
     cells = (value, _minus(fields.get("claimed", "")), _minus(fields.get("interval", "")), fields.get("seeds", ""))
     return Comparison(
-        what=said.plain(what),
+        what=_by_line(said.plain(what)),
         cells=tuple(map(said.plain, (*cells, fields.get("p", ""), fields["verdict"]))),
         is_difference=bool(match and re.search(r" vs |: .+ pairs$", fields["what"])),
     )
+
+
+def _by_line(what: str) -> str:
+    """Put the measured quantity and both compared settings on lines of their own."""
+    what = re.sub(r"^(?:(.+), )?(.+?) vs (.+): \2 is lower in (.+)$", _lower_in_pairs, what)
+    sides = re.match(rf"^(?:(.+): )?(.+?),? ({_NUMBER}) vs (.+?),? ({_NUMBER}|0)$", what)
+    if sides is None:
+        return what
+    quantity, left, first, right, second = sides.groups()
+    return "<br>".join(filter(None, [quantity, f"{left}: {first}", f"{right}: {second}"]))
+
+
+def _lower_in_pairs(found: re.Match[str]) -> str:
+    quantity, left, right, pairs = found.groups()
+    return "<br>".join(filter(None, [quantity, f"{left} is lower than {right} in {pairs}"]))
 
 
 def deciding(one: Json) -> Comparison:

@@ -56,8 +56,8 @@ _BIGRAM = (
 )
 _READ = (
     "The headings below are the names of the studies. Each study has these tables and figures:",
-    '- **Comparisons.** "A 1.2 vs B 1.5" compares the means of A and B over the seeds. The difference is A minus B. If '
-    "runs failed, Lamina ranks them last, and shows the median of the paired differences.",
+    "- **Comparisons.** Each cell shows two settings with their means over the seeds. The difference is the first mean "
+    "minus the second mean. If runs failed, Lamina ranks them last, and shows the median of the paired differences.",
     '- **p values.** The column "p" shows each test without a correction. The column "p (Holm)" is corrected for the '
     "number of claims in the study.",
     "- **Settings.** A run is `finished` if it learned more than token frequencies. Otherwise, the run is `short` if "

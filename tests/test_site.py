@@ -208,11 +208,11 @@ def test_settings_by_chance_share_a_note():
 
 LINES = {
     "holds: a 1.2 vs b 1.5: difference -0.3 (95 % -0.5 to -0.1, 5 seeds, p < 0.001), claimed at most 0.01": (
-        "loss: a 1.2 vs b 1.5",
+        "loss<br>a: 1.2<br>b: 1.5",
         ("−0.3", "at most 0.01", "−0.5 to −0.1", "5", "&lt; 0.001", "supported"),
     ),
     "a vs b, runs that failed last: lower in 5 of 6 pairs, median difference -0.2 (6 seeds, p 0.4)": (
-        "loss, a vs b: a is lower in 5 of 6 pairs",
+        "loss<br>a is lower than b in 5 of 6 pairs",
         ("−0.2 (median)", "", "", "6", "0.4", ""),
     ),
     "inconclusive: a: 5 of 8 seeds did not train (5 stuck, 3 short), share 95 % 24% to 91%": (

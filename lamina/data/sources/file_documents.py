@@ -142,8 +142,8 @@ def encodable_text(text: str) -> str:
 def walk(root: Path, linked: list[Path] | None = None) -> list[Path]:
     """Return the files below a folder, sorted by relative name, without hidden files and folders.
 
-    Lamina follows links to files, but not links to folders, which may form a loop. It adds links to folders to
-    ``linked``.
+    Lamina follows links to files, but not links to folders, which may form a loop. It collects
+    links to folders in ``linked``.
 
     Raises UserError for a folder that Lamina may not read.
     """

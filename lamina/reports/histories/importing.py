@@ -466,7 +466,7 @@ def _moves(losses: Floats) -> Ints:
 
 
 def _rose(alarm: Alarm, losses: Mapping[int, float], calm: Sequence[int]) -> bool:
-    """Return whether a loss with an alarm has risen by more than usual, without a restart of the learning rate."""
+    """Return whether the loss rose by more than usual at an alarm, without a restart of the learning rate."""
     steps = sorted(losses)
     at = bisect_left(steps, alarm.step)
     if any(bisect_left(steps, step) <= at < bisect_left(steps, step) + 2 * BEFORE for step in calm):
