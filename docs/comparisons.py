@@ -34,8 +34,8 @@ _FORMS = tuple(
 _LABELS = {  # of older records, and today's labels for the same
     "Post-LN's log of the path over FuseNorm's": "log of Post-LN's path, divided by the log of FuseNorm's path",
     "log10 of the first state's gradient over the last's, ": "log10(first state's gradient / last state's gradient): ",
-    "|log10 of deep over shallow| at": "absolute log10 of the gradient ratio (deep layers to first layers) at learning rate",
-    "log10 of deep over shallow at": "log10 of the gradient ratio (deep layers to first layers) at learning rate",
+    "|log10 of deep over shallow| at": "absolute log10 of the gradient ratio (deep to first layers) at learning rate",
+    "log10 of deep over shallow at": "log10 of the gradient ratio (deep to first layers) at learning rate",
     "log10 of Post-LN's median layer over its last": "log10(median layer's gradient / last layer's gradient), Post-LN",
     "log10 of the shallow gradient norm,": "log10 of the first layers' gradient norm, initializer",
     "trains at more rates": "trains at more learning rates",

@@ -64,7 +64,7 @@ def is_ranked(row: Json) -> bool:
 
 
 def is_above_bigram(row: Json) -> bool:
-    """Return whether a row's eval loss is no better than a bigram table's loss. Older rows have no bigram table's loss."""
+    """Return whether a row's eval loss is no better than a bigram table's loss."""
     return row["eval_loss"] >= row["bigram_entropy"]
 
 
