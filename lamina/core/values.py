@@ -77,7 +77,10 @@ LONGEST_NAME, LONGEST_PATH = 255, 3800  # bytes of a name in a folder, and of a 
 
 
 def whole_number(name: str, value: object, low: int = 1, *, says: str = "") -> int:
-    """Return a whole number of at least ``low``. Otherwise raise UserError with a message that begins with ``says``."""
+    """Return a whole number from ``low`` to the field's limit (``LIMITS``, otherwise ``MOST``).
+
+    Raises UserError for other values, with a message that begins with ``says``.
+    """
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise UserError(f"{says}{name}: {_shown(value)}. Give a whole number of at least {low}.")
     if value > (high := LIMITS.get(name, MOST)):
@@ -111,7 +114,10 @@ def number(
 
 
 def steps_or_share(name: str, value: object, *, open_low: bool = False) -> float:
-    """Return a whole number of steps, or a fraction of all steps below 1. Raises UserError for other values."""
+    """Return a whole number of steps, or a share below 1 of all steps. ``open_low`` excludes 0.
+
+    Raises UserError for other values.
+    """
     span = number(name, value, 0.0, open_low=open_low)
     if span >= 1 and span != int(span):
         raise UserError(f"{name}: {_shown(value)}. Give a whole number of steps, or a share below 1 of all steps.")

@@ -70,7 +70,7 @@ class ItemSource(Dataset[T], Generic[T], ABC):
 
     @abstractmethod
     def sample(self, count: int) -> torch.Tensor:
-        """Return the model's main input for up to ``count`` evenly spaced items, the same items in every call."""
+        """Return the main input [items, ...] of up to ``count`` evenly spaced items, the same items in every call."""
 
     def for_run(self, seed: int) -> ItemSource[T]:
         """Return the source with the order for a run with this seed."""
@@ -137,6 +137,7 @@ class ArrayBlocks(BlockSource):
 
     @property
     def array(self) -> np.ndarray:
+        """The token ids, [num_blocks, sequence_length] of uint16 or uint32."""
         assert self._array is not None
         return self._array
 

@@ -57,6 +57,7 @@ class PackedBlocks(ArrayBlocks):
 
     @property
     def array(self) -> np.ndarray:
+        """The token ids, [num_blocks, sequence_length] of uint16 or uint32, read-only."""
         if self._array is None:
             self._array = np.memmap(self.path, dtype=self.dtype, mode="r", shape=self.shape)
         return self._array

@@ -92,7 +92,7 @@ def perplexity(
     """Score each text separately, and sum the losses.
 
     Args:
-        model: a causal language model in evaluation mode.
+        model: a causal language model in evaluation mode, from [batch, tokens] to logits [batch, tokens, vocab_size].
         tokenizer: the model's tokenizer. Its beginning-of-text (or end-of-text) token precedes each text.
         texts: the texts.
         window: the number of tokens that the model reads at once.

@@ -230,7 +230,8 @@ def _is_ours(folder: Path) -> bool:
 def lock(folder: Path, *, wait: float = 0.0) -> Iterator[None]:
     """Lock the folder against other processes. Wait up to ``wait`` seconds for another process to release it.
 
-    Raises UserError if another process keeps the lock, or if the lock file is a link. On Windows, do nothing.
+    Raises UserError if another process keeps the lock, if the folder can't be created, or if its file ``.lock`` or
+    ``.replaces`` is a link. On Windows, Lamina creates the folder and checks for links, but does not lock.
     """
     _make(folder)
     for name in _APART:

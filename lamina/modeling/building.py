@@ -60,12 +60,12 @@ def build(
         num_labels: a classifier's number of classes. The default is the backbone's number for images, and 1 for
             sequences, as in a reward model.
         init: an initializer's name or ``"name(std=0.01)"``. "recommended" is the initializer of the paper's main runs.
-        profile_ids: token ids or images for an initializer that runs the model, such as Admin's (default: random).
+        profile_ids: token ids [batch, tokens] or images for an initializer that runs the model (default: random).
         scaling: a ``lamina.modeling.scaling.Scaling``, which scales the initial weights and the branches.
         adapter: a mapping from fields of ``lamina.modeling.modeling_lamina.Adapter`` to names of the backbone's
             modules, such as ``{"attention": "attn", "norm": "ln_f"}`` (default: the configuration's
             ``lamina_adapter``).
-        placement_options: options of the placement.
+        placement_options: options of this placement, or of every placement (final_norm, norm, qk_norm, wiring, ...).
 
     Returns:
         A float32 model of the head's class, such as LaminaForCausalLM. To seed the weights, call ``torch.manual_seed``.

@@ -185,8 +185,9 @@ def profile_admin(model: PreTrainedModel, input_ids: torch.Tensor | None = None)
 
         omega_1 = 1,  omega_{i+1} = sqrt(Var(omega_i x_i) + Var(f_i(x_i)))
 
-    Here x_i is the input of sub-layer i, f_i is its branch, and Var is over all elements. The default ``input_ids`` are
-    8 x 64 random tokens, or 8 images of noise. Raises UserError if a skip has no learned scale.
+    Here x_i is the input of sub-layer i, f_i is its branch, and Var is over all elements. ``input_ids`` are token ids
+    [batch, tokens], or images [batch, channels, height, width] for a vision backbone. The default is 8 x 64 random
+    tokens, or 8 images of noise. Raises UserError if a skip has no learned scale.
     """
     base = body_of(model)
     residuals = [residual for _, _, residual in sublayers(base)]

@@ -485,8 +485,8 @@ def head(name: str, auto_class: str) -> Callable[[M], M]:
 class LaminaForCausalLM(LaminaWithHead, GenerationMixin):
     """A LaminaModel with a language-model head: logits [batch, tokens, vocab_size], and the loss if there are labels.
 
-    If ``linear_loss`` is set, it computes the loss from the last states, the head and the labels, and the output has no
-    logits. If it returns None, the model computes the loss from the logits.
+    If ``linear_loss`` is set, it computes the loss from the last states [batch, tokens, hidden_size], the head and the
+    labels, and the output has no logits. If it returns None, the model computes the loss from the logits.
     """
 
     linear_loss: Callable[..., torch.Tensor | None] | None = None

@@ -34,6 +34,8 @@ KINDS = ("embedding", "hidden", "readout")
 class Scaling:
     """How to scale the learning rates and initial weights with width and depth.
 
+    Raises UserError if a scheme is unknown, or if a base size is not a whole number in the allowed range.
+
     Args:
         width: one of SCHEMES, or "none".
         base_width: the hidden size at which you tuned the learning rate.

@@ -84,6 +84,8 @@ def _typed(record: object, **kinds: type | UnionType) -> None:
 class Norm:
     """A norm at one position.
 
+    Raises UserError if a field has an invalid value, or if several ``groups`` are given for a kind other than "group".
+
     Attributes:
         kind: the kind of norm. "backbone" is the backbone's own kind (RMSNorm in Llama, LayerNorm in ViT). "group"
             normalizes each of ``groups`` equal parts of a token's channels. "l2" divides by the L2 norm. "dyt" and
@@ -127,12 +129,16 @@ def _as_norm(field_name: str, value: object) -> Norm | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Streams:
-    """How a sub-layer reads, mixes and writes n residual streams S_1 to S_n.
+    """How a sub-layer reads, mixes and writes n residual streams S [batch, tokens, n, width].
 
         h = sum_j read_j S_j
-        S'_i = C( skip_scale * sum_j mix_ji S_j + write_i * branch )
+        S'_i = C( skip_scale * sum_j mix_ji s_j + write_i * branch )
 
-    Here h is the sub-layer's input, C is the post_norm, and S' are the new streams.
+    Here h is the sub-layer's input, C is the post_norm, and S' are the new streams. The source s_j of the skip is S_j,
+    stream j of the block's input, or their sum. If stream j has the norm "stream", S_j is already normed.
+
+    Raises UserError if a field has an invalid value, if there are fewer than 2 streams, if a tuple is not empty and
+    differs from ``read`` in length, or if ``mix`` does not work with ``weights``.
 
     Attributes:
         weights: how to compute the read and write weights.
@@ -202,6 +208,9 @@ class Streams:
 @dataclass(frozen=True, kw_only=True)
 class Sources:
     """A weighted sum of earlier hidden states that replaces the residual stream at a block's input.
+
+    Raises UserError if a field has an invalid value, if ``own_norms`` is set without ``multiway`` or ``hidden`` without
+    ``dynamic``, or if dynamic or multiway weights are not learned scalars.
 
     Attributes:
         states: pairs of a state's index and its initial weight. State 0 is x^0, and state l is the output of block l.
@@ -328,6 +337,9 @@ class Sublayer:
 class Layer:
     """A block: an attention and a feed-forward sub-layer, which run in this order.
 
+    Raises UserError if a field has the wrong type, if the attention's skip is not "stream" or its read is
+    "block_input", or if ``sources`` are multiway and the attention reads earlier states.
+
     Attributes:
         sources: the weighted sum of earlier states that the block reads, or None for the residual stream.
         boundary: whether the block stores its input for later blocks.
@@ -368,6 +380,9 @@ class Layer:
 class Plan:
     """A norm placement for a given number of layers. It has everything that a model needs to know about norms and
     skips.
+
+    Raises UserError if a field has an invalid value, if there are no layers, if the sub-layers have different numbers
+    of streams, or if fields contradict each other.
 
     Attributes:
         placement: the placement's name.

@@ -258,8 +258,10 @@ class BurnIn:
     losses: list[float]
     gradient_norms: list[float]
     learning_rates: list[float]
-    snapshots: list[Snapshot]  # before the first step, and after some later steps
-    stopped: str  # why training ended early, or ""
+    snapshots: list[Snapshot]
+    """The measurements before the first step, and after some later steps."""
+    stopped: str
+    """The reason if training ended early, otherwise ""."""
 
     @property
     def planned(self) -> PretrainSettings:

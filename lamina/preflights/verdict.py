@@ -180,8 +180,10 @@ class PreflightVerdict:
     """A verdict, its reason, and what to change."""
 
     verdict: VerdictWord
-    chance: float  # that the loss becomes clearly lower than the loss of token frequencies alone
-    deciding_steps: int  # the number of steps that should decide an "undecided" verdict; otherwise 0
+    chance: float
+    """The estimated probability that the loss becomes clearly lower than the loss of token frequencies alone."""
+    deciding_steps: int
+    """The number of steps that should decide an "undecided" verdict, or 0 for another verdict."""
     reason: str
     change: str
 

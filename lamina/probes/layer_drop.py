@@ -91,8 +91,9 @@ class LayerDrop(Probe):
     ``squad``: a file in SQuAD v1.1's format. The F1 of the model's question-answering head then replaces the loss.
     ``score``: a Python function from the model to a number, to use instead of the loss.
     ``higher_is_better``: whether a higher score is better.
-    ``standard_error``: the relative standard error of a loss increase at which Lamina stops adding text (0 for all
-        text). The default is 0 for your own text, and 0.05 for a corpus.
+    ``standard_error``: the target for the relative standard error of a loss increase (0 for all text). Lamina adds
+        text until every layer reaches the target. An increase below 0.1 nats counts as 0.1 nats. The default is 0 for
+        your own text, and 0.05 for a corpus.
     ``sequences``: the largest number of sequences for the loss (0 for all). The default is all of your own text, or 4
         sequences of a corpus.
     """

@@ -31,28 +31,40 @@ class RunState(TypedDict, total=False):
 class Context:
     """The model, its layers and the inputs that a probe works with."""
 
-    model: nn.Module  # the model in evaluation mode
-    base: nn.Module  # the same model without its head
+    model: nn.Module
+    """The model in evaluation mode."""
+    base: nn.Module
+    """The same model without its head."""
     structure: Structure
-    # the inputs, one mapping per forward pass: {"input_ids": [batch, tokens]} (and attention_mask if texts differ in
-    # length), or {"pixel_values": [batch, channels, height, width]}
     batches: Sequence[Mapping[str, torch.Tensor]]
+    """The inputs, one mapping per forward pass.
+
+    A mapping is {"input_ids": [batch, tokens]} (and attention_mask if texts differ in length), or {"pixel_values":
+    [batch, channels, height, width]}.
+    """
     tokenizer: PreTrainedTokenizerBase | None = None
-    notes: list[str] = field(default_factory=list)  # notes for the page, to which probes append
-    forwards: int = 0  # the number of batches in the shared forward passes. Lamina sets it before ``finish``
-    # a function (done, total, label) that slow probes call
+    """The checkpoint's tokenizer, if it has one."""
+    notes: list[str] = field(default_factory=list)
+    """Notes for the page, to which probes append."""
+    forwards: int = 0
+    """The number of batches in the shared forward passes. Lamina sets it before ``finish``."""
     progress: Callable[[int, int, str], None] = lambda done, total, label: None
-    # whether a probe raises an error if it cannot measure everything (true if the user requested the probe by name).
-    # Otherwise, the probe measures a part and adds a note
+    """A function (done, total, label) that slow probes call."""
     strict: bool = True
-    # the training step and the run's folder, if the model belongs to a run
+    """Whether a probe raises an error if it cannot measure everything (true if the user requested the probe by name).
+
+    Otherwise, the probe measures a part and adds a note.
+    """
     state: RunState = field(default_factory=RunState)
-    warnings: list[str] = field(default_factory=list)  # reasons to doubt the results, which the page shows first
-    # the head's weights that the checkpoint lacks. If there are any, the model's predictions are random
+    """The training step and the run's folder, if the model belongs to a run."""
+    warnings: list[str] = field(default_factory=list)
+    """Reasons to doubt the results, which the page shows first."""
     new_weights: Sequence[str] = ()
-    # whether the inputs are the user's own. Probes measure all of these inputs, unless an option sets a limit
+    """The head's weights that the checkpoint lacks. If there are any, the model's predictions are random."""
     whole: bool = False
-    unread: Sequence[str] = ()  # notes on parts of the user's own text that Lamina does not measure
+    """Whether the inputs are the user's own. Probes measure all of these inputs, unless an option sets a limit."""
+    unread: Sequence[str] = ()
+    """Notes on parts of the user's own text that Lamina does not measure."""
 
     @property
     def device(self) -> torch.device:

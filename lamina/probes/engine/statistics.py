@@ -101,10 +101,15 @@ class Ratio:
 
 @dataclass(frozen=True)
 class TokenStates:
-    """A tensor of the forward pass as [sequences, tokens, channels], with a mask of the tokens that are text."""
+    """A tensor of the forward pass as [sequences, tokens, channels], with a mask of the tokens that are text.
 
-    x: torch.Tensor  # float32 or float64; padding is 0
-    valid: torch.Tensor | None  # [sequences, tokens]; None if all tokens are text
+    Attributes:
+        x: the tensor in float32, or in float64 for a float64 tensor. Padding is 0.
+        valid: the mask, [sequences, tokens], or None if all tokens are text.
+    """
+
+    x: torch.Tensor
+    valid: torch.Tensor | None
 
 
 def as_tokens(value: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> TokenStates:

@@ -62,11 +62,16 @@ class Point:
 
     module: nn.Module
     path: str
-    side: str  # input | output
-    call: int = 0  # which call of the module in one forward pass: ALBERT calls the same layer twelve times
-    factor: float | torch.Tensor | None = None  # the value is the tensor times this factor (Granite scales branches)
-    argument: int | str = 0  # the input's position or keyword
-    collapse: bool = False  # take the mean of the streams [batch, tokens, streams, width]
+    side: str
+    """The side of the module: "input" or "output"."""
+    call: int = 0
+    """The number of the module's call in one forward pass, from 0. ALBERT calls the same layer twelve times."""
+    factor: float | torch.Tensor | None = None
+    """The value is the tensor times this factor (Granite scales branches). None means no factor."""
+    argument: int | str = 0
+    """The input's position or keyword."""
+    collapse: bool = False
+    """Whether to take the mean of the streams [batch, tokens, streams, width]."""
 
 
 @dataclass(frozen=True, eq=False)
