@@ -183,8 +183,7 @@ def launched() -> tuple[int, int, int, int]:
         text = os.environ.get(name, default) or (os.environ.get("WORLD_SIZE") or "1")
         if not text.isdigit():
             raise UserError(
-                f"{name}: {text!r} in the environment is not a number that torchrun sets. Unset {name}, or start with "
-                "torchrun."
+                f"{name}: {text!r} in the environment is no whole number. Unset {name}, or start with torchrun."
             )
         values.append(int(text))
     rank, size, local_rank, local_size = values

@@ -392,7 +392,7 @@ def _line(x1: float, y1: float, x2: float, y2: float, arrow: bool = False) -> st
 
 
 def _stream(n: int, x: float, y1: float, y2: float, arrow: bool = False) -> str:
-    """Draw a line for each residual stream, so close together that all lines meet the circle of a sum."""
+    """Draw a line for each residual stream. All lines meet the circle of a sum."""
     beside = [x + (i - (n - 1) / 2) * min(4, 14 / n) for i in range(n)]
     lines = "".join(_line(at, y1, at, y2) for at in (beside if n > 1 else [x]))
     return lines + (_arrowhead(x, y2, "up") if arrow else "")

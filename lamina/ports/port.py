@@ -382,7 +382,7 @@ class Port:
         return [line for line in self.norm_lines + self.scale_lines if line not in self.target.made]
 
     def uses(self, name: str) -> bool:
-        """Return whether a block's constructor uses this local name."""
+        """Return whether a block's constructor uses a local variable."""
         return re.search(rf"(?<![\w.]){re.escape(name)}", "\n".join(self.block_lines)) is not None
 
     @property

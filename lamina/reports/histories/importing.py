@@ -225,7 +225,7 @@ def _placed(recording: Recording, source: Path) -> History:
 
 
 def _summed(metric: str, own: Mapping[str, Series], places: Places, *, has_total: bool) -> dict[Key, Series]:
-    """Add up the parameters' norms to norms of sub-layers, blocks and the model, at the steps with all parameters."""
+    """Compute the norms of sub-layers, blocks and the model at each step that has the norms of all parameters."""
     parts: dict[Owner, list[Series]] = {}
     for inner, series in own.items():
         owner = places.owners[inner]

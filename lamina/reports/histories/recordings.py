@@ -190,7 +190,7 @@ def runs_of(columns: Columns) -> dict[str, Recording]:
 
 
 def _by_id(columns: Columns) -> dict[str, Columns]:
-    """Split a table by its run ids, or by the run names before W&B's columns ("brave-sun-1 - train/loss")."""
+    """Split a table by run. W&B puts the run's name before a column's name ("brave-sun-1 - train/loss")."""
     for marks in columns.runs.values():
         if len(names := dict.fromkeys(marks.values())) > 1:
             of = np.array([marks.get(line, "") for line in range(columns.rows)])

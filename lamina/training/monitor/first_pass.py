@@ -641,7 +641,7 @@ class _Repeats:
 
     @cached_property
     def _read(self) -> list[int | str]:
-        """The names of the arguments of token ids: tables of integers that change the logits."""
+        """The names of the arguments with token ids, which are integers that change the logits."""
         tables = [at for at, x in self._given.items() if x.ndim == 2 and x.dtype in (torch.int64, torch.int32)]
         changed = [(at, self._again({at: self._given[at].roll(1, 1)})) for at in tables]
         before = self._logits

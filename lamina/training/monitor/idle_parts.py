@@ -95,7 +95,7 @@ class IdleParts:
                 yield row[1], row[2], row[4], row[5]
 
     def _without_tokens(self, loads: Iterable[Row]) -> set[Part]:
-        """Return the experts that have had no tokens for too many steps to be chance."""
+        """Return the experts that got no tokens for longer than chance explains."""
         idle, rows = set[Part](), list(loads)
         for row in rows:
             before = self.runs.get((row[1], row[2], row[4], row[5]), 0)

@@ -167,7 +167,7 @@ def _telling_sharded_clip(inner: Callable[..., object]) -> Callable[..., object]
 
 
 def _telling_end(inner: Callable[..., object]) -> Callable[..., object]:
-    """Notify listeners just before a loop destroys the process group. They may still use the group."""
+    """Notify listeners just before a loop destroys the process group, so that listeners can still use the group."""
 
     @wraps(inner)
     def destroy_process_group(group: ProcessGroup | None = None) -> object:

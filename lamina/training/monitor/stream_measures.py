@@ -25,7 +25,7 @@ from lamina.training.monitor.writers import Row
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
 Spot: TypeAlias = tuple[int, str, int]
-"""layer (-1: the input of the first layer), sub-layer ("block" for a whole layer), index among equal sub-layers"""
+"""A layer (-1 for the first layer's input), a sub-layer (or "block"), and the index among sub-layers of this kind."""
 STATE_METRICS = ("hidden_variance", "hidden_mean", "hidden_abs_mean", "hidden_abs_max")
 TOP = 100  # the number of the largest |x| in Peri-LN's Figure 11
 _SOFTMAX = {functional.softmax, torch.softmax, torch.Tensor.softmax}

@@ -53,7 +53,7 @@ def step_factors(model: PreTrainedModel, scaling: Scaling, optimizer: str = "ada
 
 
 def muon_factors(scaled: ScaledWeight, scaling: Scaling) -> StepFactors:
-    """Return a matrix's factors for Muon, or for AdamW if the matrix is outside the blocks.
+    """Return a matrix's learning-rate factors: for Muon, or outside the blocks for AdamW.
 
     The spectral condition (Yang et al. 2023, arXiv 2310.17813, Condition 1) requires updates of norm sqrt(out / in).
     Muon's updates have the norm 0.2 sqrt(max(out, in)) times the learning rate. If both sides grow by m, the factor is

@@ -145,7 +145,7 @@ def run_study(
     overwrite: bool = False,
     bar: bool = True,
 ) -> pd.DataFrame:
-    """Run a study in one size. Returns the table of results.csv, with a row for each training run.
+    """Run a study at one of its scales. Returns the table of results.csv, with a row for each training run.
 
     Lamina skips runs with a stored or recorded result, and writes the verdicts to claims.json.
 
