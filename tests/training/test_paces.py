@@ -1,10 +1,15 @@
 """Gains and row norms between two records: a pace that does harm is told, and no such value is written."""
 
 import math
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
 import torch
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from training.tiny_runs import layers
 from training.watching.loops import llama, loop
 
@@ -46,6 +51,13 @@ def test_a_gain_that_shrinks_fast_is_told_before_the_next_record(pace, every, sa
     found, _ = told(falling(pace, begin, begin + 14), every=every)
     assert [alarm.step + 105 - begin for alarm in found] == said
     assert all((alarm.rule, alarm.metric, round(alarm.usual, 2)) == ("fall", "gain_mean", 0.9) for alarm in found)
+
+
+def test_only_a_record_ends_an_alarm_between_records():
+    """A gain that keeps shrinking, with calm steps between two records, is no new anomaly at each record."""
+    paces = [0.03 if step < 118 else 0.015 * (step // 15 % 2 == 0) for step in range(101, 400)]
+    gains = [1.0] * 100 + [*accumulate(paces, lambda gain, pace: gain * (1.0 - pace), initial=1.0)][1:]
+    assert [alarm.step for alarm in told(gains)[0]] == [105, 280]
 
 
 def test_what_usually_moves_at_this_pace_is_no_alarm():
@@ -144,3 +156,30 @@ def test_a_run_of_laminas_own_tells_it_and_a_resumed_one_goes_on(trained, tiny, 
     said, again = ([one for one in read_alarms(of) if one.metric == "gain_mean"] for of in (whole, parts))
     assert said == again
     assert {alarm.step for alarm in said} == {34}
+
+
+def test_a_mesh_of_two_dimensions_adds_up_only_shards(monkeypatch):
+    """The processes' sums are made by hand: each group's processes have the same numbers."""
+    distributed.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    try:
+        mesh, gain = init_device_mesh("cpu", (2, 2)), torch.full((4,), 3.0)
+        shard = DTensor.from_local(gain[:2].clone(), mesh, [Replicate(), Shard(0)])
+        copy = DTensor.from_local(gain.clone(), mesh, [Replicate(), Replicate()])
+
+        def all_reduce(values, op=distributed.ReduceOp.SUM, group=None):
+            if op == distributed.ReduceOp.SUM:
+                values *= group.size()
+
+        monkeypatch.setattr(distributed, "all_reduce", all_reduce)
+        gains = [(0, "attention", "pre_norm", index, 0.0, each) for index, each in enumerate((shard, copy, gain))]
+        rows = rows_of_gains(gains, 1)
+        assert {row[5]: row[6] for row in rows} == {"gain_mean": 3.0, "gain_abs_max": 3.0}
+        assert [row[6] for row in rows] == [3.0] * 6
+
+        def refused(*values, **options):
+            raise RuntimeError("no backend for this device")
+
+        monkeypatch.setattr(distributed, "all_reduce", refused)
+        assert rows_of_gains(gains, 1) == []
+    finally:
+        distributed.destroy_process_group()

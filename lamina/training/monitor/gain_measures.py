@@ -52,8 +52,13 @@ def gains_of(structure: Structure) -> list[Gain]:
             gains.append((*owner, counts[owner], _offset(norm.module), weight))
             counts[owner] += 1
     weights = tables_of(structure)
-    gains += [(-1, "block", role, 0, 0.0, weight) for role, weight in weights.items()]
+    gains += [(-1, "block", role, 0, 0.0, weight) for role, weight in weights.items() if not _has_partial_rows(weight)]
     return gains
+
+
+def _has_partial_rows(weight: torch.Tensor) -> bool:
+    """Return whether each process has only some columns of a matrix, so that it cannot measure row norms."""
+    return isinstance(weight, DTensor) and any(placed.is_shard(1) for placed in weight.placements)
 
 
 def tables_of(structure: Structure) -> dict[str, nn.Parameter]:
@@ -105,7 +110,7 @@ class GainSeries:
         self._steps: list[int] = []
         self._values: list[torch.Tensor] = []  # of each step: [mean or largest, gain], the gains in this order:
         self._order: list[int] = []
-        self._mesh: DeviceMesh | None = None
+        self._sharded: dict[tuple[DeviceMesh, tuple[int, ...]], list[int]] = {}  # by the mesh's sharded dimensions
         self._offsets: dict[tuple[float, ...], torch.Tensor] = {}  # sending them waits for the device
 
     @torch.no_grad()
@@ -115,10 +120,13 @@ class GainSeries:
             return
         kinds: dict[tuple[int, torch.Size, torch.dtype, torch.device], list[int]] = {}
         parts: list[torch.Tensor] = []
+        self._sharded = {}
         for index, (*_, parameter) in enumerate(self.gains):
             value = parameter.detach()
             if isinstance(value, DTensor):
-                self._mesh, value = value.device_mesh, value.to_local()
+                dims = tuple(dim for dim, placed in enumerate(value.placements) if not placed.is_replicate())
+                self._sharded.setdefault((value.device_mesh, dims), []).append(index)
+                value = value.to_local()
             whole = parameter.shape[0] if parameter.ndim == 2 else parameter.numel()
             kinds.setdefault((whole, value.shape, value.dtype, value.device), []).append(index)
             parts.append(value)
@@ -153,10 +161,15 @@ class GainSeries:
         places = sorted(range(len(self._order)), key=self._order.__getitem__)
         means, largest = torch.stack(self._values)[:, :, places].unbind(1)
         self._values = []
-        if self._mesh is not None:
-            means, largest = means.contiguous(), largest.contiguous()
-            torch.distributed.all_reduce(means, group=self._mesh.get_group())
-            torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX, group=self._mesh.get_group())
+        try:
+            for (mesh, dims), members in self._sharded.items():
+                of_shards, most = means[:, members], largest[:, members]
+                for group in map(mesh.get_group, dims):
+                    torch.distributed.all_reduce(of_shards, group=group)
+                    torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX, group=group)
+                means[:, members], largest[:, members] = of_shards, most
+        except RuntimeError:  # the group's backend cannot reduce tensors of this device
+            return []
         names = ["row_norm" if parameter.ndim == 2 else "gain" for *_, parameter in self.gains]
         return [
             (step, layer, sublayer, role, index, f"{prefix}{name}_{of}", value)

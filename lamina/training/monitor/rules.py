@@ -358,7 +358,11 @@ class Rules:
                 warms_up = self._peak[0] == 0 and self._peak[2] >= last
                 if rule == "rise" and (warms_up or row[6] <= max(past.calm, COURSES[metric])):
                     score = 0.0
-                yield self._fitted(rule, row, usual, score, "/pace")
+                found = self._fitted(rule, row, usual, score, "/pace")
+                if found.left:
+                    yield found
+                elif found.name:  # only a record shows that the series is back in its usual range
+                    self.note_score(found.name, found.score)
 
     def _course(self, rule: str, row: Row, sign: float) -> Found | None:
         """Judge how far a metric has moved in one direction over its last records.
