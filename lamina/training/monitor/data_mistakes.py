@@ -37,6 +37,8 @@ def empty_rows(setup: BeforeTraining) -> Iterator[Mistake]:
         there = targets.counted
     if there is None or there.ndim != 2 or (setup.trial is not None and setup.trial.strange):
         return
+    if targets is not None and bool((targets.weights < 0).any()):
+        return  # a policy's loss, in which a row without an advantage has no weight
     none, following = int((~there).all(1).sum()), there[:, 1:][there[:, :-1]]
     if none and (none == len(there) or float(following.float().mean()) > IN_A_ROW):
         yield Mistake(

@@ -51,14 +51,11 @@ def gains_of(structure: Structure) -> list[Gain]:
             owner = (layer, "block" if layer < 0 else sublayer, norm.role)
             gains.append((*owner, counts[owner], _offset(norm.module), weight))
             counts[owner] += 1
-    weights = tables_of(structure)
-    gains += [(-1, "block", role, 0, 0.0, weight) for role, weight in weights.items() if not _has_partial_rows(weight)]
+    for role, weight in tables_of(structure).items():
+        columns = isinstance(weight, DTensor) and any(placed.is_shard(1) for placed in weight.placements)
+        if not columns:  # else each process has only a part of each row
+            gains.append((-1, "block", role, 0, 0.0, weight))
     return gains
-
-
-def _has_partial_rows(weight: torch.Tensor) -> bool:
-    """Return whether each process has only some columns of a matrix, so that it cannot measure row norms."""
-    return isinstance(weight, DTensor) and any(placed.is_shard(1) for placed in weight.placements)
 
 
 def tables_of(structure: Structure) -> dict[str, nn.Parameter]:

@@ -10,6 +10,7 @@ from lamina.training.monitor.before_training import BeforeTraining, Mistake, che
 from lamina.training.monitor.first_pass import is_rounded
 
 FEW = 16  # numbers that lie between 0 and 1 by chance
+CENTER = 0.25  # of a sigmoid's outputs before training: how far their mean is from 0.5
 ZEROS = 0.02  # of the logits
 FAR = 100.0  # times the outputs, and times 1: targets that were not scaled
 DISTANCES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
@@ -29,7 +30,8 @@ def loss_inputs(setup: BeforeTraining) -> Iterator[Mistake]:
         if not isinstance(values, torch.Tensor) or values.ndim < 2 or values.numel() < FEW or not bool(values.any()):
             continue
         rows = values.float().movedim(1, -1).flatten(0, -2)
-        sums = of == "sigmoid" or torch.allclose(rows.sum(1), torch.ones(()).to(rows), atol=1e-2)
+        center = abs(float(rows.mean()) - 0.5) < CENTER  # new logits lie close together, but around a bias near 0
+        sums = center if of == "sigmoid" else torch.allclose(rows.sum(1), torch.ones(()).to(rows), atol=1e-2)
         if sums and bool(((rows >= 0) & (rows <= 1)).all()):
             yield Mistake(
                 what=f"{name} gets only numbers from 0 to 1, as after a {of}",
