@@ -366,7 +366,7 @@ def test_summed_streams_differ_from_the_mean_where_no_norm_follows():
 
 def test_states_within_a_layer_are_none_of_the_census_and_do_not_go_with_those_of_layers():
     census = lamina.placement_of(built("peri_ln", "attn_res", layers=3, size=0))
-    assert "a layer reads several hidden states" in census.unknown
+    assert "inside a layer, the model sums several new hidden states" in census.unknown
     plan = resolve("pre_ln", 3, wiring="x0")
     layers = tuple(replace(layer, inner_boundary=True) for layer in plan.layers)
     with pytest.raises(UserError, match="inner_boundary: this field does not work with sources"):

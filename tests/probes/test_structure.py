@@ -221,7 +221,7 @@ def test_a_layer_whose_contributions_do_not_add_up_has_none():
     ] * 2
     assert all(sublayer.feed_forward is None for site in context.structure.layers for sublayer in site.sublayers)
     assert not any(norm.role == "post_norm" for _, _, norm in context.structure.norms())
-    assert any("in layer 0" in note and "only whole layers" in note for note in context.notes)
+    assert any("layer 0" in note and "only as a whole" in note for note in context.notes)
 
 
 def test_experts_are_causal_though_their_grouping_rounds():

@@ -16,6 +16,7 @@ from lamina.placements import resolve
 from lamina.training import pretrain as pretraining
 from lamina.training.execution.devices import peak_flops
 from lamina.training.monitor import recorder as recording
+from lamina.training.monitor.gain_measures import GainSeries
 from lamina.training.monitor.monitor import StepSeries
 from lamina.training.monitor.recorder import RunRecorder
 from lamina.training.resolve import training_flops
@@ -87,7 +88,7 @@ def clock_of(device, monkeypatch, waits=()):
     recorder = RunRecorder.__new__(RunRecorder)
     recorder.training_seconds, recorder.training_steps, recorder._since = 0.0, 0, None
     recorder.bar = recorder.interrupted = recorder.pause_step = None
-    recorder.processes, recorder.series = SimpleNamespace(anyone=bool), StepSeries()
+    recorder.processes, recorder.series, recorder.gains = SimpleNamespace(anyone=bool), StepSeries(), GainSeries()
     args = SimpleNamespace(device=torch.device(device))
     recorder.trainer = SimpleNamespace(count_overflow=lambda: False, args=args)
     return recorder, args, now, waited

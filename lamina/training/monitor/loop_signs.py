@@ -129,7 +129,9 @@ class LoopSigns:
         self._changes += 1
         if self._changes > CHANGES:
             return
-        what = [f"{frozen} more parameters are frozen"] * bool(frozen) + [f"{unfrozen} are trained"] * bool(unfrozen)
+        what = [f"{frozen} more parameters are frozen"] * bool(frozen) + [f"{unfrozen} more are trained"] * bool(
+            unfrozen
+        )
         more = "; Lamina will not report later changes" if self._changes == CHANGES else ""
         self.note(
             f"step {step}: from this step on {' and '.join(what)} ({places(owners)}). Lamina raises no "

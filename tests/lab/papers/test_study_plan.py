@@ -228,7 +228,10 @@ def test_an_emptied_store_is_no_edited_study_and_an_edited_one_is(tmp_path, corp
             ({"axes": {"placement": ["keel"], "seed": n}}, "seed: .* Give the number of seeds, at most 1000, or a list")
             for n in (30_000_000, 0, "5", True)
         ),
-        *(({"axes": {n: {"1x": {}, "2x": {"steps": 9}}}}, f"{n}: is a column of") for n in ("key", "tokens", "layer")),
+        *(
+            ({"axes": {n: {"1x": {}, "2x": {"steps": 9}}}}, f"{n}: Lamina's tables already have this column")
+            for n in ("key", "tokens", "layer")
+        ),
         ({"axes": {"arm": {"a": {}, "b": {"seed": 7}}}}, "arm: b: seed: the study or its engine sets this value"),
         ({"axes": {"arm": {"a": {}, "b": {"learning_rate": 0.5}}, "learning_rate": [1e-3]}}, "arm: b: learning_rate"),
         # the way to tune
