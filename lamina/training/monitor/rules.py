@@ -348,21 +348,23 @@ class Rules:
         """
         metric = row[5].removeprefix(BETWEEN)
         row, past = (*row[:5], metric, row[6]), PASTS[metric]
-        recent, (before, last) = self._recent.get(series_of(row), ()), self._seen.get(series_of(row), (0, 0))
+        key = series_of(row)
+        recent, (before, last) = self._recent.get(key, deque[float]()), self._seen.get(key, (0, 0))
         steps = row[0] - last
         if len(recent) < past.fewest or steps < SOON:
             return
-        for rule, sign in (("rise", 1.0), ("fall", -1.0)):
-            if past.rises if rule == "rise" else past.falls:
-                usual, score = pace_of(row[6], recent, sign, steps, last - before)
-                warms_up = self._peak[0] == 0 and self._peak[2] >= last
-                if rule == "rise" and (warms_up or row[6] <= max(past.calm, COURSES[metric])):
-                    score = 0.0
-                found = self._fitted(rule, row, usual, score, "/pace")
-                if found.left:
-                    yield found
-                elif found.name:  # only a record shows that the series is back in its usual range
-                    self.note_score(found.name, found.score)
+        rule, sign = ("rise", 1.0) if row[6] > recent[-1] else ("fall", -1.0)
+        if not (past.rises if rule == "rise" else past.falls):
+            return
+        usual, score = pace_of(row[6], recent, sign, steps, last - before)
+        warms_up = self._peak[0] == 0 and self._peak[2] >= last
+        if rule == "rise" and (warms_up or row[6] <= max(past.calm, COURSES[metric])):
+            score = 0.0
+        found = self._fitted(rule, row, usual, score, "/pace")
+        if found.left:
+            yield found
+        else:  # only a record shows that the series is back in its usual range
+            self.note_score(found.name, found.score)
 
     def _course(self, rule: str, row: Row, sign: float) -> Found | None:
         """Judge how far a metric has moved in one direction over its last records.
