@@ -39,14 +39,14 @@ RUN_STATE = "run_state.json"
 
 
 class Stateful(Protocol):
-    """An object whose state checkpoints store, if it is in ``TrainingRun.states``."""
+    """An object with a state. Checkpoints store the state of each object in ``TrainingRun.states``."""
 
     def state_dict(self) -> Json:
-        """Return this object's state as JSON values. Its names must be unique in the run."""
+        """Return this object's state as JSON values. No two objects of a run may use the same key."""
         ...
 
     def load_state_dict(self, state: RunState) -> None:
-        """Restore this object from the run's state in a checkpoint, which also has the checkpoint's step."""
+        """Restore this object from a checkpoint's run state, which has the states of all objects and the step."""
         ...
 
 
@@ -71,7 +71,7 @@ class Checkpoints:
         return sorted((p for p in children if re.fullmatch(r"checkpoint-(0|[1-9]\d*)", p.name)), key=step_of)
 
     def newest(self, allowed: Callable[[Json], bool] = lambda state: True) -> Path | None:
-        """Return the newest intact checkpoint whose run state passes a test. Log a warning about broken ones."""
+        """Return the newest intact checkpoint whose run state passes a test. Log a warning about broken checkpoints."""
         for path in reversed(self.paths()):
             broken = what_is_broken(path)
             if broken is not None:
@@ -119,14 +119,14 @@ class Checkpoints:
             raise
 
     def prune(self, step: int, keep: int, keep_also: Callable[[Json], bool] | None = None) -> None:
-        """Delete all checkpoints except the newest ones. Checkpoints from later steps are invalid, so they go too.
+        """Delete all checkpoints except the newest ones, and all checkpoints from steps after the current step.
 
         Checkpoints with a wrong step in their name stay, because their content may exist nowhere else.
 
         Args:
             step: the run's current step.
             keep: the number of checkpoints to keep.
-            keep_also: a test on a checkpoint's run state. The newest checkpoint that passes stays too.
+            keep_also: a test on a checkpoint's run state. Lamina also keeps the newest checkpoint that passes the test.
         """
         named_right = [path for path in self.paths() if _of_its_step(path)]
         retained = [p for p in named_right if step_of(p) <= step][-keep:]
@@ -180,12 +180,12 @@ def step_of(path: Path) -> int:
 
 
 def run_state(path: Path) -> Json:
-    """Read the run state of an intact checkpoint, such as the state of its records, without tensors."""
+    """Read an intact checkpoint's run state, which contains no tensors."""
     return read_json(path / RUN_STATE)
 
 
 def listed_state(path: Path) -> Json | None:
-    """Return a checkpoint's run state, or None if its file is damaged. Other files may be damaged."""
+    """Return a checkpoint's run state, or None if run_state.json is damaged. No other file is checked."""
     try:
         state = run_state(path) if listed(path)[RUN_STATE][1] == sha256(path / RUN_STATE) else None
         return state if state is not None and state["step"] == step_of(path) else None
@@ -205,7 +205,7 @@ def what_is_broken(path: Path) -> str | None:
 
 
 def _discard(path: Path) -> None:
-    """Delete a checkpoint. Rename it first, so that a killed process leaves no incomplete checkpoint behind."""
+    """Rename and then delete a checkpoint, so that a killed process leaves no incomplete checkpoint behind."""
     doomed = path.with_name(f".gone-{path.name}")
     shutil.rmtree(doomed, ignore_errors=True)
     os.replace(path, doomed)

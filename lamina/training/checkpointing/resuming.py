@@ -45,7 +45,7 @@ class RunIdentity:
         return {"settings": self.settings.to_dict(), "plan": plan_digest(self.plan), "text": self.fingerprint}
 
     def load_state_dict(self, state: RunState) -> None:
-        """Do nothing, because ``refuse_changes`` compares the state."""
+        """Restore nothing, because ``refuse_changes`` compares the checkpoint with this run."""
 
     @property
     def text(self) -> dict[str, str]:
@@ -96,7 +96,7 @@ def known_of(folder: Path) -> Json:
 
 
 def _changed(settings: PretrainSettings, data: Path) -> str:
-    """Return a clause with the corpus files that changed after the run's last start, or ""."""
+    """Return the end of a message: the corpus files that changed after the run's last start, or ""."""
     if not data.is_file():
         return ""
     newer = [str(path) for path in Corpus.parse(settings.corpus).changed_since(data.stat().st_mtime)]
@@ -117,7 +117,7 @@ class Rollback:
         step: the step of the restored checkpoint, or 0 for the initial weights.
         diverged_at: the step at which the run diverged.
         skipped: the positions of the first and last skipped step in the training order.
-        ahead: the number of steps of data that the run has skipped in total after this step.
+        ahead: the total number of steps of data that the run has skipped when it continues.
         learning_rate_factor: the product of the factors of all rollbacks so far.
     """
 
@@ -139,7 +139,7 @@ class Rollbacks:
 
     @classmethod
     def read(cls, folder: Path) -> Rollbacks:
-        """Read a run's rollbacks. Raises UserError if their file is damaged."""
+        """Read a run's rollbacks. Raises UserError if rollbacks.json is damaged."""
         path = folder / ROLLBACKS
         try:
             entries = cast("list[Json]", read_json(path))
@@ -156,7 +156,7 @@ class Rollbacks:
         return {"rollbacks": len(self.done)}
 
     def load_state_dict(self, state: RunState) -> None:
-        """Raise UserError if the checkpoint is from after more rollbacks than rollbacks.json lists."""
+        """Raise UserError if rollbacks.json lists fewer rollbacks than the run had at the checkpoint."""
         if (taken_after := int(state.get("rollbacks", 0))) > len(self.done):
             raise UserError(
                 f"resume: checkpoint-{state['step']} was saved after {taken_after} rollbacks, but "
@@ -166,7 +166,7 @@ class Rollbacks:
 
     @property
     def skips(self) -> list[Skip]:
-        """The data to skip, as pairs (step, ahead): after the step, training is this many steps of data further."""
+        """The skipped data, as pairs (step, ahead): a later step n trains on the data of step n + ahead."""
         kept: list[Skip] = []
         for entry in self.done:
             kept = [skip for skip in kept if skip[0] < entry.step] + [(entry.step, entry.ahead)]
@@ -177,7 +177,7 @@ class Rollbacks:
         return self.done[-1].learning_rate_factor if self.done else 1.0
 
     def allows(self, state: RunState) -> bool:
-        """Return whether a checkpoint is still valid. A rollback to an earlier step makes it invalid."""
+        """Return whether a checkpoint is still valid. A rollback to an earlier step makes a checkpoint invalid."""
         return all(state["step"] <= entry.step for entry in self.done[int(state["rollbacks"]) :])
 
     def add(self, *, step: int, diverged_at: int, reason: str, factor: float, skip: int | None) -> Rollback:
@@ -210,8 +210,8 @@ class Rollbacks:
 def stored_settings(folder: Path, free: Collection[str]) -> Json | None:
     """Return a run's settings from config.yaml and the newest checkpoint, or None if both are missing.
 
-    If config.yaml is damaged, Lamina logs a warning and uses the checkpoint. Raises UserError if that is missing, too,
-    or if both files differ in a setting that must not change.
+    If config.yaml is damaged, Lamina logs a warning and uses the checkpoint. Raises UserError if the checkpoint is
+    missing, too, or differs from config.yaml in a setting that must not change.
 
     Args:
         free: the settings that may change.

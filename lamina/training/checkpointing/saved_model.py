@@ -62,7 +62,7 @@ class ModelCard:
     measures: Mapping[str, tuple[str, str]] | None = None
 
     def write(self, model: PreTrainedModel, folder: Path) -> None:
-        """Write the card and the placement's diagram into a model's folder."""
+        """Write the model's card and a diagram of its norm placement into the model's folder."""
         plan = Plan.from_dict(model.config.plan) if getattr(model.config, "plan", None) else None
         if plan is not None:
             (folder / DIAGRAM).write_text(svg(plan), encoding="utf-8")
@@ -130,7 +130,7 @@ _MEASURES = {
 
 
 def _is_on_hub(model: str | None) -> bool:
-    """Return whether a name is a model on the Hub, which rejects folders as base models."""
+    """Return whether a base model is a repository's name and not a folder, because the Hub rejects folders."""
     try:
         validate_repo_id(model)
     except HFValidationError:

@@ -98,7 +98,7 @@ def sum_partial(model: nn.Module) -> None:
 
 
 def _blocks(model: PreTrainedModel) -> list[nn.Module]:
-    """Return a Lamina model's blocks, or the modules that a transformers model does not want split."""
+    """Return a Lamina model's blocks, or the modules of the classes in a transformers model's ``_no_split_modules``."""
     if isinstance(body := getattr(model, "model", model), LaminaModel):
         return list(body.layers)
     kinds = set(getattr(model, "_no_split_modules", None) or ())
@@ -146,7 +146,7 @@ def reshard(model: nn.Module) -> None:
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the state dict, with each tied weight only once. Call this in all processes.
 
-    The tensors are the model's own, except that scalars are copies. After changing them, call ``set_scalars``. If
+    The tensors are the model's own, except that scalars are copies. After you change scalars, call ``set_scalars``. If
     ``only_trained`` was called, the result has only the trained weights.
     """
     reshard(model)
@@ -204,7 +204,7 @@ def set_whole(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 @contextmanager
 def own_class(model: nn.Module) -> Iterator[None]:
-    """Restore the model's class inside the context, because FSDP2's subclass must not be saved."""
+    """Give a model its original class inside the context, because the class from FSDP2 must not be saved."""
     kind = type(model)
     if isinstance(model, FSDPModule):
         object.__setattr__(model, "__class__", kind.__mro__[kind.__mro__.index(FSDPModule) + 1])
@@ -310,7 +310,7 @@ def optimizer_tensors(model: nn.Module, optimizer: Any) -> tuple[dict[str, torch
 def load_optimizer(
     model: nn.Module, optimizer: Any, files: Sequence[Path], rest: Mapping[str, Any], *, alone: bool
 ) -> None:
-    """Load the result of ``optimizer_tensors`` into an optimizer. Raises UserError if the weights differ."""
+    """Load the result of ``optimizer_tensors``. Raises UserError if the optimizer updates other weights."""
     reshard(model)
     names, scalars = _names(model), _scalars(model)
     state: dict[int, Json] = {}

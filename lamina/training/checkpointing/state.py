@@ -38,7 +38,7 @@ def write(
     *,
     copied: bool = False,
 ) -> Callable[[], None]:
-    """Write this process's part of a checkpoint's small files. Returns a function that writes the tensors.
+    """Write this process's part of a checkpoint without tensors. Returns a function that writes the tensors.
 
     All processes raise an error that occurs in one of them.
 
@@ -89,7 +89,7 @@ def write(
 
 
 def _write_rest(trainer: Trainer, folder: Path, rest: Json, state: Json) -> None:
-    """Write the first process's small files.
+    """Write the states of the run, Trainer, schedule and loss scaler, and the optimizer's state without tensors.
 
     Args:
         rest: the optimizer's state without tensors.

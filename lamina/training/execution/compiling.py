@@ -54,8 +54,8 @@ def compile_blocks(model: nn.Module, *, backend: str = "inductor", recomputed: b
     The first step compiles graphs for the shape of its batch. Run a batch of another shape inside `parts.uncompiled`.
 
     Args:
-        recomputed: whether the backward pass recomputes the outputs of norms and gates. This saves a quarter of the
-            activations' memory, and costs relatively more time on a GPU.
+        recomputed: whether the backward pass recomputes the outputs of norms and gates. Recomputing saves a quarter of
+            the activations' memory, and slows a GPU down more than a CPU.
     """
     blocks = _blocks(model)
     kinds = len({structure(block) for block in blocks})

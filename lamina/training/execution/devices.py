@@ -62,8 +62,8 @@ def peak_of(device: str) -> float | None:
 def decided(settings: S) -> S:
     """Replace "auto" in precision and compilation by a choice.
 
-    On a GPU that supports bfloat16, the precision is bf16, and Lamina compiles runs of ``COMPILED_FROM`` or more steps,
-    except with CUDA graphs. Other runs use fp32 without compilation.
+    On a GPU that supports bfloat16, Lamina chooses bf16, and compiles runs of at least ``COMPILED_FROM`` steps without
+    CUDA graphs. On other devices, Lamina chooses fp32 without compilation.
     """
     device = device_of(getattr(settings, "device", "auto"))
     fast = device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)

@@ -32,20 +32,20 @@ class BlockCall(NamedTuple):
 
     @classmethod
     def of(cls, arguments: object) -> tuple[BlockCall, list[torch.Tensor]]:
-        """Split arguments into a call without tensors, and the list of tensors."""
+        """Return a description of a block's arguments, and the list of the tensors in them."""
         leaves, tree = pytree.tree_flatten(arguments)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         constants = tuple(_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
         return cls(tree, constants, tuple((t.shape, t.dtype, t.device, t.requires_grad) for t in tensors)), tensors
 
     def arguments(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[object, ...], dict[str, object]]:
-        """Return the call's arguments with the given tensors."""
+        """Return the arguments of a block's call, with the given tensors in place of the shapes."""
         left = iter(tensors)
         leaves = [next(left) if leaf is _TENSOR else leaf for leaf in self.constants]
         return cast(tuple[tuple[object, ...], dict[str, object]], pytree.tree_unflatten(leaves, self.tree))
 
     def samples(self) -> tuple[torch.Tensor, ...]:
-        """Return zeros of the call's shapes, as samples for the capture."""
+        """Return a tensor of zeros for each shape, as sample inputs for the capture."""
         return tuple(
             torch.zeros(shape, dtype=dtype, device=device, requires_grad=gradient)
             for shape, dtype, device, gradient in self.tensors
