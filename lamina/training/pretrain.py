@@ -197,7 +197,7 @@ class Pretraining(TrainingStage[PretrainSettings]):
         return Subset(items, spread(len(items), self.settings.eval_blocks or len(items)))
 
     def _task_measure(self, processes: Processes) -> Callable[[PreTrainedModel], dict[str, float]] | None:
-        """Return the function that scores eval_tasks, or None without tasks. It does not affect the training."""
+        """Return a function that scores eval_tasks without an effect on the training, or None without tasks."""
         measure = task_measure(self.settings) if processes.first else None
         if measure is None:
             return None
@@ -293,9 +293,9 @@ MOST_TOKENS = 2**24
 def entropy_of(splits: Splits, settings: PretrainSettings, order: TrainOrder, steps: int) -> float | None:
     """Return the held-out loss of a bigram table in nats. The table counts the tokens that the run has read.
 
-    A model with a higher loss may not use its depth. Repeated text counts once. If Lamina streams the corpus, the table
-    counts the text sample that the unigram entropy uses. Returns None if the objective does not predict the next token,
-    or if the run has read nothing.
+    If the model's loss is higher, the model possibly makes no use of its blocks. Repeated text counts once. If Lamina
+    streams the corpus, the table counts the text sample that the unigram entropy uses. Returns None if the objective
+    does not predict the next token, or if the run has read nothing.
 
     Args:
         steps: the number of steps that the run has taken.
@@ -323,7 +323,7 @@ class StreamPosition:
         return {} if position is None else {"stream": position}
 
     def load_state_dict(self, state: RunState) -> None:
-        """Continue reading at the checkpoint's position, or at the beginning if it has none."""
+        """Continue reading at the checkpoint's position, or at the beginning if the checkpoint has no position."""
         self.run.items.load_state_dict(state.get("stream"), verbose=self.run.processes.first)
 
 

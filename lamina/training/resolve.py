@@ -47,7 +47,7 @@ class ResolvedRun:
     """A run with final settings, which are equal in every process.
 
     Attributes:
-        settings: the checked settings. Precision and compilation are decided.
+        settings: the checked settings, with a choice in place of "auto" for precision and compilation.
         plan: the placement of the norms.
         backbone: the backbone's configuration with the settings' sizes. The objective later adds sizes that depend on
             the data.
@@ -137,7 +137,7 @@ def backbone_config(settings: PretrainSettings, vocab_size: int | None = None) -
 def initial_model(
     resolved: ResolvedRun, splits: Splits, processor: Processor
 ) -> tuple[PreTrainedModel, dict[str, StepFactors] | None]:
-    """Build a run's model. Also return each parameter's learning rate factors, or None if all are equal."""
+    """Build a run's model. Return the model and each parameter's learning rate factors, or None if all are equal."""
     settings, scaling, objective = resolved.settings, resolved.scaling, resolved.objective
     config = objective.complete(resolved.backbone, splits, processor, settings.from_model)
     torch.manual_seed(settings.seed)
@@ -163,9 +163,9 @@ def training_flops(model: PreTrainedModel, plan: Plan, sequence_length: int) -> 
 
         6 P + 12 N d T
 
-    P is the number of weights in the matrix products of the blocks and the output head. Of routed experts, only the
-    weights for one token count. N is the number of blocks, d is the width, and T is the sequence length. As in PaLM
-    (2204.02311) and nanoGPT, attention counts all T tokens despite a causal mask. The recomputation of gradient
+    P is the number of weights in the matrix products of the blocks and the output head. For routed experts, P includes
+    only the weights that one token uses. N is the number of blocks, d is the width, and T is the sequence length. As in
+    PaLM (2204.02311) and nanoGPT, attention counts all T tokens despite a causal mask. The recomputation of gradient
     checkpointing does not count.
     """
     config = backbone_of(model.config)

@@ -68,7 +68,7 @@ Options: TypeAlias = Any
 
 
 class Identity(Stateful, Protocol):
-    """The content that identifies a run, such as its data. Checkpoints store it to check a resumed run."""
+    """The content that identifies a run, such as its data. Checkpoints store this content to check a resumed run."""
 
     @property
     def text(self) -> Mapping[str, str]:
@@ -113,7 +113,7 @@ class TrainingStage(ABC, Generic[S]):
 
     @abstractmethod
     def check(self, job: Job[S], processes: Processes) -> None:
-        """Complete and check the settings before Lamina reads any data. Raises UserError if one is invalid."""
+        """Complete and check the settings before Lamina reads any data. Raises UserError if a setting is invalid."""
 
     @abstractmethod
     def read(self, processes: Processes, *, bar: bool) -> None:
@@ -140,7 +140,7 @@ class TrainingStage(ABC, Generic[S]):
         """Build the Trainer."""
 
     def callbacks(self, run: TrainingRun) -> list[TrainerCallback]:
-        """Return further callbacks.
+        """Return the callbacks for this kind of run.
 
         Lamina sets each callback's attribute ``trainer``. A resumed run restores callbacks that have
         ``load_state_dict``.
@@ -148,7 +148,7 @@ class TrainingStage(ABC, Generic[S]):
         return []
 
     def states(self, run: TrainingRun) -> list[Stateful]:
-        """Return further objects whose states checkpoints store."""
+        """Return the stage's objects whose states checkpoints store."""
         return []
 
     def tokens(self, run: TrainingRun, steps: int) -> int:
@@ -156,7 +156,7 @@ class TrainingStage(ABC, Generic[S]):
         return steps * self.tokens_per_step
 
     def derived(self, loss: float) -> dict[str, float]:
-        """Compute further columns of a record from an evaluation's loss."""
+        """Return the columns of a record that are computed from an evaluation's loss."""
         return {}
 
     def realized(self, run: TrainingRun, steps: int) -> dict[str, PartShare]:

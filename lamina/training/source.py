@@ -114,7 +114,7 @@ def stored_plan(source: str) -> Plan:
 
 
 def config_of(source: str, vocab_size: int | None = None) -> PreTrainedConfig:
-    """Return the checkpoint's configuration. Raises UserError if its vocabulary is too small."""
+    """Return the checkpoint's configuration. Raises UserError if the checkpoint's vocabulary is too small."""
     config: Any = resolve_backbone(_read(_folder(source))[1])
     if vocab_size is not None:
         check_vocabulary(config, vocab_size, source)

@@ -40,9 +40,9 @@ class RunTrainer(MonitoredTrainer):
 
     Attributes:
         processes: the run's processes.
-        guard: the divergence guard, which checks every step's loss and gradient norm. On a GPU, it does so at each
-            record.
-        states: further objects whose states checkpoints store.
+        guard: the divergence guard, which checks every step's loss and gradient norm. On a GPU, the guard checks them
+            at each record.
+        states: objects besides the guard whose states checkpoints store.
         keep_also: a function that decides from an old checkpoint's run state whether to keep the checkpoint.
         rate_factor: the factor on all learning rates after rollbacks.
         average: the moving average of the weights, which checkpoints store and evaluations use.
@@ -131,7 +131,7 @@ class RunTrainer(MonitoredTrainer):
         }
 
     def load_state_dict(self, state: RunState) -> None:
-        """Restore the guard and the other states. The losses follow when training begins."""
+        """Restore the guard and the other states. Lamina restores the losses when training begins."""
         self._resumed = state
         self.overflows, self.overflows_in_a_row = state.get("overflows", [0, 0])
         for stateful in (self.guard, *self.states):
@@ -193,7 +193,7 @@ class RunTrainer(MonitoredTrainer):
         return super()._prepare_input(data)
 
     def _get_num_items_in_batch(self, batch_samples: list[Json], device: torch.device) -> torch.Tensor | int | None:
-        """Count the labels. If they are on the CPU, copy the count to the GPU asynchronously."""
+        """Count the labels. If the labels are on the CPU, copy their count to the GPU asynchronously."""
         first = batch_samples[0] if batch_samples else None
         labels = first.get("labels") if isinstance(first, Mapping) else None  # a policy's are lists of rows
         here = device.type == "cuda" and self.args.world_size == 1

@@ -72,7 +72,7 @@ class Alarm:
 
     @property
     def distance(self) -> float:
-        """The absolute logarithm of ``excess``, or infinity if a value is not positive and finite."""
+        """abs(log(value / usual)), or infinity if a value is not positive and finite."""
         return abs(math.log(self.excess)) if 0 < self.excess < math.inf else math.inf
 
     @property
@@ -177,7 +177,7 @@ class Alarms(Rules):
         return {"alarms": state}
 
     def load_state_dict(self, state: RunState) -> None:
-        """Restore a checkpoint's history, and the alarms in the folder up to the checkpoint's step."""
+        """Restore the state from a checkpoint, and the alarms up to the checkpoint's step from the folder."""
         seen = {"out": [], "waiting": [], "back": [], **state.get("alarms", {})}
         super().load_state_dict(seen)
         self._out = {(rule, (layer, sub, role, metric)) for rule, layer, sub, role, metric in seen["out"]}
@@ -193,7 +193,7 @@ class Alarms(Rules):
             self._write()
 
     def _followed(self, step: float, begun: float) -> list[Alarm]:
-        """Return the unusual gradients that a new alarm confirms, and new notable batches."""
+        """Return new notable batches, and the unusual gradients that a new alarm confirms."""
         told: list[Alarm] = []
         high = [(key, values[0]) for key, values in self._high.items()]
         for key, alarm in [*high, *((None, alarm) for alarm in self._single)]:
@@ -214,7 +214,7 @@ class Alarms(Rules):
         return told
 
     def _once(self, found: Found) -> list[Alarm]:
-        """Return an alarm if a metric has just left its usual range. A gradient must stay outside for several steps."""
+        """Return an alarm when a metric leaves its usual range, or a gradient has stayed outside for several steps."""
         if not (found.left or found.name or self._out):
             return []
         rule, (step, layer, sublayer, role, _, metric, value), usual = found.rule, found.row, found.usual
@@ -250,14 +250,14 @@ def is_hard(alarm: Alarm) -> bool:
 
 
 def is_independent(alarm: Alarm) -> bool:
-    """Return whether no gradient can cause an alarm: a hard alarm, or weights or moments that shrink."""
+    """Return whether no gradient can cause an alarm: hard alarms (``is_hard``), and falling weights or moments."""
     return is_hard(alarm) or (alarm.rule == "fall" and alarm.metric != LOSS)
 
 
 def outlasts_spikes(alarm: Alarm) -> bool:
     """Return whether an alarm cannot be the aftermath of a spike.
 
-    Such alarms are faults of the training code, values that are not finite, and shrinking weights or moments.
+    Such alarms show faults of the training code, values that are not finite, or shrinking weights or moments.
     """
     return is_independent(alarm) or alarm.rule == "not_finite"
 
@@ -352,7 +352,7 @@ def describe(alarm: Alarm, paths: Mapping[int, str] = MappingProxyType({})) -> s
 def events(alarms: Iterable[Alarm]) -> list[list[Alarm]]:
     """Group alarms into events, oldest first. An alarm within 20 steps of the previous one belongs to its event.
 
-    Alarms about the learning rate may come 60 steps earlier, and alarms about the loss 60 steps later.
+    The limit is 60 steps for an alarm about the loss, and for the next alarm after an alarm about the learning rate.
     """
     groups: list[list[Alarm]] = []
     for alarm in sorted((alarm for alarm in alarms if alarm.rule != NOTABLE), key=lambda alarm: alarm.order):

@@ -52,7 +52,7 @@ class KeptBatches:
         self._open: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # micro-batches of the step that is under way
 
     def see(self, inputs: Mapping[str, torch.Tensor], main: str | None) -> None:
-        """Keep a micro-batch's tokens and padding mask. Without tokens, keep its main input."""
+        """Keep a micro-batch's tokens and padding mask. Without tokens, keep the model's main input."""
         tensors = {name: value.detach() for name, value in inputs.items() if value.ndim}
         names = [*([main] if main in tensors else []), *(n for n in tensors if not any(part in n for part in _BESIDE))]
         whole = {name for name in names if not tensors[name].is_floating_point()}

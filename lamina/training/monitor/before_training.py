@@ -1,4 +1,4 @@
-"""The training setup before its first step, and the list of checks that examine it."""
+"""A training setup before the first step of training, and the checks that examine the setup."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ class BeforeTraining:
 
     @cached_property
     def merged(self) -> dict[int, str]:
-        """The trainable parameters of adapters that are merged into their base matrices, by id, with their names."""
+        """The names, by id, of trainable parameters in adapters that are merged into their base matrices."""
         parts = [m for m in self.model.modules() if m.training and getattr(m, "merged", False) is True]
         adapters = (p for m in parts for p in adapter_of(m).values() if p.requires_grad)
         return {id(p): self.names[id(p)] for p in adapters}
@@ -189,14 +189,14 @@ class BeforeTraining:
 
 
 def adapter_of(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of an adapter of PEFT, or of an own LoRA, by their names in the adapted module."""
+    """Return a module's adapter parameters by name: the parameters from PEFT, or all with "lora" in their names."""
     parts = {*getattr(module, "adapter_layer_names", ())}
     named = module.named_parameters()
     return {name: p for name, p in named if parts & {*name.split(".")} or (not parts and "lora" in name.lower())}
 
 
 def _leaves(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the only leaf tensor from which a tensor was computed, or [] if an operation has several inputs."""
+    """Return [leaf] if only operations with a single input lie between a leaf tensor and this tensor, otherwise []."""
     node: Output = tensor.grad_fn
     while node is not None and len(of := [x for x, _ in node.next_functions if x is not None]) == 1:
         node = of[0]

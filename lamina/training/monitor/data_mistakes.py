@@ -136,7 +136,7 @@ def _reduction(targets: Targets, logits: torch.Tensor, *, alone: bool) -> Iterat
     """Find a cross-entropy that is averaged twice, or summed instead of averaged.
 
     Args:
-        alone: whether the loss is only a cross-entropy, so that Lamina also looks for sums.
+        alone: whether the loss is a cross-entropy and nothing else. Only then does Lamina look for a sum.
     """
     if targets.weights.ndim < 2 or not bool((targets.weights >= 0).all()):
         return
@@ -222,7 +222,7 @@ def doubled_tokens(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def untrained_rows(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find tokens of the batch with an untrained embedding: 0, or close to the mean embedding in a frozen table."""
+    """Find tokens of the batch with an untrained embedding: zeros or, if it is frozen, nearly the mean embedding."""
     table, tokens = setup.ends[0].weight if setup.ends is not None else None, setup.tokens
     if table is None or tokens is None or table.ndim != 2 or not 0 <= int(tokens.max()) < len(table):
         return

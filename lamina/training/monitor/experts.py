@@ -32,7 +32,7 @@ from lamina.training.setting_groups import Balance
 
 
 def find_routers(model: nn.Module) -> dict[int, Any]:
-    """Return the routers by layer, from 0. A dense model has none.
+    """Return the routers by layer, from 0, or {} for a dense model.
 
     A router is the module "gate" of a feed-forward, as in transformers' DeepSeek models.
     """
@@ -50,7 +50,7 @@ def has_bias(router: nn.Module) -> bool:
 
 
 def choose(mode: str, routers: dict[int, Any]) -> str:
-    """Choose "none", "bias" or "loss" for these routers. Raises UserError if they do not support the mode."""
+    """Choose "none", "bias" or "loss" for these routers. Raises UserError if the routers do not support the mode."""
     one_of("expert_balance", mode, get_args(Balance))
     biased = bool(routers) and all(has_bias(router) for router in routers.values())
     if mode in ("bias", "loss") and not routers:
@@ -66,9 +66,9 @@ class ExpertBalance(TrainerCallback):
     """Count every expert's tokens in a step, and balance the experts.
 
     Args:
-        model: a Lamina model. Nothing happens for a dense model.
+        model: a Lamina model. The callback does nothing for a dense model.
         mode: "bias", "loss", "none" (only count), or "auto" (bias if the routers have one, otherwise loss).
-        rate: the step of the bias, or the factor on the loss.
+        rate: the amount by which a bias changes per step, or the factor on the auxiliary loss.
     """
 
     def __init__(self, model: nn.Module, mode: str = "auto", rate: float = 1e-3):
@@ -115,7 +115,7 @@ class ExpertBalance(TrainerCallback):
         return self.rate * torch.stack(losses).sum() if losses else None
 
     def on_optimizer_step(self, args: object, state: object, control: object, **kwargs: object) -> None:
-        """End the step, because Trainer calls this right after the optimizer's step."""
+        """End the step. Trainer calls this method right after the optimizer's step."""
         self.finish_step()
 
     @torch.no_grad()
@@ -158,7 +158,7 @@ def scores(logits: torch.Tensor, router: nn.Module) -> torch.Tensor:
 
 
 def balance_loss(shares: torch.Tensor, chosen: torch.Tensor, sequences: int) -> torch.Tensor:
-    """Return the auxiliary loss, averaged over sequences. It is 1 for balanced experts.
+    """Return the auxiliary loss, averaged over sequences. The loss is 1 for balanced experts.
 
     Args:
         shares: scores that sum to 1 for each token, [sequences * tokens, num_experts].

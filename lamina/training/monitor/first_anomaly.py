@@ -27,13 +27,14 @@ _HARD = ("not_finite", "dead", "written", "unmoved")  # the alarms of these rule
 def first_anomaly(
     alarms: Iterable[Alarm], rose: float | None, losses: Mapping[int, float], norms: Mapping[int, float]
 ) -> Alarm | None:
-    """Return the alarm that explains most (``first_before``), or None without alarms.
+    """Return the alarm that explains a failure best, or None without alarms.
 
-    If this alarm is part of a spike that passed, Lamina takes the first alarm of the next event. If a gradient has
-    risen, and an independent alarm or an alarm of a rule in ``_HARD`` follows soon, Lamina takes the later alarm.
+    Lamina starts from the alarm that ``first_before`` returns. If this alarm is part of a spike that passed, Lamina
+    takes the first alarm of the next event. Instead of a risen gradient, Lamina takes an alarm that follows soon and is
+    independent (``is_independent``) or has a rule in ``_HARD``.
 
     Args:
-        alarms: the alarms, oldest first. Within a step, the alarm that explains most comes first.
+        alarms: the alarms, oldest first. Within a step, the alarm closest to the cause comes first.
         rose: the first step at which the loss rose and stayed up, or was not finite; None without such a step.
         losses: the training loss by step.
         norms: the norm of the whole model's gradient by step.
@@ -78,10 +79,10 @@ def _lasting(alarms: Iterable[Alarm], losses: Mapping[int, float], norms: Mappin
 def _calm_steps(
     values: Mapping[int, float], steps: Sequence[int], begin: int, between: range, *, times: float = 1.0
 ) -> set[int]:
-    """Return the steps ``between`` at which a series is back at its usual level before the step ``begin``.
+    """Return the steps in ``between`` at which a series has come back to its usual level.
 
-    Lamina compares the median of 3 values with the median of the 16 values before ``begin``. The later median may be up
-    to ``times`` as large, plus the noise. With too few values, no step counts as back.
+    The usual level is the median of the 16 values before the step ``begin``. The median of 3 later values must be at
+    most this level plus the noise, or at most this level times ``times``. With too few values, the result is empty.
     """
     at = bisect_left(steps, begin)
     before = [values[step] for step in steps[max(0, at - BEFORE) : at]]

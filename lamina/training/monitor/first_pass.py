@@ -55,8 +55,8 @@ class FirstPass:
         foreign: parameters outside the model on which the loss depends.
         mixes: whether a row's logits depend on other rows of the batch, or None if unknown.
         by_row: whether identical rows of the batch get different logits.
-        leaks: where hidden tokens change the output: "attention" ("inverted" if only they do), "summary" (a vector for
-            each row), "mean" (the mean of a row's tokens), or "" for nowhere.
+        leaks: where masked tokens change the output: "attention" ("inverted" if only masked tokens do), "summary" (a
+            vector for each row), "mean" (the mean of a row's tokens), or "" for nowhere.
         ordered: whether the first layer's output depends on the order of the tokens (true if unknown).
         turns: whether forward computes cosines, as for rotary positions.
         rounded: whether the positions of tokens are rounded, so that neighbors share a position.
@@ -66,7 +66,7 @@ class FirstPass:
         broken: the rows that make the loss NaN or infinite, if the other rows' loss is finite.
         calls: the arguments of the first call of each watched function, by name.
         same: whether the reference or teacher of the loss is the trained model itself.
-        teaches: whether the target of kl_div depends on trained weights, and its input does not.
+        teaches: whether kl_div's target depends on trained weights, but kl_div's input does not.
         entropies: the values of all cross-entropies.
         targets: the targets of the logits, or None if the loss is not a cross-entropy of the model's logits.
         half: whether an operation with a gradient has an output in float16.
@@ -137,7 +137,7 @@ class Skip(NamedTuple):
 
 
 class Swap(NamedTuple):
-    """Token ids [batch, tokens], a column, and the column whose embeddings replace its embeddings."""
+    """Token ids [batch, tokens]. The embeddings of column ``by`` replace the embeddings of column ``at``."""
 
     tokens: torch.Tensor
     at: int
@@ -240,7 +240,7 @@ class _Calls(TorchFunctionMode):
 
 
 def is_rounded(positions: torch.Tensor) -> bool:
-    """Return whether rows [tokens, angles] are large in half precision, or equal to the next row from row 256 on."""
+    """Return whether positions [tokens, angles] are rounded: large in half precision, or equal pairs after row 256."""
     if positions.ndim < 2 or positions.requires_grad or not positions.numel():
         return False
     rows = positions.flatten(0, -3)[0] if positions.ndim > 2 else positions
@@ -331,7 +331,7 @@ def first_pass(
 ) -> FirstPass | None:
     """Run a forward and backward pass, then restore gradients, random states and buffers.
 
-    Returns None without a loss. The last arguments are trainable tensors outside the model, and the lists of layers.
+    Returns None without a loss. ``others`` are trainable tensors outside the model, and ``blocks`` are lists of layers.
     """
     every, seen, calls = [*model.parameters(), *others], _Seen(), _Calls(_first_rows)
 
@@ -428,7 +428,7 @@ class _Seen:
 def _enter(
     entered: dict[int, torch.Tensor], layer: int, part: nn.Module, args: tuple, kwargs: dict[str, Output]
 ) -> None:
-    """Keep the input of a layer's first called submodule, for loops that call submodules instead of the layer."""
+    """Keep the input of a layer's first called submodule, because some models call submodules instead of the layer."""
     given = first_tensor(args or kwargs)
     if layer not in entered and given is not None and given.ndim == 3:
         entered[layer] = given.detach()[:8, :64].clone()
@@ -556,8 +556,8 @@ class _Repeats:
     def _has_rows(self, before: torch.Tensor) -> bool:
         """Return whether the logits of a batch are [rows, ...], and not [tokens, rows, classes] or [rows, rows].
 
-        Of a batch with the tokens first, to flip dimension 1 only flips the logits. In a contrastive loss, the number
-        of classes changes with the number of rows.
+        If the tokens are dimension 0 of a batch, flipping the inputs' dimension 1 only flips the logits. In a
+        contrastive loss, the number of classes changes with the number of rows.
         """
         if before.ndim == 3:
             flipped = {at: x.flip(1) for at, x in self._given.items() if x.ndim > 1 and x.shape[1] == before.shape[1]}
@@ -624,13 +624,13 @@ class _Repeats:
         return True
 
     def targets(self) -> Iterator[Target]:
-        """Yield the name of each argument that contains the targets, the counted positions, and the targets' offset."""
+        """Yield each argument that holds targets: its name, the positions with a target, and the targets' offset."""
         for at, tokens, classes, counted in self._asked():
             if (found := offset_of(tokens, classes, counted)) is not None:
                 yield at, *found
 
     def _asked(self) -> Iterator[tuple[int | str, torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Yield each argument of token ids: its name, its rows, their targets, and the positions that count."""
+        """Yield each argument of token ids: its name, its rows, the rows' targets, and the positions with a target."""
         if self._targets is None:
             return
         classes, counted = self._targets.classes, self._targets.counted

@@ -57,13 +57,13 @@ class FlatParameters:
         return bool(self._handles or self.zero)
 
     def share(self, parameter: torch.Tensor) -> float | None:
-        """Return the weight of this process's part in a sum over processes, or None for an unsplit parameter."""
+        """Return the factor on this process's part in a sum over processes, or None for an unsplit parameter."""
         if isinstance(parameter, ZeroPart):
             return parameter.share
         return self._shares.get(id(stored(parameter)))
 
     def parameters(self, module: nn.Module) -> Iterator[torch.Tensor]:
-        """Yield a module's parameters, with the parts of a flat parameter in its place."""
+        """Yield a module's parameters, but the parts of a flat parameter instead of the flat parameter."""
         own = (parameter for parameter in module.parameters() if id(parameter) not in self._flat)
         yield from (cast(torch.Tensor, self.zero.get(id(parameter), parameter)) for parameter in own)
         for inner in module.modules() if self.parts else ():

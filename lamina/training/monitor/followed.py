@@ -60,7 +60,7 @@ class Followed:
         return [] if self.structure is None else gains_of(self.structure)
 
     def rows(self, model: nn.Module, inputs: torch.Tensor, step: int) -> list[Row]:
-        """Measure the residual stream on the inputs, and the norms' gains."""
+        """Measure the norms' gains, and the residual stream when the model runs on the inputs."""
         if self.structure is None:
             return []
         return stream_rows(model, model, self.points, inputs, step) + rows_of_gains(self.gains(model), step)
@@ -158,7 +158,7 @@ def _numbered(followed: Followed, model: nn.Module, first: int | None) -> Follow
 def _proved(
     model: nn.Module, small: Inputs, structure: Structure, *, reads_tokens: bool = True
 ) -> tuple[Structure, bool]:
-    """Check whether the watched tensor is the residual stream. Return the layers with notes, and the result."""
+    """Return the layers with added notes, and whether the watched tensor may be the residual stream."""
     sharded = any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules())
     if not sharded and not any(hasattr(parameter, "ds_id") for parameter in model.parameters()):  # ZeRO 3
         # The proof needs a backward pass.
@@ -200,7 +200,7 @@ def _holds_tensors(value: object) -> TypeGuard[MutableMapping[str, object]]:
 
 
 def _unflattened(forward: Callable[..., Output], arguments: Arguments, /, **inputs: torch.Tensor) -> Output:
-    """Call a model with its original arguments, but with the given tensors under their names."""
+    """Call a model with its original arguments, but replace arguments by the given tensors of the same names."""
     given = {}
     for name, value in arguments.items():
         if _holds_tensors(value):

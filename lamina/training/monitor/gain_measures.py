@@ -85,14 +85,14 @@ def _offset(norm: nn.Module) -> float:
 
 
 def rows_of_gains(gains: Sequence[Gain], step: int) -> list[Row]:
-    """Return the mean and the largest magnitude of each gain, and of each table's row norms."""
+    """Return the mean and the largest magnitude of each gain, and of the row norms of embedding and output head."""
     series = GainSeries(gains)
     series.end_step(step)
     return series.rows(prefix="")
 
 
 class GainSeries:
-    """The means and the largest magnitudes of gains, and of tables' row norms, after each step.
+    """The mean and largest magnitude of each gain, and of the row norms of embedding and output head, after each step.
 
     Gains of the same size are measured together, because one small operation per gain would slow each step down. Only
     ``rows`` waits for the device. All processes of a sharded model must call ``rows`` at the same step.
@@ -102,7 +102,7 @@ class GainSeries:
         self.follow(gains)
 
     def follow(self, gains: Sequence[Gain]) -> None:
-        """Measure these gains and tables from now on, and forget all earlier steps."""
+        """Measure the given gains and matrices from now on, and forget all earlier steps."""
         self.gains = gains
         self._steps: list[int] = []
         self._values: list[torch.Tensor] = []  # of each step: [mean or largest, gain], the gains in this order:
@@ -112,7 +112,7 @@ class GainSeries:
 
     @torch.no_grad()
     def end_step(self, step: int) -> None:
-        """Measure the gains and tables after a step."""
+        """Measure the gains and the row norms after a step."""
         if not self.gains:
             return
         kinds: dict[tuple[int, torch.Size, torch.dtype, torch.device], list[int]] = {}
@@ -133,7 +133,7 @@ class GainSeries:
         self._steps.append(step)
 
     def _measured(self, parts: Sequence[torch.Tensor], members: Sequence[int], whole: int) -> torch.Tensor:
-        """Return the means and the largest magnitudes of tensors of one shape. The means are over ``whole`` entries."""
+        """Return the means and largest magnitudes of tensors of one shape. Each mean is a sum divided by ``whole``."""
         if parts[0].ndim == 2:
             values = torch.stack([torch.linalg.vector_norm(part, dim=-1, dtype=torch.float32) for part in parts])
         else:

@@ -44,9 +44,9 @@ torch.library.register_fake("lamina::see", lambda tensor, place: None, lib=_LIBR
 
 
 class Hook:
-    """A hook for a module that may be compiled. It holds only a weak reference to the object whose method it calls.
+    """A hook that calls a method, for a module that may be compiled. The reference to the method's object is weak.
 
-    On the compiled module itself, the hook calls the method outside the graph. Inside a graph, the hook does nothing.
+    On the compiled module itself, the hook calls its method outside the graph. Inside a graph, the hook does nothing.
     Copies of the hook do nothing.
     """
 

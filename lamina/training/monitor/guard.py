@@ -34,9 +34,9 @@ class Diverged(OneLine):
 class DivergenceGuard:
     """Watch losses and gradient norms, and stop a diverged run.
 
-    A run has diverged if a loss or gradient is not finite, or if its loss stays too high for ``patience`` steps. Too
-    high means ``margin`` nats above its best, or 3 standard deviations of its noise if that is more. The loss is the
-    median over the last ``patience`` / 4 steps. Its best is the lowest median over ``patience`` steps.
+    A run has diverged if a loss or gradient is not finite, or if its loss stays too high for ``patience`` steps. The
+    loss is too high if its median over the last ``patience`` / 4 steps exceeds the lowest median over ``patience``
+    steps. The excess must be more than ``margin`` nats, and more than 3 standard deviations of the loss's noise.
 
     Attributes:
         alarms: the alarms, which find measurements outside their usual range.
@@ -56,7 +56,7 @@ class DivergenceGuard:
         """Check a step's loss. Raises Diverged.
 
         Args:
-            rows: the step's measurements, which may locate a loss that is not finite.
+            rows: the step's measurements, which Lamina checks for alarms if the loss is not finite.
         """
         if not math.isfinite(loss):
             self.alarms.see(rows)
@@ -114,11 +114,11 @@ class DivergenceGuard:
         self._course = {LOSS: {}, NORM: {}} | {metric: dict(of) for metric, of in seen.get("course", {}).items()}
 
     def outcome(self, status: Status) -> Json:
-        """Return the guard's columns of result.json. The base class adds no column."""
+        """Return the entries that the guard adds to result.json (none, except in subclasses)."""
         return {}
 
     def first_to_leave(self) -> str:
-        """Return a clause with the first anomaly and its step."""
+        """Describe the first anomaly and its step."""
         rose = math.inf if self.above_since is None else self.above_since
         if (first := first_anomaly(self.alarms.so_far, rose, self._course[LOSS], self._course[NORM])) is None:
             return "no layer has an earlier anomaly"
@@ -131,7 +131,7 @@ MakeGuard: TypeAlias = Callable[[GuardSettings, float], DivergenceGuard]
 
 
 def usual_guard(settings: GuardSettings, unigram_entropy: float) -> DivergenceGuard:
-    """Return the guard of a run that should reach its last step."""
+    """Return a divergence guard with the limits in the settings."""
     del unigram_entropy
     return DivergenceGuard(margin=settings.divergence_margin, patience=settings.divergence_patience)
 
@@ -141,8 +141,8 @@ class OutlierRule:
     """Decide whether a step's loss or gradient norm is an outlier, as OLMo-core's SkipStepOptimizer does.
 
     An outlier is not finite, or more than ``sigmas`` standard deviations above the mean of the last ``window`` steps.
-    The first half window has no finite outliers. Outliers also enter the window, so that a new level is accepted after
-    a while.
+    In the first ``window`` / 2 steps, no finite value is an outlier. Outliers also enter the window, so that a new
+    level is accepted after a while.
     """
 
     sigmas: float
@@ -170,11 +170,11 @@ Point = tuple[float, float]  # step, loss
 
 
 def still_falling(records: Iterable[Mapping[str, Any]], steps: int, entropy: float = math.inf) -> str | None:
-    """Return a phrase with two losses if the loss is still falling at the end of a run, otherwise None.
+    """Return the evidence in words if the loss is still falling at the end of a run, otherwise None.
 
-    The loss is still falling if, at the final pace, as many steps again would lower it by STILL_FALLING nats. Above the
-    unigram entropy, it also counts as falling if the final pace is at least UNSLOWED times the mean pace. A run with a
-    single recorded loss counts as still falling.
+    The loss is still falling if ``steps`` further steps at the final pace would lower the loss by STILL_FALLING nats. A
+    loss above the unigram entropy is also still falling if the final pace is at least UNSLOWED times the mean pace. A
+    run with a single recorded loss counts as still falling.
 
     Args:
         records: the lines of metrics.jsonl.
@@ -201,7 +201,7 @@ def still_falling(records: Iterable[Mapping[str, Any]], steps: int, entropy: flo
 
 
 def _means(points: list[Point], steps: int) -> list[Point]:
-    """Return the mean losses of the last two fifths of the run. A difference within their noise becomes 0."""
+    """Return the mean losses of the last two fifths of the run. A difference within the means' noise becomes 0."""
     last = [p for p in points if p[0] > (1 - WINDOW) * steps]
     before = [p for p in points if (1 - 2 * WINDOW) * steps < p[0] <= (1 - WINDOW) * steps]
     if not last or not before:

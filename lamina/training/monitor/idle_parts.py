@@ -36,7 +36,7 @@ class IdleParts:
     Attributes:
         runs: the number of consecutive idle values of each part.
         named: the idle parts that a note has named.
-        counts: two counts of each layer's experts without tokens, which decide what is chance.
+        counts: each layer's number of zero loads and of all loads, from which Lamina computes what is chance.
         told: the number of notes for each metric.
     """
 
@@ -80,7 +80,7 @@ class IdleParts:
     def _behind(
         self, members: Sequence[Row], recent: Mapping[tuple[int, str, str, str], Sequence[float]]
     ) -> Iterator[Part]:
-        """Yield the parts that have become ``BEHIND`` times smaller relative to other layers."""
+        """Yield the parts whose ratio to the layers' median has fallen by a factor above ``BEHIND``."""
         usual = statistics.median(row[6] for row in members) if len(members) > 2 else 0.0
         past: list[float] = []  # each member's median, computed only if a member is small
         before = 0.0

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Listener(Protocol):
-    """An object that wrapped torch functions notify before they run. ``scales`` and ``tries`` come after."""
+    """An object that wrapped torch functions notify: ``scales`` and ``tries`` after they run, other methods before."""
 
     def differentiates(self, loss: torch.Tensor) -> None: ...
 

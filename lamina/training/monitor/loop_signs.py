@@ -1,7 +1,7 @@
 """Detect when a training loop skips, freezes or replaces layers, or keeps gradients.
 
 Most of these changes are intentional, such as LayerDrop, gradual unfreezing or LISA. Lamina writes a note about each
-one, and adjusts the alarm rules.
+change, and adjusts the alarm rules.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class StepSigns:
 
 @dataclass(frozen=True, eq=False)
 class _Mark:
-    """A hook that notes a sub-layer's call in a set. A copied model's hooks use another set."""
+    """A hook that adds a called sub-layer to a set. The hooks of a copied model use a copy of the set."""
 
     called: set[tuple[int, str]]
     layer: int
@@ -56,7 +56,7 @@ class _Mark:
 
 
 class LoopSigns:
-    """Detect skipped, frozen and replaced layers, with hooks on the sub-layers and from requires_grad.
+    """Detect skipped, frozen and replaced layers.
 
     Args:
         norms: the gradient norms, which know the watched parameters.
@@ -91,7 +91,7 @@ class LoopSigns:
         self._replaced |= set(owners)
 
     def end_step(self, step: int, *, passed: bool) -> StepSigns:
-        """Return the signs of the step.
+        """Return the step's skipped, frozen and replaced parts.
 
         Args:
             passed: whether the step had a forward pass of the model.

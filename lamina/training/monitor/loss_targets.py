@@ -21,7 +21,7 @@ class Targets:
         classes: the target class at each position of the logits.
         weights: the factor of each position's cross-entropy. A negative factor makes the class less likely.
         count: the number of classes.
-        loss: the mean cross-entropy of the positions that count.
+        loss: the mean cross-entropy of the positions with a factor other than 0.
     """
 
     classes: torch.Tensor
@@ -37,9 +37,9 @@ class Targets:
 def targets_of(logits: torch.Tensor, gradient: torch.Tensor) -> Targets | None:
     """Return the targets, or None if the loss is not a cross-entropy.
 
-    The gradient of a cross-entropy is its weight times the probabilities minus the one-hot target. The target's element
-    is therefore as large as all other elements together. With two classes, either may be the target, so Lamina returns
-    the class that the loss makes more likely.
+    The gradient of a cross-entropy is its weight times (probabilities - one-hot target). At the target class, the
+    gradient is therefore as large as at all other classes together. With two classes, either may be the target, so
+    Lamina returns the class that the loss makes more likely.
 
     Args:
         logits: the logits, [..., classes].
@@ -69,7 +69,7 @@ def _of_positions(logits: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.T
 
 
 def offset_of(tokens: torch.Tensor, labels: torch.Tensor, there: torch.Tensor) -> tuple[torch.Tensor, int] | None:
-    """Return which labels count, and how many tokens ahead labels are, or None if labels are not the row's tokens."""
+    """Return a mask of usable labels and their offset to the tokens, or None if labels are not the row's tokens."""
     length = labels.shape[1]
     if tokens.shape[1] < 4 or not tokens.shape[1] - 2 <= length <= tokens.shape[1]:
         return None

@@ -30,7 +30,7 @@ __all__ = [
 
 
 class Mistakes(list[Mistake]):
-    """The mistakes that ``lamina.check`` found. Its text has a line for each mistake, note and impossible check."""
+    """The mistakes that ``lamina.check`` found, as a list. The list prints each mistake, note and impossible check."""
 
     def __init__(self, findings: Iterable[Mistake], unchecked: Sequence[str] = ()):
         found = list(findings)

@@ -301,7 +301,7 @@ def is_off(gain: torch.Tensor) -> bool:
 
 
 def gain_of(module: nn.Module) -> torch.Tensor | None:
-    """Measure a norm's gain. Return None if the module is not a norm: a norm's output does not grow with the input."""
+    """Measure a norm's gain. Return None if the module's output grows with its input, so that it is no norm."""
     vectors = [p for p in module.parameters(recurse=False) if p.ndim == 1]
     if not vectors or next(module.children(), None) is not None or hasattr(module, "running_mean"):
         return None  # a pass would change a batch norm's statistics

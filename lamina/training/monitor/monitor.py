@@ -35,7 +35,7 @@ _CHUNK = 1000  # steps whose values are concatenated, so that rare records keep 
 class StepSeries:
     """Each step's loss (the mean over micro-batches and processes), and its gradient norm before clipping.
 
-    Only ``rows`` waits for the device. Call it in all processes at the same step.
+    Only ``rows`` waits for the device. Call ``rows`` in all processes at the same step.
     """
 
     def __init__(self, processes: Processes | None = None):
@@ -193,7 +193,7 @@ class Monitor:
         self.write({"step": diverged.step, "tokens": tokens, "loss": None, "diverged": diverged.reason})
 
     def flush(self) -> None:
-        """Write all measurements so far to disk without checks, so that training may resume here.
+        """Write all measurements so far to disk, and leave the checks for alarms to a later call.
 
         Call this in all processes.
         """

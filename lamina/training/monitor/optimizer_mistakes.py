@@ -227,7 +227,7 @@ def strong_decay(setup: BeforeTraining) -> Iterator[Mistake]:
 
 
 def _fades(setup: BeforeTraining) -> bool:
-    """Return whether most matrices, and the first one, get almost no gradient although another parameter learns."""
+    """Return whether the first and most other matrices get almost no gradient, although another parameter learns."""
     seen = setup.trial.gradients if setup.trial is not None else {}
     norms = {id(p): seen[id(p)] * p.numel() ** 0.5 for p in setup.trained if id(p) in seen}
     matrices = [norms[id(p)] for p in setup.trained if p.ndim > 1 and id(p) in norms]

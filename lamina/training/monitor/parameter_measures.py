@@ -87,7 +87,7 @@ def found_parameters(model: nn.Module, structure: Structure | None, flat: FlatPa
 
 
 def _share(tensor: torch.Tensor) -> float:
-    """Return the weight of this process's part in a sum over processes: 1 for a shard, 1 / n for one of n copies."""
+    """Return the factor on this process's part in a sum over processes: 1 for a shard, 1 / n for one of n copies."""
     if not is_initialized():
         return 1.0
     world = get_world_size()
@@ -170,7 +170,7 @@ class GradientNorms:
 
     @torch.no_grad()
     def clip(self, limit: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Clip the gradients. Return the total norm and the ``squares`` before clipping.
+        """Clip the gradients. Return the total norm, and the squared norms by sub-layer, before clipping.
 
         The results are bit-identical to separate calls, but the gradients are read only once.
         """
@@ -183,7 +183,7 @@ class GradientNorms:
         return total, self.summed(norms.double().pow(2), present)
 
     def local_sums(self, tensors: Sequence[torch.Tensor | None], *, power: int = 2) -> torch.Tensor:
-        """Sum the powers of magnitudes by sub-layer, over this process's parts of the tensors. None counts as 0."""
+        """Sum |x|^power by sub-layer, over this process's parts of the tensors. None counts as 0."""
         present = [index for index, tensor in enumerate(tensors) if tensor is not None]
         parts = [local_part(tensor) for tensor in tensors if tensor is not None]
         if not parts:
@@ -210,7 +210,7 @@ class GradientNorms:
         return sums.index_add_(0, groups, parts * shares)
 
     def anywhere(self, tensors: Sequence[torch.Tensor | None]) -> bool:
-        """Return whether any process of a sharded model has one of these tensors."""
+        """Return whether at least one of the tensors is not None in any process of a sharded model."""
         there = any(tensor is not None for tensor in tensors)
         if not (self.sharded and is_initialized()):  # one process may have ended its group before its last record
             return there
@@ -280,7 +280,7 @@ def _norms(parts: list[torch.Tensor], power: int) -> torch.Tensor:
 
 
 def _in_pieces(parts: Sequence[torch.Tensor], power: int) -> torch.Tensor:
-    """Sum powers of magnitudes over each part in short pieces, and add the pieces in float64."""
+    """Sum |x|^power over each part in short pieces, and add the pieces in float64."""
     ends = [part.numel() // _PIECE * _PIECE for part in parts]
     long = [at for at, end in enumerate(ends) if end]
     cut = [at for at, end in enumerate(ends) if end < parts[at].numel()]
@@ -295,7 +295,7 @@ def _in_pieces(parts: Sequence[torch.Tensor], power: int) -> torch.Tensor:
 
 
 def is_recorded(step: int, args: Arguments) -> bool:
-    """Return whether a step is recorded: the first one, and every one at a multiple of ``logging_steps``."""
+    """Return whether a step is recorded: step 1, and each multiple of ``logging_steps``."""
     return step == 1 or step % max(1, int(args.logging_steps)) == 0
 
 
@@ -317,16 +317,15 @@ class Samples:
 
     The metrics are:
 
-    - written_ratio: the norm of other code's changes to the weights, divided by the weights' norm.
-    - moved_ratio: the distance by which the optimizer moved the weights since the last such change, divided by the
-      weights' norm.
-    - forgotten_share: the lost fraction of an optimizer tensor's norm (the largest over the tensors). A missing tensor
-      has lost all.
+    - written_ratio: the norm of the weight changes that no optimizer made, divided by the weights' norm.
+    - moved_ratio: the distance by which the optimizer moved the weights since the last change by other code, divided by
+      the weights' norm.
+    - forgotten_share: the largest fraction of its norm that an optimizer tensor lost, or 1 if a tensor is missing.
 
     Only ``rows`` waits for the device.
 
     Attributes:
-        resumed: whether the run has earlier steps. An optimizer without a state has then lost it.
+        resumed: whether the run has earlier steps, so that an optimizer with an empty state has lost its state.
     """
 
     resumed = False
@@ -388,7 +387,7 @@ class Samples:
 
     @property
     def _count(self) -> int:
-        """The number of weights in the sample. Its other elements are moments."""
+        """The number of weights in the sample. The sample's other elements are moments."""
         return sum(map(len, self._views[: len(self._sizes)]))
 
     def _moments(self, optimizers: Optimizers) -> Iterator[tuple[int, str, torch.Tensor]]:
@@ -419,7 +418,7 @@ class Samples:
         return torch.cat(self._views).float()
 
     def rows(self, step: int, *, recorded: bool) -> list[Row]:
-        """Return other code's changes since the last record, or [] without such changes.
+        """Return the changes since the last record that no optimizer made, or [] without such changes.
 
         Call this in all processes of a sharded model.
         """
@@ -453,7 +452,7 @@ class Samples:
 
 
 def _spread(tensor: torch.Tensor, size: int) -> torch.Tensor:
-    """Return a view of evenly spread elements of a tensor. It is empty for a noncontiguous tensor."""
+    """Return a view of evenly spread elements of a tensor, or an empty tensor if the tensor is noncontiguous."""
     if not tensor.is_contiguous():
         return tensor.new_empty(0)
     stride = max(1, tensor.numel() // size)
@@ -478,7 +477,7 @@ class UpdateRatios(TrainerCallback):
 
     Args:
         groups: the model's parameters, grouped by sub-layer.
-        structure: the model's layers, or None not to look for parameters without a gradient.
+        structure: the model's layers. Without them, Lamina does not look for parameters without a gradient.
 
     Attributes:
         rate: the largest learning rate of the last measured step.
@@ -582,7 +581,7 @@ class UpdateRatios(TrainerCallback):
         return largest
 
     def _unmoved(self) -> list[int]:
-        """Return the indices of parameters with a gradient and an update of exactly 0.
+        """Return the indices of parameters whose update is exactly 0 although they have a gradient.
 
         Parameters with a learning rate of 0 do not count, nor do skipped steps and updates that round to 0.
         """
@@ -635,7 +634,7 @@ class UpdateRatios(TrainerCallback):
         return ratios
 
     def rows(self, step: int) -> list[Row]:
-        """Return the recorded step's measurements once. A step that a loss scaler skipped has no measurements."""
+        """Return and forget the recorded step's measurements. A step that a loss scaler skipped has no measurements."""
         rows = self.samples.rows(step, recorded=True)
         if not self._sums:
             return rows

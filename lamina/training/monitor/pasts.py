@@ -73,11 +73,11 @@ def earlier_peak(recent: Collection[float]) -> float:
 def leaving(value: float, recent: Sequence[float], sign: float, gaps: float, shrinks: bool) -> tuple[float, float]:
     """Return the usual value, and the score of ``value``: |log(value / usual)|, or 0 within the noise.
 
-    The usual value is the past median or the trend, whichever is nearer to ``value``. The trend extends the last two
-    values by ``gaps`` times their distance in time. ``gaps`` is 0 for metrics of every step. Such metrics have a trend
-    only while their past is short, because gradients change manyfold at the start of a training. This trend extends the
-    medians of both halves of the past. With ``shrinks``, the value is of weights that may have grown: the past median
-    is at least the median of the latest 4 values, and only earlier falls count as noise.
+    The usual value is the past median or the trend, whichever is nearer to ``value``. The trend continues the change
+    between the last two values, for ``gaps`` times the time between them. For metrics of every step, ``gaps`` is 0, and
+    the trend continues the change between the medians of the past's halves. This trend ends after ``WINDOW`` values,
+    because gradients change fast only when training begins. ``shrinks`` is for falling weights, which may have grown
+    before. The past median is then at least the median of the latest 4 values, and only past falls count as noise.
     """
     usual, half = statistics.median(recent), len(recent) // 2
     if shrinks:
@@ -106,8 +106,8 @@ def leaving(value: float, recent: Sequence[float], sign: float, gaps: float, shr
 def pace_of(value: float, recent: Sequence[float], sign: float, steps: int, gap: int) -> tuple[float, float]:
     """Return the usual value, and how far the series would move in 20 steps at its pace since the last record.
 
-    The distance is |log(factor)|. It is 0 if the value is near the median of ``recent``, or if the pace is usual for
-    the series.
+    The distance is |log(factor)|, or 0 if the value is near the median of ``recent`` or the pace is usual for the
+    series.
 
     Args:
         sign: 1 to judge a rise, and -1 to judge a fall.

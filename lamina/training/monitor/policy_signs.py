@@ -74,7 +74,7 @@ class PolicyCourse:
     Attributes:
         last: the step of the last record, or 0.
         begun: the step since which all groups have equal rewards, or 0 if rewards differ now.
-        run: the number of records since then.
+        run: the number of consecutive records with equal rewards up to now.
         records: the number of earlier records.
         equal: the number of earlier records with equal rewards.
         idle: whether the rewards have been equal for too long to be chance.
@@ -104,7 +104,7 @@ class PolicyCourse:
         self.last = step
 
     def _equal(self, step: int, share: float) -> Sign:
-        """Judge the fraction of groups with equal rewards, which may be chance if earlier records had them too."""
+        """Judge the fraction of groups with equal rewards, which may be chance if rewards were equal before."""
         if share < 1.0 - 1e-6:
             self.records, self.equal = self.records + self.run + 1, self.equal + self.run
             self.run = self.begun = 0

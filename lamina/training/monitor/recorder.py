@@ -103,10 +103,10 @@ class MonitoredTrainer(_Trainer):
         return skipped
 
     def failed_loss(self, loss: torch.Tensor) -> float | None:
-        """Record a micro-batch's loss. Return its mean over processes if this is not finite, otherwise None.
+        """Record a micro-batch's loss. Return the processes' mean loss if the mean is not finite, otherwise None.
 
         On a GPU, losses are read only at recorded steps, because reading waits for the device. In fp16, the loss scaler
-        skips steps with such a loss.
+        skips a step whose loss is not finite.
         """
         self.series.add_loss(loss)
         late = reading_waits(loss)
@@ -173,7 +173,7 @@ class RunRecorder(Monitor, TrainerCallback):
         realized: a function that returns each corpus's share of the first n steps, or {} for a single corpus.
         full_speed: the tokens per second at the GPUs' peak speed, or None.
         unit: the word for tokens in progress lines.
-        trainer: the run's Trainer. Set it before training begins.
+        trainer: the run's Trainer, which the caller sets before training begins.
     """
 
     monitor_inputs: torch.Tensor
@@ -292,7 +292,7 @@ class RunRecorder(Monitor, TrainerCallback):
         return self.tokens_of(step)
 
     def measured(self, logs: Json) -> Json:
-        """Return further columns of a training record. The base class adds no column."""
+        """Return the columns that a subclass adds to training records."""
         return {}
 
     def on_evaluate(

@@ -223,7 +223,7 @@ class Rules:
         self.notes += self._idle.see(step, groups, (row for row in rows if row[5] == "expert_load"), self._recent)
 
     def _rewarded(self, step: int, rows: Sequence[Row]) -> Iterator[Found]:
-        """Judge a policy's logged numbers. If equal rewards give no gradient, forget past gradients."""
+        """Judge a policy's logged numbers. Forget past gradients once all rewards are equal and gradients vanish."""
         was_idle = self._policy.idle
         for sign in self._policy.see(step, {row[5]: row[6] for row in rows}) if rows else ():
             yield Found(sign.rule, (sign.step, -1, "model", "all", 0, sign.metric, sign.value), sign.usual, sign.left)
@@ -234,8 +234,8 @@ class Rules:
     def _estimated(self, step: int, rows: Iterable[Row]) -> bool:
         """Return whether an optimizer's estimate of its learning rate has grown in the last 20 steps.
 
-        Prodigy and D-Adaptation begin with a far too low estimate. When it grows, Lamina forgets past updates and
-        weights.
+        Prodigy and D-Adaptation begin with a far too low estimate. When the estimate grows, Lamina forgets past updates
+        and weights.
         """
         value, (highest, grew) = max((row[6] for row in rows if row[5] == "rate_estimate"), default=0.0), self._estimate
         if value > GROWS * highest > 0:
@@ -247,7 +247,7 @@ class Rules:
         return step < grew + INTERVAL
 
     def _schedule(self, step: int, rate: float | None) -> Iterator[Found]:
-        """Compare the learning rate with its highest value so far. Its first rise is the warm-up."""
+        """Compare the learning rate with its highest value so far. The learning rate's first rise is the warm-up."""
         if not rate or self._estimate[0]:
             return
         before, highest, at = self._peak
@@ -341,10 +341,10 @@ class Rules:
         self._seen[series_of(row)] = last, step
 
     def _pace(self, row: Row) -> Iterator[Found]:
-        """Judge how fast a value moves between two records, because weights can do harm before the next record.
+        """Judge how fast a value moves between two records, because changed weights may do harm before the next record.
 
-        Only a value that has also moved away from the median of the records counts. Rows grow with the learning rate
-        while it warms up, so a rise does not count then.
+        A value counts only if it has also moved away from the median of the records. A rise during warm-up does not
+        count, because row norms of embeddings then grow with the learning rate.
         """
         metric = row[5].removeprefix(BETWEEN)
         row, past = (*row[:5], metric, row[6]), PASTS[metric]
@@ -387,7 +387,7 @@ class Rules:
     def _calm(self, row: Row, past: Past) -> float:
         """Return the value that a rise must exceed to count.
 
-        For gradients and moments, this is the whole model's usual norm, because a far smaller sub-layer can rise
+        For gradients and moments, the value is the whole model's usual norm, because a far smaller sub-layer can rise
         tenfold without an effect. If the model skips layers at random, a gradient must also exceed its earlier peak.
         """
         if row[5] not in GRADIENTS:
@@ -453,7 +453,7 @@ class Rules:
                 yield self._fitted("apart", row, usual, math.log(max(row[6], 1e-30) / usual))
 
     def _dead(self, rows: Sequence[Row]) -> Iterator[Found]:
-        """Judge sub-layers whose gradient stays 0. The limit depends on how often this has happened so far."""
+        """Judge sub-layers whose gradient stays 0. The limit depends on how often gradients were 0 so far."""
         if not any(row[5] == "gradient_norm" and row[6] > 0 for row in rows):
             return  # a loss that is the same whatever the weights are: there is nothing to learn at this step
         groups, dead = list(self._groups(rows, "gradient_norm")), list[tuple[Row, float, bool]]()

@@ -59,7 +59,7 @@ class ScheduledProbes(TrainerCallback):
         self._noted: set[tuple[str, str]] = set()
 
     def state_dict(self) -> Json:
-        """Return an empty state, because the files' names contain their steps."""
+        """Return {}, because a checkpoint needs no state: the names of the measurement files contain the steps."""
         return {}
 
     def load_state_dict(self, state: RunState) -> None:
@@ -111,7 +111,7 @@ class ScheduledProbes(TrainerCallback):
         )
 
     def _measure(self, context: Context) -> list[tuple[Probe, pd.DataFrame | None, list[str]]]:
-        """Run all probes in one pass. If one fails, run each separately, so that the others succeed."""
+        """Run all probes in one pass. If a probe fails, run each probe separately, so that the others succeed."""
         results: list[tuple[Probe, pd.DataFrame | None, list[str]]] = []
 
         def done(probe: Probe, frame: pd.DataFrame, seconds: float) -> None:

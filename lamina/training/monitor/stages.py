@@ -13,7 +13,7 @@ from lamina.training.monitor.writers import WatchSettings
 
 
 def processes_of(model: nn.Module, settings: WatchSettings) -> tuple[Processes, distributed.ProcessGroup | None]:
-    """Return the processes that train the same layers as this process, and their group (None for all).
+    """Return the processes that train the same layers as this process, and their process group (None if all do).
 
     All processes must call this function. Raises UserError if two pipeline stages have the same folder.
     """
@@ -43,8 +43,8 @@ def processes_of(model: nn.Module, settings: WatchSettings) -> tuple[Processes, 
 def first_number(model: nn.Module, path: str) -> int:
     """Return the number in the path of a stage's first layer, or 0 if the path has no number.
 
-    If the model has the earlier layers, the result is also 0. In a list, None or Identity may stand for an earlier
-    layer.
+    The result is also 0 if the model has layers with smaller numbers. None and Identity do not count as layers, because
+    a stage may put them in place of other stages' layers.
     """
     holder, _, name = path.rpartition(".")
     if not name.isdecimal():

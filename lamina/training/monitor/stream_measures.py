@@ -64,9 +64,9 @@ def hidden_state_rows(model: nn.Module, inputs: torch.Tensor | Mapping[str, torc
     bfloat16.
 
     The metric "hidden_top_abs" is Peri-LN's "global top-100" (Fig 11): the 100 largest magnitudes before the first
-    layer and after every sub-layer. An element that stays large through several sub-layers counts once for each. If the
-    model has several residual streams, the metrics cover all of them together, except "stream_rms" (each stream) and
-    "stream_cosine" (the mean over pairs of streams).
+    layer and after every sub-layer. An element that stays large through several sub-layers counts once for each
+    sub-layer. If the model has several residual streams, most metrics cover all streams together. "stream_rms" is for
+    each stream, and "stream_cosine" is the mean over pairs of streams.
 
     Args:
         inputs: the arguments of a Lamina model, or only its main input: token ids [batch, tokens] or pixel values

@@ -39,7 +39,7 @@ def series_of(row: Row) -> str:
 
 
 def installed(report_to: str) -> list[str]:
-    """Return the trackers in the setting. Raises UserError if one is not installed."""
+    """Return the trackers in ``report_to``. Raises UserError if a tracker is not installed."""
     names = [name for name in entries(report_to) if name != "none"]
     if names and len(names) < len(entries(report_to)):
         raise UserError(f"report_to: {report_to!r} combines 'none' with a tracker. Give 'none', or only trackers.")

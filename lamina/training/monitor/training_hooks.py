@@ -71,10 +71,10 @@ def named_arguments(model: nn.Module, args: tuple, kwargs: Mapping[str, object])
 
 
 def called(module: nn.Module, args: tuple, kwargs: Mapping[str, object]) -> tuple[nn.Module, Arguments]:
-    """Find the module whose forward method has named arguments. Returns it with these arguments.
+    """Return the module whose forward method names its arguments, and the call's arguments by name.
 
-    If a wrapper's forward takes only ``*args``, Lamina looks at the inner module that holds all of its parameters.
-    Without named tensors, return the given module.
+    If a wrapper's forward takes only ``*args``, Lamina looks at the inner module that holds all of its parameters. If
+    no module names a tensor, Lamina returns the given module.
     """
     inner = module
     while not tensors_of(arguments := named_arguments(inner, args, kwargs)):
@@ -87,7 +87,7 @@ def called(module: nn.Module, args: tuple, kwargs: Mapping[str, object]) -> tupl
 
 
 def _numbers_of(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return a batch's hash and three counts of labels: equal to their token, equal to the next token, and all."""
+    """Return a batch's hash and three counts: labels equal to the token, labels equal to the next token, all labels."""
     tokens = next(filter(is_tokens, inputs.values()), next(iter(inputs.values()), torch.empty(0))).detach()
     some = tokens.flatten()[:: max(1, tokens.numel() // _MARKED)].double()
     mark = (some * torch.arange(1.0, len(some) + 1, dtype=some.dtype, device=some.device).sqrt()).sum()
@@ -117,7 +117,7 @@ def _metadata_of(node: Node) -> dict[str, object]:
 
 
 def _comes_from_output(loss: torch.Tensor) -> bool:
-    """Return whether a loss depends on a marked node, or on too many nodes for a loss function alone."""
+    """Return whether a loss depends on a marked node, or on more nodes than a loss function alone would have."""
     waiting, seen = [loss.grad_fn], set[Node]()
     while waiting and len(seen) < _NODES_OF_A_LOSS:
         node = waiting.pop()
@@ -162,14 +162,14 @@ def stepping(optimizer: object) -> torch.optim.Optimizer:
 
 
 def after_closure(args: tuple, kwargs: Kwargs, act: Callable[[], None]) -> tuple[tuple, Kwargs] | None:
-    """Call a function when a step's gradients are complete. If the step has a closure, call it after the closure.
+    """Call a function when a step's gradients are complete: after the step's closure, if there is a closure.
 
     Returns new arguments for the step, or None to keep the old ones.
 
     Args:
         args: the positional arguments of the step, beginning with the optimizer.
         kwargs: the keyword arguments of ``optimizer.step``.
-        act: the function. With LBFGS, it runs several times in a step.
+        act: the function, which runs several times in a step of LBFGS.
     """
     closure = kwargs.get("closure") if len(args) < 2 else args[1]
     if not callable(closure):
@@ -271,7 +271,7 @@ class Instruments:
         Args:
             judge: a function that decides from the gradient norm whether to skip the step, or None.
             found: a function that receives the batch after each search for the layers.
-            untold: a function for the case that a forward pass begins before the loop has reported the last step.
+            untold: a function to call if a forward pass begins before the loop has reported the last step.
             left: a function to call before the loop destroys the process group.
         """
         self._judge, self._found, self._untold, self._left = judge, found, untold, left
@@ -412,7 +412,7 @@ class Instruments:
             self._apart = [loss / divisor for loss in self._apart]
 
     def ignores(self, passes: bool) -> None:
-        """Ignore forward passes until the next call with False, because these passes do not train."""
+        """Ignore forward passes from a call with True to a call with False, because these passes do not train."""
         self._looking = passes
 
     def leaves(self) -> None:
@@ -524,8 +524,8 @@ class Instruments:
     def step_loss(self) -> torch.Tensor | None:
         """Return the step's loss so far: the mean over micro-batches, or the sum of the loss's parts.
 
-        The parts are losses that the loop differentiated. If it differentiates chunks of the loss and then their sum,
-        the chunks do not count again.
+        Each part is a loss that the loop differentiated. If the loop differentiates chunks of the loss and then their
+        sum, only the sum counts.
         """
         shares = not self.losses
         if not (kept := self._differentiated or self._apart if shares else self.losses):
@@ -610,11 +610,11 @@ class Instruments:
         return rows + (again if self._repeats and self._varied else [])
 
     def written_rows(self, step: int) -> list[Row]:
-        """Return changes of weights by other code than the optimizer, at a step that is not recorded."""
+        """Return the weight changes that no optimizer made, at a step that is not recorded."""
         return [] if self._updates is None else self._updates.samples.rows(step, recorded=False)
 
     def rows(self, step: int, processes: Processes) -> list[Row]:
-        """Return the stream, gains, updates, moments and weights of a recorded step. Call this in all processes."""
+        """Return a recorded step's measurements, except gradients. Call this in all processes."""
         seen = PassNumbers()
         if self._meter is not None:
             if self.due and not self._looked and self.followed is not None:

@@ -260,7 +260,7 @@ class LoopMonitor(Monitor):
             self.instruments.due = self.is_due
 
     def _read(self, due: bool, rate: float | None) -> None:
-        """Read the steps since the last call, and record the last one if it is due. Raises Diverged.
+        """Read the measurements since the last call, and record the last step if a record is due. Raises Diverged.
 
         Args:
             rate: the learning rate of the last step.
@@ -405,7 +405,7 @@ class Watch:
         return self
 
     def start(self) -> Self:
-        """Watch from now on until the process ends. This adds only one line to a loop."""
+        """Watch from now on until the process ends. The loop needs no ``with`` block."""
         atexit.register(self._at_exit)
         self.__enter__()
         if self.monitor is not None:
@@ -474,8 +474,8 @@ def watch(
     ...         monitor.step(loss)
 
     To add only one line to a loop, call ``lamina.watch(model, optimizer, output="runs/mine").start()`` before the loop.
-    A step then ends when the next forward pass begins. Its loss is the ``loss`` of the model's output, or the tensor on
-    which the loop calls ``backward``.
+    A step then ends when the next forward pass begins. The step's loss is the ``loss`` of the model's output, or the
+    tensor on which the loop calls ``backward``.
 
     Call ``watch`` in every process, after you wrap the model in DDP or FSDP. With pipeline parallelism, give each stage
     its own folder: ``output=f"runs/mine/stage-{stage}"``. `lamina report OUTPUT` draws the records, and `lamina
@@ -486,8 +486,8 @@ def watch(
         model: the model that is trained.
         optimizer: the model's optimizer, or a list of optimizers that step together.
         output: the folder of the records.
-        resume: whether to continue the folder's records. "auto" continues existing records. If that fails at a
-            ``step`` above 0, training continues without records.
+        resume: whether to continue the folder's records. "auto" continues existing records. If Lamina cannot continue
+            the records at a ``step`` above 0, training goes on without records.
         overwrite: whether to replace the folder's records.
         step: the number of steps trained so far.
         on_alarm: a function that the first process calls with the first alarm of each event (alarms within 20 steps).

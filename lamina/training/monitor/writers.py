@@ -91,7 +91,7 @@ LAYER_COLUMNS = tuple(_TYPES)
 def layer_parts(folder: Path) -> list[Path]:
     """Return the files with a run's measurements by layer, in order.
 
-    Without pyarrow, they are .npz files instead of Parquet files.
+    Without pyarrow, the files are .npz files instead of Parquet files.
     """
     return sorted(part for part in (folder / "layers").glob("part-*") if part.suffix in (".parquet", ".npz"))
 
@@ -219,8 +219,8 @@ def _number(part: Path) -> int:
 class LayersWriter:
     """Write measurements by layer into several files. A killed run loses only the last file.
 
-    A file covers 10 seconds or 0.2 % of the time so far, whichever is longer. It is a Parquet table, or without pyarrow
-    a .npz file with an array per column.
+    A file covers 10 seconds or 0.2 % of the time so far, whichever is longer. Each file is a Parquet table, or without
+    pyarrow a .npz file with an array per column.
     """
 
     rows_per_part = 20_000

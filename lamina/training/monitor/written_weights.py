@@ -42,8 +42,8 @@ class WrittenWeights:
     """Judge a run's changed weights and lost moments, one step after another.
 
     Attributes:
-        means: the number of steps so far at which other code changed almost all weights.
-        total: the sum of other code's changes at the last step.
+        means: the number of steps so far at which code other than the optimizer changed almost all weights.
+        total: the sum over all parts of the changes by other code at the last step.
         rate: the last known learning rate, or None.
         restarts: whether the last step lost its moments in a restart of the optimizer.
         elsewhere: whether past measurements no longer count, because weights were replaced or the optimizer restarted.
@@ -68,8 +68,8 @@ class WrittenWeights:
     ) -> Iterator[Judgment]:
         """Judge a step.
 
-        Changes by other code from the first record on are intentional. Averaging with other models may change many
-        parts at once, so such a change is unusual only if it exceeds the optimizer's updates since the last record.
+        Changes that other code has made since the first record count as usual. Averaging with other models may change
+        many parts at once. Such a change is unusual only if it exceeds the optimizer's updates since the last record.
 
         Args:
             weights: the step of the last record, the weights' norm and the update's norm, for each part.

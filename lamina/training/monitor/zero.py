@@ -31,7 +31,7 @@ class ZeroPart(HeldPart):
         place: the flat tensor, the slice's first index, and its length.
         gradient: a function that returns the slice's gradient, or None.
         group: the index of the optimizer's group, or -1 for a frozen parameter.
-        share: the weight of this process's part in a sum over processes.
+        share: the factor on this process's part in a sum over processes.
     """
 
     def __init__(
@@ -123,7 +123,8 @@ def _stage_3(zero: Zero, parameter: Marked) -> ZeroPart:
 class ZeroGroups:
     """The groups and the state of ZeRO's torch optimizer, with one flat tensor per parameter.
 
-    Lamina uses this object instead, because ZeRO's stage 3 empties the optimizer's groups between updates.
+    Lamina reads this object and not the optimizer, because ZeRO's stage 3 empties the optimizer's groups between
+    updates.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, parts: Mapping[int, ZeroPart]):

@@ -145,7 +145,7 @@ def _cut(parts: Iterable[Sequence[nn.Parameter]], run: Run) -> Iterator[int]:
 def is_own_reference(model: nn.Module, ran: Mapping[int, Collection[bool]], run: Run) -> bool:
     """Return whether the reference or teacher of the loss is the trained model itself.
 
-    If it is, each output of the model equals an output without gradients, for any weights.
+    For any weights, each output of such a model equals an output without gradients.
 
     Args:
         ran: whether autograd recorded the calls of each module, by the module's id.

@@ -34,8 +34,8 @@ class Objective(ABC):
     Attributes:
         head: the name of the model's head in ``lamina.modeling.modeling_lamina.HEADS``.
         guess: the name of the baseline loss, such as the unigram entropy.
-        own: the settings that only some objectives use, including this one.
-        without: the settings that all other objectives use.
+        own: settings that this objective uses, but not all objectives.
+        without: settings that other objectives use, but not this objective.
     """
 
     head: ClassVar[str]
@@ -67,7 +67,7 @@ class Objective(ABC):
 
     @abstractmethod
     def fit(self, config: PreTrainedConfig, settings: PretrainSettings) -> None:
-        """Set the sizes of a configuration that depend on the items. Raises UserError if they do not fit."""
+        """Set the sizes of a configuration that depend on the items. Raises UserError if the sizes are impossible."""
 
     @abstractmethod
     def item_tokens(self, config: PreTrainedConfig, settings: PretrainSettings) -> int:
@@ -75,7 +75,7 @@ class Objective(ABC):
 
     @abstractmethod
     def read(self, settings: PretrainSettings, config: PreTrainedConfig, *, bar: bool) -> tuple[Splits, Processor]:
-        """Read the data, and the tokenizer or image processor. Raises UserError if they are unusable."""
+        """Read the data, and the tokenizer or image processor. Raises UserError if any of them is unusable."""
 
     @abstractmethod
     def complete(
@@ -100,14 +100,14 @@ class Objective(ABC):
 
     @abstractmethod
     def derived(self, loss: float, stats: Stats) -> dict[str, float]:
-        """Compute further columns of a record from the held-out loss."""
+        """Return the columns of a record that are computed from the held-out loss."""
 
     @abstractmethod
     def facts(self, settings: PretrainSettings, stats: Stats) -> dict[str, object]:
         """Return facts about the data for the model card, by title."""
 
     def scores(self, logits: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return further metrics of held-out items: a tensor [batch] for each column."""
+        """Return metrics of held-out items other than the loss: a tensor [batch] for each metric."""
         return {}
 
     @property

@@ -53,11 +53,11 @@ def step_factors(model: PreTrainedModel, scaling: Scaling, optimizer: str = "ada
 
 
 def muon_factors(scaled: ScaledWeight, scaling: Scaling) -> StepFactors:
-    """Return a matrix's learning-rate factors: for Muon, or outside the blocks for AdamW.
+    """Return a matrix's learning-rate factors: for Muon inside the blocks, and for AdamW outside the blocks.
 
     The spectral condition (Yang et al. 2023, arXiv 2310.17813, Condition 1) requires updates of norm sqrt(out / in).
-    Muon's updates have the norm 0.2 sqrt(max(out, in)) times the learning rate. If both sides grow by m, the factor is
-    therefore 1 / sqrt(m). For depth, the factors are Adam's factors.
+    Muon's updates have the norm 0.2 sqrt(max(out, in)) times the learning rate. If in and out both grow by m, the
+    factor is therefore 1 / sqrt(m). For depth, Muon uses the same factors as Adam.
     """
     if scaled.kind != "hidden" or scaled.weight.layer < 0:
         return scaled.factors
@@ -74,8 +74,8 @@ def muon_factors(scaled: ScaledWeight, scaling: Scaling) -> StepFactors:
 class MuonAdamW(torch.optim.Optimizer):
     """Combine PyTorch's Muon and AdamW in one optimizer with one state.
 
-    Both use the same learning rate and weight decay, because their updates have the same root mean square (Liu et al.
-    2025, arXiv 2502.16982, Eq 4).
+    Muon and AdamW use the same learning rate and weight decay, because their updates have the same root mean square
+    (Liu et al. 2025, arXiv 2502.16982, Eq 4).
 
     Args:
         groups: parameter groups with learning rate and weight decay. Groups for Muon have ``muon=True``.
@@ -220,7 +220,7 @@ _STEPS = "steps"
 
 
 class WeightAverage(TrainerCallback):
-    """An exponential moving average of the weights. After the first step, it equals the weights.
+    """An exponential moving average of the weights. After the first step, the average equals the weights.
 
     Args:
         model: the model before its first step, which Lamina copies.
@@ -251,7 +251,7 @@ class WeightAverage(TrainerCallback):
         return {**dict(self.model.named_parameters()), _STEPS: self.averaged.n_averaged}
 
     def read(self, folder: Path) -> None:
-        """Restore a checkpoint's average. Raises UserError if the checkpoint has none."""
+        """Restore a checkpoint's average. Raises UserError if the checkpoint has no average."""
         if not (folder / AVERAGE).is_file():
             raise UserError(f"ema_decay: {str(folder)!r} holds no averaged weights. Resume with --ema-decay 0.")
         stored = load_file(folder / AVERAGE)

@@ -1,4 +1,4 @@
-"""Order the training blocks. The order is endless, and is the same for any number of processes."""
+"""Order the training blocks endlessly, in the same order for any number of processes."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ class TrainOrder(Sampler[list[int]]):
         blocks: the number of blocks.
         batch_size: the number of blocks in a micro-batch, over all processes.
         gradient_accumulation: the number of micro-batches in a step.
-        skips: the data to skip, as pairs (step, ahead). After each such step, the order is ``ahead`` steps of data
-            further.
+        skips: the skipped data, as pairs (step, ahead): a later step n trains on the data of step n + ahead.
         done: the number of steps already trained.
         rank: the rank of this process.
         size: the number of processes, which divides the batch size.
@@ -75,7 +74,7 @@ class TrainOrder(Sampler[list[int]]):
         return (self.data_step(step) - 1) * self.gradient_accumulation * self.batch_size
 
     def spans(self, steps: int) -> list[tuple[int, int]]:
-        """Return the ranges of positions in the order that the first steps train on."""
+        """Return the ranges of positions in the training order that the first ``steps`` steps use."""
         spans, done, skipped, size = [], 0, 0, self.batch_size * self.gradient_accumulation
         later = [after for after, _ in self.skips[1:]]
         valid = [skip for i, skip in enumerate(self.skips) if all(skip[0] < after for after in later[i:])]
