@@ -230,6 +230,15 @@ def test_where_layers_are_left_out_by_chance_only_what_is_above_all_before_count
         assert bool(told(steps)) == rings
 
 
+@pytest.mark.parametrize(("left_out", "factor", "rings"), [(True, 2.1, False), (False, 2.1, True), (True, 9.0, True)])
+def test_an_update_may_be_larger_where_layers_are_left_out_by_chance(left_out, factor, rings):
+    """As in a Qwen3 under LayerDrop: how often a layer ran since the last record decides the size of its update."""
+    values = [*noise(30, 0.05), factor]
+    steps = [[row(20 * at, value, metric="update_norm")] for at, value in enumerate(values, 1)]
+    steps[9] += [row(200, 1.0, metric="not_called")] * left_out
+    assert bool(told(steps)) == rings
+
+
 def test_series_start_anew_where_other_parameters_are_trained():
     for changed, said in (([], [26]), ([row(26, 9.0, metric="trained_changed")], [])):
         steps = [[row(step, 1.0 if step <= 25 else 30.0)] for step in range(1, 40)]
@@ -499,6 +508,15 @@ def test_a_loss_of_few_classes_may_fall_at_once(classes, said):
     shares = [1.0] * 40 + [1.0 - 0.055 * step for step in range(13)] + [0.34] * 30
     losses = [guess * share + 0.02 * draw.gauss(0.0, 1.0) for share in shares]
     assert [alarm.rule for alarm in run(losses, **WHOLE, role="model", metric="step_loss")] == said
+
+
+@pytest.mark.parametrize(("vocabulary", "said"), [(256, []), (None, ["fall"])])
+def test_a_loss_near_chance_may_begin_to_fall(vocabulary, said):
+    """As the loss of a healthy OLMo 2 under LayerDrop, which learns nothing in the first 25 steps of its warm-up."""
+    falls = [5.34, 5.25, 5.4, 5.16, 5.09, 5.14, 5.1, 5.04, 4.92, 4.95, 4.84, 4.8, 4.7, 4.65, 4.53, 4.54, 4.43, 4.33]
+    losses = [*(5.5 + 0.05 * math.log(each) for each in noise(27, 1.0)), *falls, 4.2, 4.22, 4.09, 3.95, 4.25, 3.93]
+    found = run(losses, vocabulary=vocabulary, **WHOLE, role="model", metric="step_loss")
+    assert [alarm.rule for alarm in found][:1] == said
 
 
 def test_a_loss_that_was_told_is_not_told_again_until_its_chart_is_at_zero():

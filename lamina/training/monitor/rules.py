@@ -324,7 +324,7 @@ class Rules:
                 continue
             shrinks = rule == "fall" and metric in _OF_WEIGHTS
             usual, score = leaving(scaled, recent, sign, gaps if past.fewest == RECORDS else 0.0, shrinks)
-            if self._chance and metric.startswith("hidden"):  # which parts ran before it differs between the records
+            if self._chance and (metric.startswith("hidden") or metric == "update_norm"):  # what ran before differs
                 usual = max(usual, earlier_peak(recent))
                 score = min(score, max(0.0, math.log(max(scaled, 1e-30) / max(usual, 1e-30))) / 2)
             score /= max(1.0, (step - last) / INTERVAL)
@@ -551,6 +551,7 @@ class Rules:
             noise = max(noise_of(before), LEAST_NOISE)
             level, earlier = statistics.median(before[-LAG:]), statistics.median(before[-3 * LAG : -LAG] or before)
             freed = row[0] < max(self._changed.values(), default=-2 * WINDOW) + 2 * WINDOW  # what begins to learn helps
+            at_chance = bool(self.vocabulary) and level > math.log(self.vocabulary or 1) - LEAST_FALL  # learning begins
             latest = sorted(before[-WINDOW:])  # it is higher where parts are left out, or after a way back
             varies = self._chance or self._writes.means
             usual = latest[-1 - len(latest) // HIGHEST] if varies else statistics.median(latest)
@@ -558,7 +559,7 @@ class Rules:
             for rule, sign in (("rise", 1.0), ("fall", -1.0)):
                 usual, noise = usually[rule], max(noise, abs(level - earlier) if rule == "fall" else 0.0)
                 distance = min(LARGEST, sign * (value - usual) / noise) - SLACK[rule]
-                distance = 0.0 if rule == "fall" and freed else distance
+                distance = 0.0 if rule == "fall" and (freed or at_chance) else distance
                 self._sums[rule] = max(0.0, self._sums.get(rule, 0.0) + distance)
                 course = self._fitted(rule, row, usual, self._sums[rule])
                 left = course.left or (self._sums.get(f"{rule} told", 0.0) > 0 and course.score > 0)
