@@ -330,7 +330,7 @@ class StreamPosition:
 class Branches(TrainerCallback):
     """Train decay branches: shorter runs that share the main run's steps until their decay begins.
 
-    Under the wsd schedule, runs of different lengths are equal until the shorter one's learning rate decays. A branch
+    Under the wsd schedule, runs of different lengths are equal until the shorter run's learning rate decays. A branch
     therefore starts from the main run's state, and decays to its own end. The main run then continues undisturbed
     (Hägele et al., arXiv 2405.18392, Section 4). Lamina writes the branches' losses to metrics.jsonl.
 
@@ -389,7 +389,7 @@ class Branches(TrainerCallback):
         return {"branch_loss": float(loss), "branch_bigram_entropy": table}
 
     def _decay(self, steps: int) -> None:
-        """Take a branch's steps, from the main run's next step to the branch's last one."""
+        """Take a branch's steps, from the main run's next step to the branch's last step."""
         settings, trainer = self.settings, self.trainer
         model, optimizer = trainer.model, trainer.optimizer
         decay, begun = in_steps(settings.decay, steps), trainer.state.global_step

@@ -165,8 +165,8 @@ def training_flops(model: PreTrainedModel, plan: Plan, sequence_length: int) -> 
 
     P is the number of weights in the matrix products of the blocks and the output head. For routed experts, P includes
     only the weights that one token uses. N is the number of blocks, d is the width, and T is the sequence length. As in
-    PaLM (2204.02311) and nanoGPT, attention counts all T tokens despite a causal mask. The recomputation of gradient
-    checkpointing does not count.
+    PaLM (2204.02311) and nanoGPT, attention counts all T tokens despite a causal mask. The recomputation in gradient
+    checkpointing is not included.
     """
     config = backbone_of(model.config)
     embedding = model.get_input_embeddings()

@@ -44,7 +44,7 @@ class ModelSettings(Settings, group="model"):
     )
     num_layers: int | None = setting(None, "number of blocks (default: the backbone's)", at_least(1))
     hidden_size: int | None = setting(
-        None, "width (default: the backbone's); the feed-forward's width scales with it", at_least(1)
+        None, "width (default: the backbone's); the feed-forward's width changes in proportion", at_least(1)
     )
     num_heads: int | None = setting(
         None,
@@ -225,7 +225,7 @@ class OptimizerSettings(Settings, group="optimizer"):
     beta2: float = setting(0.95, "AdamW's second beta", between(0.0, 1.0, open_high=True))
     epsilon: float = setting(1e-8, "AdamW's epsilon", above(0.0))
     max_grad_norm: float = setting(
-        1.0, "largest gradient norm; larger gradients are clipped to it (0: no clipping)", not_below(0.0)
+        1.0, "largest gradient norm, to which larger gradients are clipped (0: no clipping)", not_below(0.0)
     )
 
 

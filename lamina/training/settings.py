@@ -87,8 +87,8 @@ class ParallelSettings(DeviceSettings, group="machine"):
     )
     tensor_parallel: int = setting(
         1,
-        "with fsdp2, the number of processes that split each layer's matrices (tensor parallelism) and train "
-        "on the same part of the batch",
+        "with fsdp2, the number of processes that share each layer's matrices and the same part of the batch "
+        "(tensor parallelism)",
         at_least(1),
         decides=False,
     )

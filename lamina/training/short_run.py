@@ -1,7 +1,7 @@
 """Train a run's first steps, without a folder, records, evaluations or checkpoints.
 
-Lamina checks a run in this way before it starts. A short run uses the same Trainer as the whole run, so its batches,
-losses and updates are the same.
+Lamina checks a run with such first steps before the run starts. A short run uses the same Trainer as the whole run, so
+its batches, losses and updates are the same.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ class RunTrainer(MonitoredTrainer):
         return super().training_step(model, inputs, num_items_in_batch)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Write a complete checkpoint, in the background if possible, and then delete old ones."""
+        """Write a complete checkpoint, in the background if possible, and then delete old checkpoints."""
         step, checkpoints = self.state.global_step, Checkpoints(Path(str(self.args.output_dir)))
         background, processes = self.background, self.processes
         if background is not None:
@@ -310,7 +310,7 @@ class LaminaTrainer(RunTrainer, Trainer):
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Measure the mean loss over all held-out tokens, for any number of processes.
 
-        Trainer's evaluation would count some items twice, so that all processes have full batches.
+        Trainer's own evaluation counts some items twice, to give all processes full batches.
         """
         second = None if self.second is None else self._measured(self.second)["eval_loss"]
         tasks = None

@@ -194,7 +194,7 @@ def listed_state(path: Path) -> Json | None:
 
 
 def what_is_broken(path: Path) -> str | None:
-    """Describe the first missing, shortened or altered file of a checkpoint. Returns None for an intact one.
+    """Describe the first missing, shortened or altered file of a checkpoint. Returns None for an intact checkpoint.
 
     A checkpoint with a wrong step in its name also counts as broken.
     """

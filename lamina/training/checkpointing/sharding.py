@@ -45,8 +45,8 @@ def shard(model: PreTrainedModel, processes: Processes, device: str, *, bf16: bo
     """Shard a model's parameters with FSDP2, block by block.
 
     The optimizer's weights stay in float32, as do norms, learned scales, the residual stream and the embedding. Learned
-    scalars become vectors of one element, because FSDP2 cannot shard scalars. Checkpoints still store them as scalars.
-    With tensor parallelism, groups of processes first split the matrices of linear layers, as transformers does.
+    scalars become vectors of one element, because FSDP2 cannot shard scalars. Checkpoints still store scalars. With
+    tensor parallelism, groups of processes first split the matrices of linear layers, as transformers does.
 
     Args:
         bf16: whether to gather the blocks' matrices in bfloat16, which gives the same result as mixed precision in one
@@ -188,7 +188,7 @@ def full_state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def whole(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copy tensors to the CPU, and gather sharded ones. Call this in all processes."""
+    """Copy tensors to the CPU, and gather sharded tensors. Call this in all processes."""
     parts = {name: tensor.detach() for name, tensor in tensors.items()}
     return {name: (p.full_tensor() if isinstance(p, DTensor) else p).cpu().contiguous() for name, p in parts.items()}
 
@@ -215,7 +215,7 @@ def own_class(model: nn.Module) -> Iterator[None]:
 
 
 def copies(tensors: Mapping[str, torch.Tensor]) -> Tensors:
-    """Copy tensors, or this process's part of sharded ones, to the CPU. A tensor with two names is copied once."""
+    """Copy tensors, or this process's part of sharded tensors, to the CPU. A tensor with two names is copied once."""
     copied: dict[tuple[int, torch.Size], torch.Tensor] = {}
     made: Tensors = {}
     for name, tensor in tensors.items():

@@ -121,7 +121,7 @@ def read_model(trainer: Trainer, processes: Processes, checkpoint: Path) -> None
 
 
 def _tensor_files(checkpoint: Path, folder: str) -> list[Path]:
-    """Return the safetensors files in one of a checkpoint's folders, as its manifest lists them."""
+    """Return the paths of the safetensors files that a checkpoint's manifest lists in a folder."""
     names = [Path(name) for name in listed(checkpoint)]
     return [checkpoint / name for name in names if name.suffix == ".safetensors" and name.parent == Path(folder)]
 
@@ -149,7 +149,7 @@ def scale_learning_rate(trainer: Trainer, factor: float) -> None:
 
 
 def renew_random_state(trainer: Trainer, processes: Processes, checkpoint: Path, step: int) -> None:
-    """Seed the random generators if the number of processes changed. Otherwise, Trainer restores them."""
+    """Seed the random generators if the number of processes changed. Otherwise, Trainer restores the generators."""
     name = f"rng_state_{processes.rank}.pth" if processes.size > 1 else "rng_state.pth"
     written = sum(name.startswith("rng_state") for name in listed(checkpoint))
     if written == processes.size and (checkpoint / name).is_file():

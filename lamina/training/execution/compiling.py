@@ -36,7 +36,7 @@ def prepare(model: nn.Module, *, compiled: bool, replayed: bool = False, device:
 def keep_freed_memory() -> None:
     """Let glibc keep freed memory for the next step, in allocations of up to 32 MiB (glibc's maximum).
 
-    Otherwise, the system must zero the memory at each step, which takes 3 to 8 % of a step on a CPU.
+    Without this setting, the system zeroes the memory at each step, which takes 3 to 8 % of a step on a CPU.
     """
     if not sys.platform.startswith("linux"):
         return

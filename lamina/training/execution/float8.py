@@ -48,8 +48,8 @@ def check_float8(device: torch.device, tokens: int, tensor_parallel: int) -> Non
 def to_float8(model: nn.Module, device: str) -> None:
     """Let the linear layers of a model's blocks multiply in float8, with one scale per tensor.
 
-    The embedding, the output head, routers and fused experts stay unchanged, as do layers with a size that is not a
-    multiple of 16. Raises UserError if no layer is left.
+    The embedding, the output head, routers and fused experts stay unchanged. Layers with a size that is not a multiple
+    of 16 stay unchanged, too. Raises UserError if no layer is left.
     """
     torchao = importlib.import_module("torchao.float8")  # an extra
 

@@ -95,7 +95,7 @@ class Alarms(Rules):
     """Raise alarms for unusual measurements. Each metric of a layer must return to normal before its next alarm.
 
     An unusual gradient becomes an alarm if it stays unusual, or if another metric, such as the loss, soon becomes
-    unusual. Otherwise, Lamina records it as a notable batch.
+    unusual. If neither happens, Lamina records a notable batch.
 
     Args:
         folder: the run's folder, for alarms.jsonl and notable.jsonl. None means no files.
@@ -350,9 +350,9 @@ def describe(alarm: Alarm, paths: Mapping[int, str] = MappingProxyType({})) -> s
 
 
 def events(alarms: Iterable[Alarm]) -> list[list[Alarm]]:
-    """Group alarms into events, oldest first. An alarm within 20 steps of the previous one belongs to its event.
+    """Group alarms into events, oldest first. An alarm within 20 steps of the previous alarm joins its event.
 
-    The limit is 60 steps for an alarm about the loss, and for the next alarm after an alarm about the learning rate.
+    The limit is 60 steps for an alarm about the loss, and after an alarm about the learning rate.
     """
     groups: list[list[Alarm]] = []
     for alarm in sorted((alarm for alarm in alarms if alarm.rule != NOTABLE), key=lambda alarm: alarm.order):

@@ -67,7 +67,7 @@ class ExpertBalance(TrainerCallback):
 
     Args:
         model: a Lamina model. The callback does nothing for a dense model.
-        mode: "bias", "loss", "none" (only count), or "auto" (bias if the routers have one, otherwise loss).
+        mode: "bias", "loss", "none" (only count), or "auto" (bias if the routers have biases, otherwise loss).
         rate: the amount by which a bias changes per step, or the factor on the auxiliary loss.
     """
 

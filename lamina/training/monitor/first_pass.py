@@ -302,7 +302,7 @@ def leaves_of(value: torch.Tensor) -> dict[int, torch.Tensor]:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a detached tensor. Of a sharded tensor, return this process's part."""
+    """Return a detached tensor. For a sharded tensor, return this process's part."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 

@@ -1,6 +1,6 @@
 """Watch the residual stream inside torch.compile, with an operation that stays in the graph.
 
-The compiler inlines hooks of modules inside a compiled module. These hooks call ``lamina::see``, which passes the
+The compiler inlines hooks of modules inside a compiled module. Lamina's hooks call ``lamina::see``, which passes the
 tensor to Python at every pass, so the graph is the same at all steps. Modules with such hooks get a separate subclass,
 because the compiler chooses graphs by the modules' classes.
 """
@@ -140,7 +140,7 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 class GraphHooks(Generic[Key]):
-    """Hooks at points of a model, which a compiler may inline. They stay until ``close``."""
+    """Hooks at points of a model, which a compiler may inline. The hooks stay until ``close``."""
 
     def __init__(self, points: Mapping[Key, Point]):
         self._handles: list[RemovableHandle] = []

@@ -161,7 +161,7 @@ def named(model: nn.Module, parameters: Sequence[torch.Tensor]) -> str:
 def kept_square(optimizers: Sequence[torch.optim.Optimizer]) -> torch.Tensor | None:
     """Return the squared norm of the gradients before a backward pass, or None if there are none.
 
-    Only the optimizers' parameters count.
+    The norm covers only the optimizers' parameters.
     """
     parameters = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
     gradients = [p.grad for p in parameters if p.grad is not None]

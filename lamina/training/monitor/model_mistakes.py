@@ -202,7 +202,7 @@ def norm_gains(setup: BeforeTraining) -> Iterator[Mistake]:
     double = [m for m, mean in flat.items() if TWICE[0] < mean < TWICE[1] and m not in known]
     roots = [m for m, mean in flat.items() if (d := gains[m].numel()) >= 16 and abs(mean * d**0.5 - 1) < 0.01]
     for found, size, why, do in (
-        (off, 0, "the norm's layer sees only zeros", "Start gains at 1, or at 0 if the norm computes 1 + weight"),
+        (off, 0, "the next layer sees only zeros", "Start gains at 1, or at 0 if the norm computes 1 + weight"),
         (double, 2, "the weights of norms that compute 1 + weight start at 1", "Start such weights at 0"),
         (
             roots,

@@ -346,7 +346,7 @@ class Samples:
         self._begun = False
 
     def choose(self) -> None:
-        """Choose the parameters whose moments to compare: the largest trained one in each sub-layer."""
+        """Choose the parameters whose moments to compare: the largest trained parameter in each sub-layer."""
         parameters, groups = self.groups.parameters, self.groups.groups
         by_size = sorted(range(len(groups)), key=lambda at: (parameters[at].requires_grad, parameters[at].numel()))
         self._seen = sorted({groups[index]: index for index in by_size}.values())
@@ -463,14 +463,14 @@ def _spread(tensor: torch.Tensor, size: int) -> torch.Tensor:
 class UpdateRatios(TrainerCallback):
     """Measure the updates of recorded optimizer steps by sub-layer.
 
-    The update is the difference of the weights after and before the optimizer's step, so it includes clipping, the
-    learning rate and weight decay. The metrics are:
+    The update is the change of the weights in the optimizer's step, so it includes clipping, the learning rate and
+    weight decay. The metrics are:
 
     - update_norm, weight_norm, and update_ratio: the norms of update and weights, and their ratio.
     - first_moment, second_moment: the norms of Adam's m and sqrt(v).
     - unmoved_parameters: the number of parameters with a gradient but no update.
     - without_gradient: the number of parameters that ``SilentParameters`` finds.
-    - rate_ratio: a sub-layer's learning rate divided by the optimizer's median learning rate, if this is above 1.
+    - rate_ratio: a sub-layer's learning rate divided by the optimizer's median learning rate (only if above 1).
     - rate_estimate: the learning rate that an optimizer estimates itself.
 
     During a recorded step, memory holds a copy of the weights. Only ``rows`` waits for the device.
@@ -560,7 +560,7 @@ class UpdateRatios(TrainerCallback):
         self._sums = dict(zip(sums, self.groups.over_processes(torch.stack(list(sums.values()))), strict=True))
 
     def _peaks(self, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """Return the largest magnitude in each tensor, or 0 for a missing one, without waiting for the device."""
+        """Return the largest magnitude in each tensor, or 0 for a missing tensor, without waiting for the device."""
         there = [at for at, x in enumerate(tensors) if x is not None and not x.is_sparse and local_part(x).numel()]
         parts = [local_part(cast(torch.Tensor, tensors[at])) for at in there]
         peaks = torch.zeros(len(tensors), device=parts[0].device if parts else self.groups.device)

@@ -134,7 +134,7 @@ class Rules:
 
     Attributes:
         half: whether the model computes in float16, whose largest number is 65504.
-        starts: the first layer of each further stack, such as a decoder. Lamina compares layers only within a stack.
+        starts: the first layer of each later stack, such as a decoder. Lamina compares layers only within a stack.
         kinds: each layer's kind, such as its attention type. Lamina compares only layers of the same kind.
         vocabulary: the number of tokens in the vocabulary, or None if unknown.
         limits: the fitted limits by rule and metric.
@@ -387,8 +387,8 @@ class Rules:
     def _calm(self, row: Row, past: Past) -> float:
         """Return the value that a rise must exceed to count.
 
-        For gradients and moments, the value is the whole model's usual norm, because a far smaller sub-layer can rise
-        tenfold without an effect. If the model skips layers at random, a gradient must also exceed its earlier peak.
+        For gradients and moments, the value is the whole model's usual norm. A far smaller sub-layer can rise tenfold
+        without an effect. If the model skips layers at random, a gradient must also exceed its earlier peak.
         """
         if row[5] not in GRADIENTS:
             return past.calm
@@ -405,7 +405,7 @@ class Rules:
     def _rates(self, rows: Sequence[Row], found: Sequence[Found]) -> Iterator[Found]:
         """Judge parts with a separate learning rate, which muP, Muon and fine-tuning use on purpose.
 
-        Such a learning rate becomes an alarm only if the weights of this part alone leave their usual range.
+        A separate learning rate becomes an alarm only if the weights of its part alone leave their usual range.
         """
         rates = [row for row in rows if row[5] == "rate_ratio"]
         if not rates:
@@ -569,7 +569,7 @@ class Rules:
         losses.append(value)
 
     def _scaler(self, rows: Sequence[Row]) -> Iterator[Found]:
-        """Count consecutive steps that a loss scaler skipped. Such steps have a loss but no gradient."""
+        """Count consecutive steps that a loss scaler skipped. Skipped steps have a loss but no gradient."""
         loss = next((row for row in rows if row[5] == LOSS), None)
         if any(row[5] == NORM for row in rows):
             self._skipped = 0

@@ -231,8 +231,8 @@ def statistics_of_norms(setup: BeforeTraining) -> Iterator[Mistake]:
         (
             moving,
             f"the momentum is above {MOSTLY:g}",
-            "torch's momentum is the share of the new batch (1 minus the momentum of Keras), so the statistics for "
-            "evaluation are those of the last batches",
+            "torch's momentum is the weight of the new batch (1 minus Keras's momentum), so evaluation uses only the "
+            "statistics of the last batches",
             "Use 0.01 to 0.1",
         ),
         (

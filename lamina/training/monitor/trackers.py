@@ -52,7 +52,7 @@ def installed(report_to: str) -> list[str]:
 class Trackers:
     """Log measurements to TensorBoard, W&B and trackio.
 
-    W&B and trackio log into the open run. Otherwise, Lamina opens a run with the folder's name in the project
+    W&B and trackio log into the open run. Without an open run, Lamina opens a run with the folder's name in the project
     WANDB_PROJECT (default: lamina).
 
     Raises:

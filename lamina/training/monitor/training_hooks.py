@@ -192,7 +192,7 @@ Judge = Callable[[torch.Tensor], bool]
 class Instruments:
     """The hooks on a model's forward pass, on gradient clipping, and on the optimizers' steps.
 
-    Measurements stay on the device, so that training does not wait, until ``gradient_rows`` and ``rows`` read them.
+    Measurements stay on the device until ``gradient_rows`` and ``rows`` read them, so that training does not wait.
     """
 
     resumed = False  # whether steps were done before

@@ -492,7 +492,7 @@ def watch(
         step: the number of steps trained so far.
         on_alarm: a function that the first process calls with the first alarm of each event (alarms within 20 steps).
             The alarm has ``step``, ``layer``, ``sublayer``, ``metric`` and ``value``, and ``str(alarm)`` is a sentence.
-            An error in the function ends the training.
+            An error in ``on_alarm`` ends the training.
         tokenizer: the tokenizer that decodes recorded batches (default: the model's tokenizer).
         settings: see ``WatchSettings``: every, layers, first_layer, attention, batches, on_divergence,
             divergence_margin, divergence_patience, skip_outliers, report_to.

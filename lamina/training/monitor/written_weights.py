@@ -69,7 +69,7 @@ class WrittenWeights:
         """Judge a step.
 
         Changes that other code has made since the first record count as usual. Averaging with other models may change
-        many parts at once. Such a change is unusual only if it exceeds the optimizer's updates since the last record.
+        many parts at once. Changes of many parts are unusual only above the optimizer's updates since the last record.
 
         Args:
             weights: the step of the last record, the weights' norm and the update's norm, for each part.

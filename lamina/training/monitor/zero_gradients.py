@@ -1,4 +1,4 @@
-"""Change parameters to find out on which of them a loss depends, and why some get no gradient."""
+"""Change parameters to find out whether a loss depends on them, and why parameters get no gradient."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def moved(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 
 def zero_gradients(model: nn.Module, sizes: Mapping[int, float], run: Run) -> ZeroGradients:
-    """Find why parameters get no gradient, with further passes in evaluation mode.
+    """Find why parameters get no gradient, with more passes in evaluation mode.
 
     Args:
         sizes: the sizes of the gradients in the first pass, by the parameter's id.

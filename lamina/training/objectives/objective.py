@@ -137,7 +137,7 @@ def all_own() -> frozenset[str]:
 
 
 def objective_of(config: PreTrainedConfig, requested: str = "auto", backbone: str | None = None) -> Objective:
-    """Return the requested objective, or for "auto" the first one that fits the model's heads.
+    """Return the requested objective, or for "auto" the first objective that fits the model's heads.
 
     Raises UserError if the objective does not fit.
     """
