@@ -229,7 +229,7 @@ class PretrainSettings(
         return sorted({in_steps(span, self.steps) for span in spans})
 
     def _check_branches(self) -> None:
-        """Raise UserError for branches that start outside the constant phase, and for settings that rule them out."""
+        """Raise UserError for branches that begin outside the constant phase, and for settings that exclude them."""
         if self.branches is None:
             return
         ruled_out = {

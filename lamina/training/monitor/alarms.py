@@ -214,7 +214,7 @@ class Alarms(Rules):
         return told
 
     def _once(self, found: Found) -> list[Alarm]:
-        """Return an alarm when a metric leaves its usual range, or a gradient has stayed outside for several steps."""
+        """Return an alarm when a metric leaves its usual range, or when a gradient stays outside for several steps."""
         if not (found.left or found.name or self._out):
             return []
         rule, (step, layer, sublayer, role, _, metric, value), usual = found.rule, found.row, found.usual

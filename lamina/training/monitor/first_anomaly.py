@@ -30,8 +30,8 @@ def first_anomaly(
     """Return the alarm that explains a failure best, or None without alarms.
 
     Lamina starts from the alarm that ``first_before`` returns. If this alarm is part of a spike that passed, Lamina
-    takes the first alarm of the next event. Instead of a risen gradient, Lamina takes an alarm that follows soon and is
-    independent (``is_independent``) or has a rule in ``_HARD``.
+    takes the first alarm of the next event. If a gradient rose first, Lamina prefers an alarm within ``FOLLOWS`` steps
+    that is independent or has a rule in ``_HARD``.
 
     Args:
         alarms: the alarms, oldest first. Within a step, the alarm closest to the cause comes first.

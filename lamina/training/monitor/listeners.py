@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Listener(Protocol):
-    """An object that wrapped torch functions notify: ``scales`` and ``tries`` after they run, other methods before."""
+    """An object whose methods wrapped torch functions call: ``scales`` and ``tries`` afterward, the others before."""
 
     def differentiates(self, loss: torch.Tensor) -> None: ...
 
