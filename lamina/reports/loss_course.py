@@ -21,6 +21,7 @@ _SLOW, _PATIENCE = 0.5, 20  # nats above its best, and steps for which a loss th
 _NATS = 0.15  # least difference of losses that have risen
 _WANDERS = 3.0  # times the spread of losses that are far apart
 _RESTARTED = 1.0  # nats by which a loss may rise where the learning rate starts anew
+_HUGE, _SMALL = 1e3, 1e-2  # times the first losses (at least ``_SMALL``), above which a single loss is a spike
 _LEVEL, _TIMES = 1e-4, 3.0  # a loss near 0 that is a level, and how many times as high it has risen
 
 
@@ -56,10 +57,11 @@ def spikes_of(losses: Mapping[int, float]) -> dict[int, tuple[float, int | None]
         loss = losses[step]
         if (
             usual and len(usual) < BEFORE // 2
-        ):  # too few to know their noise: only a large rise of several losses counts
+        ):  # too few to know their noise: only a large rise of several losses, or a huge loss, counts
             least = _EARLY * max(usual) + _SLOW
             after = [losses[later] for later in steps[number : number + AFTER]]
-            if begin is None and len(after) == AFTER and min(after) > least > _SLOW:
+            huge = loss > _HUGE * max(*usual, _SMALL)
+            if begin is None and (huge or (len(after) == AFTER and min(after) > least > _SLOW)):
                 begin = step
             if begin is not None and loss > max(usual) + _SLOW:
                 spikes[begin] = max(loss, spikes.get(begin, (loss, None))[0]), None

@@ -182,3 +182,13 @@ def test_a_part_whose_numbers_are_none_is_left_out(tmp_path, caplog, column, val
     missing = column == "value" and value is None  # a missing value is not finite
     assert ("part-00001.parquet is not readable, so Lamina leaves it out" in caplog.text) == (not missing)
     assert ("The loss had no lasting rise in 40 steps (status: unfinished)." in said) == (not missing)
+
+
+@pytest.mark.parametrize(("loss", "spiked"), [("358068508261867004967067454537728.0", True), ("40.0", False)])
+def test_a_huge_loss_among_few_losses_is_a_spike(tmp_path, loss, spiked):
+    (tmp_path / "train.log").write_text(
+        "".join(f"step {at} loss {loss if at == 2 else 0.1 + at / 100}\n" for at in range(5))
+    )
+    said = str(lamina.diagnose(tmp_path / "train.log"))
+    assert ("The loss spiked at step 2 (to 3.58e+32, back at step 3)." in said) is spiked
+    assert ("Lamina found no anomaly" in said) is not spiked
