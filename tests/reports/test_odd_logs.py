@@ -1,8 +1,11 @@
 """Files that name no loss are read by the file's name, or refused for the true reason; notebooks by what they show."""
 
+import io
 import json
 import math
 import random
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -67,6 +70,16 @@ def test_a_notebook_is_read_by_what_its_cells_show(tmp_path):
         read_history(path)
     assert read_history(path, "cell 2").values(LOSS) == {0: 5.5, 1: 4.5, 2: 3.5}
     assert read_history(path, "cell 3").values(LOSS) == {10: 0.1, 20: 0.2}
+
+
+def test_a_notebook_is_read_past_its_single_losses_and_other_outputs(tmp_path, monkeypatch):
+    lines = "".join(f"Ep 1 (Step {n:06d}): Train loss {9 - n}.5, Val loss 9.9\n" for n in range(6))
+    printed = ["[tensor 'loss' 1]\n['a]\n", "Training loss: 2.4\nValidation loss: 2.5\n", lines, "Training loss: 2.3\n"]
+    path = tmp_path / "run.ipynb"
+    path.write_text(json.dumps({"cells": [{"outputs": [{"text": [text]}]} for text in printed], "nbformat": 4}))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(path.open("rb")))
+    for source in (path, Path("-")):
+        assert read_history(source).values(LOSS) == {n: 9.5 - n for n in range(6)}
 
 
 def test_totals_are_steps(tmp_path):

@@ -29,7 +29,9 @@ _ALONE = re.compile(rf"^\W*(?P<name>[A-Za-z][^:=|]*?)\s*[:=|]\s*{_VALUE}(?:\s*\(
 _WORDS = r"(?i:(?:step|iter(?:ation)?|update|batch)s?(?:_id|_idx|_num)?|up\.)"
 _RATED = rf"(?i:\bglobal[ _-]?|\b){_WORDS}"
 _TO_STEP = r"""(?: ?\(\w+\))?["']?[ .:=#\[(]*"""
-_JUDGED = re.compile(r"(?i)loss|norm\b|norm[^a-z]|\btrl\b|\bxent\b|\bnll\b|\bcost\b")
+_JUDGED = re.compile(
+    r"(?i)loss|norm\b|norm[^a-z]|\btrl\b|\bxent\b|\bnll\b|\bcost\b|(?-i:[a-z]Cost)\b|cross[ _-]?entropy"
+)
 """At least one name in a record must match this regular expression."""
 
 
@@ -80,6 +82,7 @@ _OWN = re.compile(r"step|Iteration")  # names of a step beside an epoch's: iter[
 _MOVES = re.compile(r"\x1b\[\d*[ABEF]")  # a bar goes to another line, and leaves its text in this one
 _BAR_BEGINS = re.compile(r"(?=\b[A-Z]\w*(?: \d+)?: +\d+%\|)|(?<=[^\s:])\s+(?=\d+%\|)")
 _NO_VALUE = re.compile(r"(?<=[:=]) *(?:N/A|n/a|None|null)(?=[\s,|]|$)")
+_MARKED = re.compile(r"(?i)\bnanxxx\b")  # PaddleOCR's way to print NaN
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _HELD_OUT = re.compile(
     r"(?i)(?<![\w/-])(?:(?:val|valid|validati(?:on|ng)|eval|evaluati(?:on|ng)|test|testing|dev)\b(?![\w/-])|eval_)"
@@ -95,6 +98,7 @@ _ENDS = "train_runtime"  # Trainer's last dictionary sums the run up
 def lines_of(text: str) -> Iterator[str]:
     """Yield a console's lines without color codes. Each state of a progress bar is a separate line."""
     text = (_ANSI.sub("", _MOVES.sub("\n", text)) if "\x1b" in text else text).replace("**", "")  # bold, in pasted text
+    text = _MARKED.sub("nan", text) if "xxx" in text else text
     text = _NO_VALUE.sub("", text) if any(word in text for word in ("N/A", "n/a", "None", "null")) else text
     for line in re.split(r"[\r\n]+", text):
         parts = _BAR_BEGINS.split(line) if line.count("%|") > 1 else (line,)  # bars whose returns a paste has lost
@@ -133,6 +137,7 @@ _SAID = (
     r"|\bloss(?:es)?\b\D{0,20}\bnot finite\b"
 )
 _BROKEN_WORDS = (" is", " are", " was", "became", "turned", "finite", "diverged", "invalid", "nan loss", "inf loss")
+_PAST = re.compile(r" (?:was|were|became|turned)$")  # the loss became infinite: a sentence, not a record
 _BROKEN = re.compile(rf"{_SAID}|\bdiverged with loss\W+nan\b|\b(?:nan|invalid|non-finite) (?:or inf )?loss\b")
 """Loss is nan, stopping training; Model diverged with loss = NaN; Invalid loss, terminating training."""
 
@@ -221,7 +226,8 @@ def _broken(before: Mapping[str, object], last: Mapping[str, object], sentence: 
 def _has_loss_at_step(form: Form, match: re.Match[str]) -> bool:
     """Return whether a record's first line has a step and a loss, such as "step: 9, loss is nan"."""
     names = (name.strip() for name, _ in form.pair.findall(match.string))
-    return match.groupdict().get("step") is not None and any(map(is_whole_loss, names))
+    told = any(is_whole_loss(name) and not _PAST.search(name) for name in names)
+    return match.groupdict().get("step") is not None and told
 
 
 class _Console:

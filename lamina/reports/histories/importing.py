@@ -142,12 +142,14 @@ def read_history(path: Path, run: str = "") -> History:
     }
     if run and run not in runs:
         raise UserError(f"run: {str(source)!r} holds no run {run!r} (allowed: {', '.join(map(repr, runs))})")
-    most = max((recording.rows for recording in useful.values() if not recording.clock), default=_FEW)
-    if len(useful) > 1 and most < _FEW:
+    long = {name: kept for name, kept in useful.items() if kept.clock or kept.rows >= _FEW}
+    if len(useful) > 1 and not long:
+        most = max(recording.rows for recording in useful.values())
         raise UserError(
             f"run: {str(source)!r} has at most {most} row{'s' * (most > 1)} for each of {len(useful)} runs, which is a "
             "summary and no history. Give a record with a row for each step (in W&B, export a chart as CSV)."
         )
+    useful = long or useful
     if len(useful) > 1 and not run:
         told = ", ".join(f"{name!r} ({_span(kept)})" for name, kept in list(useful.items())[:20])
         raise UserError(

@@ -143,7 +143,7 @@ def _loss(words: list[str]) -> Whole | None:
         return None
     if not some & {"loss", "losses"} and not crossed and some - _NEUTRAL - _LOSSES:
         return None  # "lm" and "ce" are parts of other names, too
-    if "cost" in some and some - {"cost", "train", "training", "total"}:
+    if "cost" in some and some - {"cost", "train", "training", "total", "current"}:
         return None  # batch_cost is a time
     if some & {"max", "min", "ema", "smooth", "smoothed", "last"}:
         return Whole(LOSS, 7)

@@ -95,9 +95,11 @@ def read_runs(path: Path) -> dict[str, Recording]:
     """Return the runs in a file, a folder or a pipe ("-"), by name. Raises UserError if Lamina cannot read the path."""
     try:
         if path.suffix == ".ipynb":
-            return _notebook(path)
+            return _notebook(path.read_bytes())
         if str(path) == "-":
-            return runs_of(_of_text(sys.stdin.buffer.read(), "the pipe"))
+            data = sys.stdin.buffer.read()
+            is_notebook = data.lstrip()[:1] == b"{" and b'"nbformat"' in data and b'"cells"' in data
+            return _notebook(data) if is_notebook else runs_of(_of_text(data, "the pipe"))
         if path.is_dir():
             return _of_folder(path)
         if path.suffix == ".wandb":
@@ -145,14 +147,14 @@ def _of_folder(folder: Path) -> dict[str, Recording]:
     return {"1": of_points(points, f"TensorBoard's event files ({len(files)})")}
 
 
-def _notebook(path: Path) -> dict[str, Recording]:
+def _notebook(data: bytes) -> dict[str, Recording]:
     """Read the runs that the cells of a notebook have printed."""
     runs = dict[str, Recording]()
-    for number, cell in enumerate(json.loads(_text(path.read_bytes())).get("cells", ()), start=1):
+    for number, cell in enumerate(json.loads(_text(data)).get("cells", ()), start=1):
         for text in shown_in(cell):
             try:
                 read = runs_of(_of_text(text.encode(), f"cell {number}"))
-            except UserError:  # an output of something else
+            except (UserError, ValueError):  # an output of something else
                 continue
             for name, run in read.items():
                 if any(whole(each) or parameter_of(each) for each in run.series):
@@ -221,7 +223,7 @@ def _below_headers(lines: Iterable[str]) -> Iterator[Mapping[str, object]]:
             new = dict(zip(names, (cell.partition("/")[0] for cell in cells), strict=False))
             if not is_numeric(new[names[0]]):  # a row of an evaluation
                 continue
-            if row and new[names[0]] != row.get(names[0]):
+            if row and (whole(names[0]) or new[names[0]] != row.get(names[0])):
                 yield row
             row = new
     if row:
@@ -331,9 +333,9 @@ def _spaced(text: str) -> str | None:
     lines[:1] = [_TWO_WORDS.sub(r"\1_", line) for line in lines[:1]]
     for gap in (r"\s{2,}", r"\s+"):
         first, second = (re.split(gap, line.strip()) for line in (*lines[:2], "", "")[:2])
-        words = all(re.fullmatch(r"[A-Za-z][\w /.#-]*", name) for name in first)
+        words = all(re.fullmatch(r"[A-Za-z][\w /.#()-]*:?", name) for name in first)
         if len(first) > 1 and words and len(second) == len(first) and sum(map(is_numeric, second)) > len(second) / 2:
-            return "\n".join("\t".join(re.split(gap, line.strip())) for line in lines)
+            return "\n".join("\t".join(cell.strip(":") for cell in re.split(gap, line.strip())) for line in lines)
     return None
 
 
