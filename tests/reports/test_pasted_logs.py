@@ -139,6 +139,14 @@ PASTED = {
     ),
     "a table with colons": ("ITER:       LOSS               SUM(SQUARES)\n1881:\t1.5\t3.8\n1882:\t1.25\t3.6\n", {1881: 1.5, 1882: 1.25}),
     "a table that begins with equal losses": ("Training the model...\nLOSS      P       R       F\n" + "184.5 0.5   1.0   0.6\n" * 3, dict.fromkeys((1, 2, 3), 184.5)),
+    "epochs on lines above the losses": (
+        "".join(f"2022-02-11 09:32:44.207069: {gap}poch:  {e}\n2022-02-11 09:34:49.625515: train loss : -0.{e}5\n2022-02-11 09:34:59.68: validation loss: -0.7\n" for e, gap in ((6, "\ne"), (7, "E"), (8, "\ne"))),
+        {e: -float(f"0.{e}5") for e in (6, 7, 8)},
+    ),
+    "losses whose names begin with loss": (
+        "".join(f"INFO:run:Train Epoch: {e} [1%]\nINFO:run:[{e}00, 9.9e-05]\nINFO:run:loss_fm=1{e}.5, loss_mel=21.5, loss_dur=1.5\n" for e in (2, 4)),
+        {1: 35.5, 2: 37.5},
+    ),
 }  # fmt: skip
 
 

@@ -70,13 +70,13 @@ FORMS = (
     ),
     _form(
         "lines with a loss",
-        r"(?i)(?:\bepochs?[ .:=#\[(]*(?P<epoch>\d+)(?![\d.]).*?)?loss\b[^\d\n/]{0,12}(?:\d|nan|inf)",
+        r"(?i)(?:\bepochs?[ .:=#\[(]*(?P<epoch>\d+)(?![\d.]).*?)?loss(?:\b|_)[^\d\n/]{0,12}(?:\d|nan|inf)",
     ),
 )
 """The forms, most specific first. If several forms fit equally many lines, Lamina uses the first form."""
 _HEADER = re.compile(r"(?:\s*/\s*\d+)?(?:,\w+=\w+)*\W*$|[^\n]*\|\s*$")  # the rest of a line above a record
 _BAR = re.compile(r"(?P<step>\d+)/\d+ \[\d*\d:\d\d")  # of tqdm, before or between printed dictionaries
-_EPOCH = re.compile(r"^\s*Epoch[ :]+(?P<epoch>\d+)(?:\s*/\s*\d+)?\s*$")  # Keras prints it above the steps
+_EPOCH = re.compile(r"(?i)^[\d\s:.-]*\bepoch[ :]+(?P<epoch>\d+)(?:\s*/\s*\d+)?\s*$")  # of Keras and nnU-Net, above
 _BEFORE = re.compile(rf"{_RATED}{_TO_STEP}{_STEP}")  # step 10: {'loss': 2.3}
 _OWN = re.compile(r"step|Iteration")  # names of a step beside an epoch's: iter[14/15] [step] 89
 _MOVES = re.compile(r"\x1b\[\d*[ABEF]")  # a bar goes to another line, and leaves its text in this one
