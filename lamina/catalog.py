@@ -30,7 +30,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "eval": JOBS["eval"].summary,
         "generate": "continue a text with a trained model",
         "prune": "remove layers from a trained model: layers that you name, or layers that a probe finds least needed",
-        "graft": "put another placement on a trained model, and fit the new norms so that the loss changes little",
+        "graft": "change where the norms of a trained model sit, and fit the new gains so that the loss changes little",
         "convert": "convert a transformers checkpoint to Lamina with the same logits, or back",
     },
     "compare and train": {

@@ -163,9 +163,9 @@ def preflight(
     overwrite: bool = False,
     bar: bool = True,
 ) -> pd.DataFrame:
-    """Check a run before you start it. Lamina trains its first steps at full depth, measures the layers, and reports
-    whether the run will train, why, and what to change. If an early layer hardly affects the output, or a loss is
-    not finite, Lamina also tries the initializer small_scaled and a lower learning rate.
+    """Check a run before you start it. Lamina trains the run's first steps at full depth, measures the layers, and
+    reports whether the run will train, why, and what to change. If an early layer hardly affects the output, or a
+    loss is not finite, Lamina also tries the initializer small_scaled and a lower learning rate.
 
     The keywords are the settings of `lamina preflight`. Returns one row per planned run: the verdict, the reason,
     what to change, and the measured numbers (docs/evidence/preflight.md). With ``output``, the function also

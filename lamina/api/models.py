@@ -207,7 +207,7 @@ def emit(
     whole_number("num_layers", num_layers)
     if with_test and output is None:
         raise UserError(
-            "with_test: the test belongs beside the placement's file, but no file is named. Add --output NAME.py."
+            "with_test: Lamina writes the test beside the output file, but you named no file. Add --output NAME.py."
         )
     from lamina.ports import emit as run
 

@@ -252,7 +252,7 @@ class Parser:
     def add_output_modes(self, resume: str) -> None:
         """Add ``--overwrite``. If ``resume`` is not empty, also add ``--resume`` with this help text."""
         if resume:
-            about = f"{resume}; with =auto, start a new job if the output folder is empty"
+            about = f"{resume}; --resume=auto starts a new job if the output folder is empty"
             self.arguments.append(Argument("resume", Resume, about, ("--resume",), False, "[=auto]", alone="yes"))
         self.add_flag("--overwrite", "replace the content of the output folder", False)
 

@@ -38,7 +38,7 @@ def parser() -> Parser:
     )
     flags.add_flag("--from", f"the trainer that wrote SOURCE: {trainers}", metavar="TRAINER")
     flags.add_flag(
-        "--placement", "with --from, the placement, if the checkpoint does not name the placement", metavar="NAME"
+        "--placement", "the model's placement (only with --from, if the checkpoint does not name it)", metavar="NAME"
     )
     flags.add_flag("--dtype", f"{', '.join(DTYPES)} (auto: the checkpoint's dtype)", "auto", "WORD")
     flags.add_flag("--overwrite", "first delete the files that Lamina wrote into OUTPUT", False)

@@ -19,12 +19,12 @@ EXAMPLES = """
 
 def parser() -> Parser:
     about = (
-        "Put another placement on a trained decoder. Lamina keeps the weights and fits the new norms' gains on one\n"
-        "half of a text, so that each sub-layer's output changes little. Lamina prints the loss before and after\n"
-        "on the other half. To reduce the remaining difference, train with `lamina pretrain --from`."
+        "Change where the norms of a trained decoder sit. Lamina keeps the weights, and fits the new norms' gains so\n"
+        "that each sub-layer's output changes little. Lamina fits the gains on half of the corpus, and prints the\n"
+        "loss before and after on the rest. To reduce the remaining difference, train with `lamina pretrain --from`."
     )
     flags = Parser("graft", about, EXAMPLES, "MODEL ")
-    flags.add_word("model", "a folder with a decoder that `lamina convert` takes, or with a Lamina model")
+    flags.add_word("model", "the folder of a Lamina model, or of a transformers decoder that `lamina convert` accepts")
     flags.add_flag("--placement", "the new placement, name(option=value, ...)", metavar="NAME")
     flags.add_flag("--output", "a new or empty folder", "grafted", "DIR")
     flags.add_text_flags()
@@ -47,6 +47,6 @@ def run(argv: list[str]) -> int:
         )
     gap = record["loss"] - record["loss_before"]
     losses = f"{record['loss_before']:.4f} -> {record['loss']:.4f}"
-    show(f"loss on {record['tokens']:,} tokens of the text's other half: {losses} ({gap:+.4f}) nats")
+    show(f"loss on {record['tokens']:,} held-out tokens: {losses} ({gap:+.4f}) nats")
     show(how_to_load(output))
     return 0

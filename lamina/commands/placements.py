@@ -34,7 +34,7 @@ def parser() -> Parser:
         EXAMPLES,
         "[NAME] ",
     )
-    about = "a placement, name(option=value, ...), a file (Lamina executes a .py file), or several, comma-separated"
+    about = "comma-separated placements: NAME, name(option=value, ...), or a file (Lamina executes a .py file)"
     flags.add_word("name", about, needed=False)
     flags.add_flag("--num-layers", "number of layers to show", 4)
     flags.add_flag("--svg", "draw the diagram as an SVG file", metavar="FILE")

@@ -27,7 +27,7 @@ def parser() -> Parser:
     about = "rewrite the page whenever new records arrive, until the run or study has ended"
     flags.add_flag("--follow", about, False)
     flags.add_flag("--every", "with --follow, seconds between two checks of the folder", 10.0, "X")
-    about = "also save the figures: SVG and PDF for a study with claims (needs matplotlib), or PNG for `lamina probe`"
+    about = "also save the figures of `lamina study` (as SVG and PDF; needs matplotlib) or of `lamina probe` (as PNG)"
     flags.add_flag("--figures", about, False)
     return flags
 

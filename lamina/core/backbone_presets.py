@@ -51,12 +51,12 @@ _MIX_VIT = "Mix-LN Table 4 (ImageNet-1K); sizes of DeiT, which the table does no
 _MIX = "Mix-LN Table 7 and its repository"
 _MIX_250M = "Mix-LN's repository; width 768 gives 247M parameters, and Table 7's width 1024 gives 355M"
 _FUSE = "FuseNorm App B"
-_PROXY = "FuseNorm Figure 4's 310M proxy, 64 layers of width 640; heads of 64, FFN fitted to 310M (not printed)"
-_PERI = "Peri-LN Section 4; FFN 4 d (the text states none; 4 d fits its parameter counts)"
-_DEEP = "FuseNorm's 128 blocks; width and FFN derived from 6.5B (not printed)"
-_STRESS = "FuseNorm's stress test; head width 64 and FFN width 8 d / 3 (not printed)"
-_KEEL = "Keel Section 5.3, {} layers = sub-layers; vocabulary not printed"
-_MOE = "FuseNorm's MoE: sizes of DeepSeek-V2-Lite (labeled 16B-A2.4B), V3's routing (sigmoid, Moonlight's 2.446)"
+_PROXY = "FuseNorm Figure 4: 64 layers of width 640 (our choice: heads of width 64, and an FFN for 310M parameters)"
+_PERI = "Peri-LN Section 4 (our choice: an FFN of width 4 d, which gives the paper's parameter counts)"
+_DEEP = "FuseNorm's 128 blocks (our choice: a width and an FFN that give 6.5B parameters)"
+_STRESS = "FuseNorm's stress test (our choice: heads of width 64, and an FFN of width 8 d / 3)"
+_KEEL = "Keel Section 5.3, {} sub-layers, which the paper calls layers (our choice: the vocabulary)"
+_MOE = "FuseNorm's MoE, 16B-A2.4B: sizes of DeepSeek-V2-Lite, sigmoid routing of V3, Moonlight's scaling factor 2.446"
 _MOE_FIELDS = {
     "hidden_size": 2048,
     "intermediate_size": 10944,
@@ -80,7 +80,7 @@ _MOE_FIELDS = {
     "vocab_size": 102400,
     "tie_word_embeddings": False,
 }
-_NANO_MOE = "Lamina's smallest mixture of experts: the layout of 16b-a2.4b, 2 of 8 experts, trains on two cores"
+_NANO_MOE = "Lamina's smallest mixture of experts: a small 16b-a2.4b with 2 of 8 experts, which two cores can train"
 _NANO_MOE_FIELDS = {
     **_MOE_FIELDS,
     "hidden_size": 48,

@@ -49,7 +49,7 @@ class Facts:
 
 
 Initializer = Callable[[Facts, float], float]
-"""Returns the standard deviation of a weight's normal distribution, from the weight and the base std."""
+"""Returns the standard deviation of a weight's initial values. The arguments are the weight and the setting std."""
 
 
 def normal(weight: Facts, std: float) -> float:
@@ -113,11 +113,11 @@ INITIALIZERS: dict[str, Initializer] = {
     },
 }
 NO_SCALES = (
-    "init: 'admin' sets learned skip scales, which this placement does not have. Give the placement 'admin', or "
-    "another init, such as 'normal'."
+    "init: 'admin' sets learned skip scales, which this placement does not have. Set the placement to 'admin', "
+    "or choose another init, such as 'normal'."
 )
 CUT_AT = {"small_scaled": 3.0}
-"""The number of standard deviations beyond which a truncated initializer draws no value."""
+"""The largest magnitude that a truncated initializer draws, in standard deviations."""
 
 
 def check(init: str) -> tuple[str, float]:

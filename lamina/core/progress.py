@@ -12,7 +12,7 @@ from lamina.errors import printable
 EVERY = 10.0
 """Seconds between two progress lines."""
 PACED, PACED_STEPS = 1.0, 3
-"""Lamina estimates the time left after at least this many seconds and steps."""
+"""Before this many seconds and steps, Lamina does not estimate the remaining time."""
 
 
 def has_bars() -> bool:

@@ -114,13 +114,13 @@ def number(
 
 
 def steps_or_share(name: str, value: object, *, open_low: bool = False) -> float:
-    """Return a whole number of steps, or a share below 1 of all steps. ``open_low`` excludes 0.
+    """Return a whole number of steps, or a share of all steps (below 1). ``open_low`` excludes 0.
 
     Raises UserError for other values.
     """
     span = number(name, value, 0.0, open_low=open_low)
     if span >= 1 and span != int(span):
-        raise UserError(f"{name}: {_shown(value)}. Give a whole number of steps, or a share below 1 of all steps.")
+        raise UserError(f"{name}: {_shown(value)}. Give a whole number of steps, or a share of all steps (below 1).")
     return span
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _AT_ONCE = 2**20  # tokens whose pairs are counted together
 T = TypeVar("T")
 EVAL_SEED = 20_260_101
-"""The seed of all random numbers for held-out items. All runs use it, so that their losses are comparable."""
+"""The seed of all random numbers for held-out items. All runs use this seed, so that their losses are comparable."""
 _SEEDS = 2**63 - 1
 
 

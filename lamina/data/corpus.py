@@ -303,7 +303,8 @@ class FileCorpus(SingleCorpus):
             names = ", ".join(path.relative_to(self.path).as_posix() for path in linked[:3])
             more = ", ..." * (len(linked) > 3)
             self._warn_once(
-                f"{self.path}: Lamina does not follow links to folders ({names}{more}). Give these folders as a mix."
+                f"{self.path}: Lamina does not follow links to folders ({names}{more}). To read these folders, "
+                "name each folder in the corpus, as in A:0.7,B:0.3."
             )
         return paths
 

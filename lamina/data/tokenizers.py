@@ -27,7 +27,7 @@ END_OF_TEXT = "<|endoftext|>"
 SMALLEST_BPE = 257
 EVAL_FRACTION = 0.05
 _ALLOWED = (
-    f"bytes, bpe:SIZE with SIZE >= {SMALLEST_BPE}, or the folder, tokenizer.json or name of a transformers tokenizer"
+    f"bytes, bpe:SIZE with SIZE >= {SMALLEST_BPE}, or a transformers tokenizer (a name, a folder or a tokenizer.json)"
 )
 _BPE_FORMAT = "bpe-1"
 

@@ -66,7 +66,7 @@ def stamp(paths: Iterable[Path], about: str = "") -> str:
 
 
 Expand = Callable[[str], Sequence[Candidate] | None]
-"""A function that returns the candidates in a study's folder, or None for other paths."""
+"""A function that returns the models to evaluate in a study's folder, or None for other paths."""
 
 
 def candidates_of(paths: Sequence[str], expand: Expand) -> list[Candidate]:

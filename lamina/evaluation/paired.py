@@ -22,7 +22,7 @@ from lamina.jobs.kinds import Kind, kind_of
 from lamina.jobs.names import RESULT
 
 POWER = 0.8
-"""The power of the test for a difference of ``Paired.smallest``."""
+"""The probability that the test detects a difference as large as ``Paired.smallest``."""
 CHOICES = ("acc", "acc_norm")
 """The metrics of multiple-choice tasks, for which the accuracy of guessing is known."""
 

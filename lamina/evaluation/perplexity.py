@@ -57,7 +57,7 @@ class Perplexity:
 
 
 Window: TypeAlias = tuple[list[int], list[int]]
-"""The tokens that the model reads, and the target tokens for the last of these positions."""
+"""The tokens that the model reads, and the tokens that the model should predict at the last positions."""
 
 
 def windows(tokens: list[int], prefix: int, window: int, stride: int) -> Iterator[Window]:

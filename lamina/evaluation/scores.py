@@ -17,7 +17,7 @@ from lamina.evaluation.candidates import Candidate
 from lamina.evaluation.task_sets import Wanted
 
 PERPLEXITY = "perplexity"
-"""The ``Wanted.unit`` for the perplexity of a text."""
+"""The value of ``Wanted.task`` for the perplexity of a text."""
 # Which metric of a task is its main one: the first of these that it has.
 _MAIN = ("acc", "exact_match", "pass@1", "pass_at_1", "token_perplexity", "word_perplexity", "perplexity")
 SHARES = frozenset({"acc", "acc_norm", "acc_mutual_info", "exact_match", "pass@1", "pass_at_1", "f1", "mcc", "em"})

@@ -43,7 +43,7 @@ class Column:
 
 
 SCORES = {"accuracy": "accuracy", "top5_accuracy": "top-5 accuracy"}
-"""The metrics on held-out items other than the loss, with their headings."""
+"""The held-out metrics besides the loss. Each metric has a heading."""
 
 
 def _spikes(name: str, title: str, place: int) -> tuple[Column, Column]:
@@ -97,7 +97,7 @@ RESULT_COLUMNS: tuple[Column, ...] = (
     Column("reason", "reason", aggregate="own", in_trials=True),
 )
 BESIDES = ("from", "mix", "tasks")
-"""The optional fields of result.json that are not columns."""
+"""The optional fields of result.json that have no column in results.csv."""
 
 
 def names(columns: Iterable[Column] = RESULT_COLUMNS) -> tuple[str, ...]:

@@ -47,7 +47,7 @@ from lamina.jobs.status import ENDED
 logger = logging.getLogger(__name__)
 
 GROWING = (METRICS, "layers/part-*", "probes/*/part-*")
-"""The records that grow during a run. A checkpoint has hashes of the part written so far."""
+"""The records that grow during a run. A checkpoint stores a hash of each record's content up to the checkpoint."""
 _MISSING = "missing"
 _FIRST = f"first line of {METRICS}"
 _RECORDS = (
@@ -186,7 +186,7 @@ def refuse_regrown(folder: Path, known: Mapping[str, tuple[int, str]], checkpoin
         name = METRICS if entry == _FIRST else entry
         path = folder / name
         if not path.is_file() and name.startswith("probes/"):  # the other writers name theirs
-            logger.warning("%s: %s, so the page leaves its content out", path, _MISSING)
+            logger.warning("%s: %s, so the page leaves this record out", path, _MISSING)
         if not path.is_file() or (name == METRICS and path.stat().st_size < size):
             continue
         if _beginning(path, size) != digest:

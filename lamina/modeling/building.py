@@ -212,7 +212,7 @@ def wire(attention: nn.Module, feed_forward: nn.Module, layer_plan: Layer, hidde
     whole_number("hidden_size", hidden_size)
     halves = (layer_plan.attention, layer_plan.feed_forward)
     if layer_plan.sources or layer_plan.boundary or any(half.streams or half.reads_memory for half in halves):
-        raise UserError("layer_plan: several streams and earlier states need a whole model. Use lamina.build.")
+        raise UserError("layer_plan: one layer cannot have several streams or read earlier layers. Use lamina.build.")
     wiring = Plan(placement="wire", layers=(layer_plan,)).to_dict()["layers"][0]
     style = NormStyle()
     try:

@@ -102,7 +102,7 @@ def initialize(
                 weight.parameter[module.padding_idx].zero_()
     if unknown:
         logger.warning(
-            "init %r: Lamina does not know the roles of %d weights in the blocks, and draws these weights like queries",
+            "init %r: Lamina does not know %d weights of the blocks, and initializes these weights like queries",
             name,
             unknown,
         )

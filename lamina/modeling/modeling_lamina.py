@@ -305,7 +305,7 @@ def _check_wirable(backbone: PreTrainedModel, adapter: Adapter, plan: dict) -> N
         logger.warning_once(
             f"{kind}: Lamina is not tested with this model type (tested: {', '.join(ADAPTERS)}). Make sure that its "
             "layers contain only attention, feed-forward, norms and adds"
-            + (f". Lamina leaves out {', '.join(lost)} of its layers" if lost else "")
+            + (f". Lamina leaves out these modules of the layers: {', '.join(lost)}" if lost else "")
         )
 
 

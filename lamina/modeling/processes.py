@@ -305,8 +305,8 @@ def parallel_of(parallel: str) -> str:
     requested = [name for name, value in switches.items() if value.lower() in ("1", "true", "yes")]
     if requested and requested != ["FSDP"]:
         raise UserError(
-            f"accelerate's configuration asks for {', '.join(requested)}. Change the configuration to no plugin, or "
-            "to FSDP version 2."
+            f"accelerate's configuration asks for {', '.join(requested)}. Remove the plugin from the configuration, "
+            "or choose FSDP version 2."
         )
     if requested and (version := os.environ.get("FSDP_VERSION", "1")) != "2":
         raise UserError(f"fsdp_version: {version!r} in accelerate's configuration. Set fsdp_version to 2.")

@@ -541,7 +541,7 @@ class Block(GradientCheckpointingLayer):
         With n streams, input and output are [batch, tokens, n, hidden_size]. With stored states, they are a State.
         """
         if len(args) > len(self.arguments):
-            raise TypeError(f"the attention accepts only these of the layer's arguments: {', '.join(self.arguments)}")
+            raise TypeError(f"the layer got too many arguments. The attention takes only: {', '.join(self.arguments)}")
         kwargs.update(zip(self.arguments, args, strict=False))
         if self._takes_mask:  # a module of the user's own may not know of masks
             kwargs.setdefault("attention_mask", None)
@@ -646,7 +646,7 @@ def norm_projections(
     absent = [f"{part}_proj" for part in _PARTS if not isinstance(getattr(module, f"{part}_proj", None), nn.Linear)]
     if ways and absent:
         raise ValueError(
-            f"sources: multiway needs {absent[0]!r}, which {type(module).__name__} lacks. Choose another wiring"
+            f"sources: this wiring needs {absent[0]!r}, but {type(module).__name__} has none. Choose another wiring"
         )
     if not dims and not inner and not ways:
         return

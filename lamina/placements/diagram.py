@@ -131,14 +131,14 @@ def plan_notes(plan: Plan) -> list[str]:
     if first.reads_memory:
         notes.append(
             "each sub-layer reads a softmax-weighted sum of the earlier blocks' outputs and the current block's "
-            "sum so far"
+            "unfinished output"
         )
     elif plan.has_memory:
         states = [len(layer.sources.states) if layer.sources else 0 for layer in plan.layers]
         count = f"{states[0]} in the first block, {states[-1]} in the last"
         notes.append(f"number of earlier states added to a block's input: {count}")
         if (last := plan.layers[-1].sources) and (last.dynamic or last.multiway or last.normed_states):
-            moves = ["their weights depend on the stream"] * last.dynamic + ["each has a norm"] * last.normed_states
+            moves = ["weights depend on the stream"] * last.dynamic + ["each state has a norm"] * last.normed_states
             notes.append(", ".join([*moves, *["queries, keys and values have separate sums"] * last.multiway]))
     return notes
 

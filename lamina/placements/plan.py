@@ -112,7 +112,7 @@ class Norm:
         if isinstance(self.groups, bool) or not isinstance(self.groups, int) or self.groups < 1:
             raise UserError(f"groups: {self.groups!r} is not a whole number of at least 1")
         if self.groups > 1 and self.kind != "group":
-            raise UserError(f"groups: {self.groups} groups need kind 'group', not {self.kind!r}. Set kind to 'group'.")
+            raise UserError(f"groups: {self.groups} groups do not fit kind {self.kind!r}. Set kind to 'group'.")
 
 
 def _as_norm(field_name: str, value: object) -> Norm | None:
@@ -124,7 +124,7 @@ def _as_norm(field_name: str, value: object) -> Norm | None:
     if isinstance(value, str):
         _one_of(f"{field_name}.kind", value, NormKind)
         return Norm(kind=value)  # type: ignore[arg-type]  # one of the kinds
-    raise UserError(f"{field_name}: {value!r} is not a norm. Give true, false, a kind, or the norm's fields.")
+    raise UserError(f"{field_name}: {value!r} is not a norm. Give true, false, a kind of norm, or a mapping of fields.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,8 +182,8 @@ class Streams:
         n = len(self.read)
         if n < 2 or {len(self.write), len(self.normed), len(self.norms)} - {0, n}:
             raise UserError(
-                f"read: the number of weights is {n}. Give at least 2 weights, and as many values in write, normed "
-                "and norms."
+                f"read: the number of weights is {n}. Give at least 2 weights. Give write, normed and norms the "
+                "same number of values."
             )
         for norm in self.norms:
             _one_of("norms", norm, StreamNorm)
@@ -411,7 +411,7 @@ class Plan:
     def __post_init__(self) -> None:
         if not isinstance(self.layers, list | tuple) or not all(isinstance(layer, Layer) for layer in self.layers):
             raise UserError(
-                f"layers: {self.layers!r} is not a list of layers. Give a list of Layer, or of a layer's fields."
+                f"layers: {self.layers!r} is not a list of layers. Give a list of Layer objects or mappings."
             )
         object.__setattr__(self, "layers", tuple(self.layers))
         if not self.layers:
@@ -420,8 +420,8 @@ class Plan:
         _typed(self, placement=str, initialization=str, options=Mapping, **kinds)
         if self.qkv_norm is None or isinstance(self.qkv_norm, bool):
             raise UserError(
-                f"qkv_norm: {self.qkv_norm!r} is not a norm. Give a kind or a norm's fields. To add "
-                "the norm, set qk_norm or v_norm."
+                f"qkv_norm: {self.qkv_norm!r} is not a norm. Give a kind of norm, or a mapping of fields. To "
+                "add the norm, set qk_norm or v_norm."
             )
         for name in ("final_norm", "embedding_norm", "qkv_norm"):
             object.__setattr__(self, name, _as_norm(name, getattr(self, name)))
@@ -448,7 +448,7 @@ class Plan:
             )
         if self.streams > 1 and self.has_memory:
             raise UserError(
-                "streams: sources and earlier states need a single stream. Leave out streams, or sources and read."
+                "streams: a layer with streams cannot read earlier states. Leave out streams, or sources and read."
             )
         ends = [*enumerate(layer.sources for layer in self.layers), (len(self.layers), self.final_sources)]
         for index, sources in ends:
@@ -457,15 +457,15 @@ class Plan:
                     raise UserError(f"sources: layer {index} cannot read state {state}. Give a state from 0 to {last}.")
         if any(sources for _, sources in ends) and any(layer.inner_boundary for layer in self.layers):
             raise UserError(
-                "inner_boundary: this field does not work with sources, which count whole blocks. Leave out "
-                "inner_boundary or sources."
+                "inner_boundary: this field does not work with sources, because a source is a whole block's state. "
+                "Leave out inner_boundary or sources."
             )
         if self.final_sources and self.final_sources.multiway:
             raise UserError("final_sources.multiway: no attention reads final_sources. Set multiway to false.")
         if any(half.reads_memory for half in halves) and (self.final_sources or not self.layers[0].boundary):
             raise UserError(
-                "read: 'depth' and 'memory' need a memory that starts in the first block. Set boundary in the "
-                "first layer, and leave out final_sources."
+                "read: 'depth' and 'memory' need stored states from the first block on. Set boundary in the first "
+                "layer, and leave out final_sources."
             )
 
     @property

@@ -46,7 +46,7 @@ class Option:
 
 COMMON: tuple[Option, ...] = (
     Option(
-        name="final_norm", type=bool | None, default=None, help="a norm after the last block (default: by placement)"
+        name="final_norm", type=bool | None, default=None, help="a norm after the last block (default: per placement)"
     ),
     Option(name="embedding_norm", type=bool | None, default=None, help="a norm on the embedding's output"),
     Option(
@@ -68,23 +68,23 @@ COMMON: tuple[Option, ...] = (
         name="wiring",
         type=str | None,
         default=None,
-        help="residual paths other than a single stream: x0, mhc ..., or a .py file",
+        help="residual paths instead of a single stream: a wiring, such as x0 or mhc, or a .py file",
     ),
     Option(
         name="size",
         type=int | None,
         default=None,
         help=(
-            "number of streams of a wiring (default: 4). For attn_res: number of layers per group (0: a group for each "
-            "sub-layer). For mudd: divisor of the projection's width"
+            "number of residual streams (default: 4). For attn_res: number of layers per group (0: a group for each "
+            "sub-layer). For mudd: the projection's width is a multiple of this number"
         ),
     ),
     Option(
         name="start",
         type=Literal["liger", "mean", "dlcl"] | None,
         default=None,
-        help="initial values of a wiring's weights: liger (for mhc) as in Liger's kernels, mean (for denseformer) "
-        "1/(l+1) for all weights, dlcl (for denseformer) like mean, with normed states",
+        help="initial weights of the wiring. For mhc: liger, as in Liger's kernels. For denseformer: mean, which is "
+        "1/(l+1) for all weights, or dlcl, which also norms the states",
     ),
     Option(
         name="collapse",
@@ -103,7 +103,7 @@ COMMON: tuple[Option, ...] = (
         name="base_depth",
         type=int | None,
         default=None,
-        help="number of blocks at which depth_scaling does not change the branches",
+        help="reference depth of depth_scaling, in blocks. A model of this depth keeps its branches unchanged",
     ),
 )
 

@@ -145,7 +145,7 @@ def hc(plan: Plan, size: int | None) -> Plan:
 
 @wiring(
     "dynamic_hc",
-    equation="as hc, plus a tanh of the normed stream on each weight",
+    equation="hc's equation, each weight plus a tanh of the normed stream",
     source="arXiv 2409.19606 Sec 2.2, Algorithm 2",
 )
 def dynamic_hc(plan: Plan, size: int | None) -> Plan:
@@ -249,7 +249,7 @@ def dynamic_dense(plan: Plan) -> Plan:
 
 @wiring(
     "mudd",
-    equation="as dynamic_dense, with one sum each for q, k, v and x",
+    equation="dynamic_dense's equation, with separate sums for q, k, v and x",
     source="MUDDFormer (arXiv 2502.12170) Eq 7, 8",
 )
 def mudd(plan: Plan, size: int | None) -> Plan:

@@ -115,8 +115,8 @@ def _read_olmo(folder: Path) -> ForeignCheckpoint:
         if scale := re.fullmatch(r"blocks\.(\d+)\.ln_scale", name):  # a buffer, which the plan has as a number
             if abs(float(tensor) - (expected := (int(scale[1]) + 1) ** -0.5)) > 1e-6:
                 raise UserError(
-                    f"source: {name} is {float(tensor):.3g} instead of {expected:.3g}. The model was trained with "
-                    f"another factor. Choose a run of an OLMo-core version that uses {expected:.3g}."
+                    f"source: {name} is {float(tensor):.3g} instead of {expected:.3g}, and Lamina supports no "
+                    f"other factor. Choose a run of an OLMo-core version that uses {expected:.3g}."
                 )
         else:
             weights[re.sub(r"\.attention\.([qk])_norm\.", r".attention.w_\1.norm.", name)] = tensor
@@ -225,8 +225,8 @@ def _read_torchtitan(folder: Path) -> ForeignCheckpoint:
     """Read the folder of one training step, which must also have a Llama's config.json."""
     if not (folder / "config.json").is_file():
         raise UserError(
-            f"source: {str(folder)!r} holds no config.json, and torchtitan saves no sizes. Add the config.json "
-            "of a transformers Llama with the same sizes to this folder."
+            f"source: {str(folder)!r} holds no config.json, and torchtitan does not save the model's sizes. "
+            "Add the config.json of a transformers Llama with the same sizes to this folder."
         )
     fields: Json = json.loads((folder / "config.json").read_text("utf-8"))
     if fields.get("model_type") != "llama":
@@ -311,8 +311,8 @@ def _advice(stored: ForeignCheckpoint, target: str) -> str:
             if Names(model, target, writes=False).stored_names(stored.wiring) == set(stored.weights):
                 fitting.append(name)
     if not fitting:
-        return "No placement has exactly the checkpoint's tensors, so check the files and the sizes."
-    return f"These placements have exactly the checkpoint's tensors: {', '.join(fitting)}."
+        return "No placement gives a model with exactly the checkpoint's tensors. Check the files and the sizes."
+    return f"Models with these placements have exactly the checkpoint's tensors: {', '.join(fitting)}."
 
 
 @tested_types()

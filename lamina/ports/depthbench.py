@@ -46,8 +46,8 @@ class Connections:
             size = int(block.get("attnres_block_size") or 1)
             if size > 1 and size % 2:
                 raise UserError(
-                    f"config.json: model.block.attnres_block_size is {size}. Choose a checkpoint with 1 "
-                    "or an even number."
+                    f"config.json: model.block.attnres_block_size is {size}. Choose a checkpoint in "
+                    "which this value is 1 or even."
                 )
             self.spec = f"pre_ln(wiring=attn_res,size={size // 2})"
 

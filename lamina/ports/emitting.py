@@ -51,7 +51,7 @@ def emit(
     if init != "recommended":
         check(init)
         if not table.roles:
-            raise UserError(f"init: {init!r}, but a file for {table.title} draws no weights. Remove --init.")
+            raise UserError(f"init: {init!r}, but a file for {table.title} initializes no weights. Remove --init.")
         plan, chosen = replace(plan, initialization=init), f" --init {_quoted(init)}"
     port = Port(found, plan, table)
     used = {

@@ -62,8 +62,8 @@ class Proxy:
         parts = []
         if self.hidden_size != self.planned_hidden_size:
             parts.append(
-                f"width {self.hidden_size} instead of {self.planned_hidden_size} (with initial weights and "
-                "learning rates scaled by Everett et al. 2024's standard parametrization)"
+                f"width {self.hidden_size} instead of {self.planned_hidden_size} (the standard parametrization "
+                "of Everett et al. 2024 scales initial weights and learning rates)"
             )
         blocks = self.settings.batch_size * self.settings.gradient_accumulation
         if blocks != self.planned_blocks:

@@ -186,7 +186,7 @@ def best_of(
         burn_in = burn_in_of(settings, run, blocks, is_open, device=device, tick=tick)
         found = verdict_of(features(burn_in), calibration())
         if VERDICTS.index(found) < VERDICTS.index(verdict):
-            best, verdict = f"{flags} (preflight's verdict is then: {found})", found
+            best, verdict = f"{flags} (preflight's new verdict: {found})", found
         if found == "fine":
             break
     return best

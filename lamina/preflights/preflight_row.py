@@ -30,7 +30,7 @@ PREFLIGHT = JobRow(
     kind=Kind.PREFLIGHT,
     summary="check a planned run: whether it will train, why not, and what to change",
     about=(
-        "Check a run before you start it. Lamina trains its first steps at full depth, measures the layers, and\n"
+        "Check a run before you start it. Lamina trains the run's first steps at full depth, measures the layers, and\n"
         "reports whether the run will train, why, and what to change. If an early layer hardly affects the output,\n"
         f"or a loss is not finite, Lamina also tries the initializer {SUITS} and a lower learning rate.\n"
         "The verdicts:\n\n"

@@ -181,7 +181,7 @@ class PreflightVerdict:
 
     verdict: VerdictWord
     chance: float
-    """The estimated probability that the loss becomes clearly lower than the loss of token frequencies alone."""
+    """The estimated probability that the loss becomes clearly lower than if the model knows only token frequencies."""
     deciding_steps: int
     """The number of steps that should decide an "undecided" verdict, or 0 for another verdict."""
     reason: str
@@ -225,8 +225,8 @@ def _collapse(numbers: Features, burn_in: BurnIn) -> str:
     return (
         f"after {len(burn_in.losses)} steps, the model ignores its input and predicts token frequencies. A change at "
         f"{_place(numbers.jacobian_layer)} reaches the last layer with a gain of {10**numbers.jacobian:.0e}, and the "
-        "backward pass shrinks the gradient equally. At the last layer, all tokens have nearly the same hidden state "
-        f"(mean cosine {numbers.similarity:.3f})"
+        "gradient shrinks by the same factor. At the last layer, all tokens have nearly the same hidden state (mean "
+        f"cosine {numbers.similarity:.3f})"
     )
 
 
@@ -247,17 +247,17 @@ def _reason(numbers: Features, burn_in: BurnIn, kind: VerdictWord, sure: float) 
         )
     if kind == "risky":
         return (
-            f"{after} steps {constant}, but the run has an estimated chance of only {100 * sure:.0f} % to end clearly "
-            f"below this loss{weak}"
+            f"{after} steps {constant}. The run has an estimated chance of only {100 * sure:.0f} % to learn clearly "
+            f"more than token frequencies{weak}"
         )
     if kind == "undecided":
         return (
             f"these steps cannot decide: {after} steps {constant}, and the input improves the predictions by {worth}. "
-            f"We cannot tell yet whether the run will be better than token frequencies{weak}"
+            f"We cannot tell yet whether the run will learn more than token frequencies{weak}"
         )
     return (
         f"{after} steps the input improves the predictions by only {worth}, and {constant}{weak}. The run has an "
-        f"estimated chance of {100 * sure:.0f} % to end clearly better than token frequencies"
+        f"estimated chance of {100 * sure:.0f} % to learn clearly more than token frequencies"
     )
 
 
@@ -265,14 +265,14 @@ def _longer(numbers: Features, burn_in: BurnIn, deciding: int, better: str) -> s
     by = f"by step {deciding}" if deciding < burn_in.planned.steps else "only toward the end or not at all"
     if learns_frequencies(numbers):
         estimate = (
-            "at the pace of these steps (the pace usually slows), the model is clearly better than token frequencies "
+            "at the pace of these steps (the pace usually slows), the model learns clearly more than token frequencies "
             f"{by}"
         )
     else:
         times = calibration()["deciding"]["times"]
         estimate = (
-            "the loss is close to the loss of token frequencies. In the calibration, 80 % of the runs that learned "
-            f"got below this loss within {times:g} times the sum of learning rates so far, {by}"
+            "so far the model predicts little more than token frequencies. Of the calibration's runs that learned, "
+            f"80 % had learned more before the sum of learning rates was {times:g} times as large, here {by}"
         )
     if deciding >= burn_in.planned.steps:
         return f"only the whole run can decide: {estimate}. Alternatives: {_faster(numbers, burn_in, better)}"
@@ -303,4 +303,4 @@ def _faster(numbers: Features, burn_in: BurnIn, better: str) -> str:
     if numbers.spike > HIGH:
         return f"a lower learning rate ({planned.learning_rate / 3:.1g}): the loss rose by {numbers.spike:.1f} nats"
     higher = f"a higher learning rate ({planned.learning_rate * 2:.1g})"
-    return f'plan more steps than {planned.steps}, or {higher} if preflight\'s verdict on that learning rate is "fine"'
+    return f'plan more than {planned.steps} steps, or use {higher} if preflight calls this learning rate "fine"'

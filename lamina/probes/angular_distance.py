@@ -141,8 +141,8 @@ def _early_or_deep(turns: np.ndarray) -> list[str]:
     numbers = f"the median angle is {deep:.3f} in the deeper half of the layers and {early:.3f} in the earlier half"
     if max(early, deep) < 1.2 * min(early, deep):
         return [f"Early and deep layers change the residual stream's direction by similar angles: {numbers}."]
-    similar = "deep" if deep < early else "early"
+    similar, other = ("deep", "early") if deep < early else ("early", "deep")
     return [
-        f"The {similar} layers change the residual stream's direction less: {numbers}. Mix-LN finds small angles for "
-        "deep layers in Pre-LN models, and for early layers in Post-LN models."
+        f"The {similar} layers change the residual stream's direction less than the {other} layers: {numbers}. Mix-LN "
+        "finds small angles for deep layers in Pre-LN models, and for early layers in Post-LN models."
     ]

@@ -153,8 +153,8 @@ class Attention(Probe):
             sinks = int((first > 0.5).sum())
             yield (
                 f"The first token gets {first.mean():.0%} of the attention on average, and most in layer "
-                f"{first.idxmax()} ({first.max():.0%}). The first token gets more than half in {sinks} of "
-                f"{len(first)} layers."
+                f"{first.idxmax()} ({first.max():.0%}). The first token gets more than half of the attention in "
+                f"{sinks} of {len(first)} layers."
             )
         if top is not None:
             yield (

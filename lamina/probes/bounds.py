@@ -378,8 +378,8 @@ class Bounds(ShortProbe):
                 left, right = values[role, "left", *sublayer_key], values[role, "right", *sublayer_key]
                 yield (
                     f"{_STATEMENTS[str(role)]}: the gradient norm of the last down-projection is {left:.3g}, and the "
-                    f"bound is {right:.3g}. The ratio is {left / right:.3g}, and for a single token at most "
-                    f"{values[f'{role}_token', 'ratio', *sublayer_key]:.3g}."
+                    f"bound is {right:.3g}. The norm is {left / right:.3g} times the bound, and for a single "
+                    f"token at most {values[f'{role}_token', 'ratio', *sublayer_key]:.3g} times the bound."
                 )
             elif role in _STATEMENTS and len(ratios):
                 yield (

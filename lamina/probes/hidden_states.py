@@ -212,7 +212,7 @@ class HiddenStates(Probe):
         )
         yield from chart(
             around,
-            *("Variance of each sub-layer's contribution, and of the residual stream after it", "variance"),
+            *("Variance of each sub-layer's contribution, and of the stream after the addition", "variance"),
             '"contribution" is the tensor that the sub-layer adds to the residual stream, and "after" is the '
             "stream after the addition.",
             **by_layer,
@@ -526,8 +526,8 @@ def growth(variance: Frame, linear: float, exponential: float) -> str:
     fits = f"(R^2 {linear:.2f} linear, {exponential:.2f} exponential)"
     if max(linear, exponential) < FITS:
         return text + f". Neither a linear nor an exponential curve fits {fits}."
-    kind = "linear" if linear >= exponential else "exponential"
-    return text + f". The better fit is {kind} {fits}."
+    kind = "A linear" if linear >= exponential else "An exponential"
+    return text + f". {kind} curve fits better {fits}."
 
 
 def headroom(peak: Frame) -> str:
@@ -540,7 +540,7 @@ def headroom(peak: Frame) -> str:
     factor = FP16_MAX / peak["value"]
     if factor < 1:
         return text + f"{1 / factor:.3g} times FP16's limit of 65504, which overflows."
-    return text + f"FP16's limit of 65504 is {factor:.3g} times as large ({math.log2(factor):.1f} bits of headroom)."
+    return text + f"FP16's limit of 65504 is {factor:.3g} times this value ({math.log2(factor):.1f} bits of headroom)."
 
 
 def massive(states: Frame) -> str:

@@ -270,7 +270,7 @@ class JacobianProbe(ShortProbe):
         product = model["jacobian", "log10_product"]
         yield (
             f"The blocks' Jacobians have spectral norms from {norm.min():.3g} (layer {norm.idxmin()}) to "
-            f"{norm.max():.3g} (layer {norm.idxmax()}). The product over {num_layers} layers is {_power(product)}."
+            f"{norm.max():.3g} (layer {norm.idxmax()}). The product of these norms is {_power(product)}."
         )
         if ("jacobian", "log10_total") in model:
             total = model["jacobian", "log10_total"]
@@ -282,10 +282,10 @@ class JacobianProbe(ShortProbe):
         first, last = distance.iloc[:quarter], distance.iloc[-quarter:]
         typical = frame[(frame.role == "identity") & (frame.metric == "typical")].value
         yield (
-            f"In the worst direction, the median distance to the identity is {first.median():.3g} in the first quarter "
-            f"of the layers and {last.median():.3g} in the last quarter. In a typical direction, the medians are "
-            f"{typical.iloc[:quarter].median():.3g} (first quarter) and {typical.iloc[-quarter:].median():.3g} (last "
-            "quarter). "
+            f"In the worst direction, the Jacobians' median distance to the identity is {first.median():.3g} in the "
+            f"first quarter of the layers and {last.median():.3g} in the last quarter. In a typical direction, the "
+            f"median distances are {typical.iloc[:quarter].median():.3g} (first quarter) and "
+            f"{typical.iloc[-quarter:].median():.3g} (last quarter). "
             "A layer with a distance near 0 passes its input on unchanged."
         )
         if ("residual_path", "log10_product") not in model:
@@ -293,13 +293,13 @@ class JacobianProbe(ShortProbe):
         path = model["residual_path", "log10_product"]
         if ("keel", "log10_product") not in model:
             mean = model.get(("collapsed", "log10_product"), math.nan)
-            more = f", and the product for the streams' mean is {_power(mean)}" if math.isfinite(mean) else ""
-            yield f"Along the residual path alone, the product is {_power(path)}{more}."
+            more = f", and for the mean of the streams {_power(mean)}" if math.isfinite(mean) else ""
+            yield f"Along the residual path alone, the product of the norms is {_power(path)}{more}."
             return
         keel, fuse = (model[role, "log10_product"] for role in ("keel", "fusenorm"))
         yield (
-            f"Along the residual path alone, the product is {_power(path)}. FuseNorm's formula with the measured sigma "
-            f"gives {_power(fuse)}. Keel's formula with only gains and scales (Eq 14-19) gives {_power(keel)}."
+            f"Along the residual path alone, the product of the norms is {_power(path)}. FuseNorm's formula (measured "
+            f"sigma) gives {_power(fuse)}. Keel's formula with only gains and scales (Eq 14-19) gives {_power(keel)}."
         )
 
 

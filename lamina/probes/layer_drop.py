@@ -45,7 +45,7 @@ from lamina.probes.structure.sites import LayerSite, Point
 
 REMOVE, BRANCH = "remove", "branch"
 MEANINGS = (REMOVE, BRANCH)
-_MEANT = {REMOVE: "the layer skipped", BRANCH: "with zero output of attention and feed-forward, but with its norms"}
+_MEANT = {REMOVE: "the layer skipped", BRANCH: "attention and feed-forward set to zero, but not the norms"}
 Forward: TypeAlias = Callable[..., Output]
 METRICS = ("loss", "perplexity")
 _MIN_SEQUENCES = 16
@@ -149,18 +149,18 @@ class LayerDrop(Probe):
         if count < 2:
             raise UserError("layer_drop: the model has a single layer. Choose a model with 2 layers or more.")
         if self.block >= count:
-            raise UserError(f"block: {self.block} of {count} layers leave no layer. Choose at most {count - 1}.")
+            raise UserError(f"block: {self.block} is too large for {count} layers. Choose at most {count - 1}.")
         bare = [site.index for site in context.structure.layers if not site.sublayers]
         if bare and BRANCH in self.meanings:
             if not self._wants_all:
                 raise UserError(
-                    "meaning: 'branch' needs the sub-layers of each layer, but Lamina did not find them in layer "
-                    f"{ranges(bare)}. Set meaning to remove."
+                    f"meaning: Lamina did not find the sub-layers of layer {ranges(bare)}, which 'branch' needs. Set "
+                    "meaning to remove."
                 )
             self.meanings = (REMOVE,)
             context.notes.append(
-                "layer_drop: Lamina measured only the meaning 'remove', because it did not find the sub-layers of "
-                f"layer {ranges(bare)}."
+                "layer_drop: Lamina only removed whole layers (meaning 'remove'), because it did not find the "
+                f"sub-layers of layer {ranges(bare)}."
             )
 
     def measured(self, context: Context) -> Sample | None:
@@ -313,7 +313,7 @@ def _could_go(group: Frame, whole: float, unit: str) -> list[str]:
             "standard errors."
         )
         return [text]
-    limit = f"(harm below 1 % of the whole model's {whole:.3g}{unit}, or below two standard errors)"
+    limit = f"(worse by less than 1 % of the whole model's {whole:.3g}{unit}, or by less than two standard errors)"
     if len(harmless) == len(group):
         return [
             f"Removing any one layer does little harm {limit}. Either the text is too short to tell, or the model "
@@ -332,7 +332,7 @@ def _agreement(frame: Frame, harm: Frame) -> list[str]:
     size = int(harm["size"].iloc[0])
     agreement = float(paired["angle"].rank().corr(paired["harm"].rank()))
     turned, missed = paired["angle"].idxmin(), paired["harm"].idxmin()
-    rank = f"the Spearman correlation of angle and harm over all layers is {agreement:.2f}"
+    rank = f"over all layers, angle and measured harm have the Spearman correlation {agreement:.2f}"
     if turned == missed:
         return [f"The angular distance agrees that {_which(turned, size)} matters least ({rank})."]
     return [
@@ -592,8 +592,8 @@ def _contributions(site: LayerSite) -> dict[int, Point]:
     """Return the points of the tensors that a layer adds. Raises UserError if Lamina did not find the sub-layers."""
     if not site.sublayers:
         raise UserError(
-            f"meaning: 'branch' needs the sub-layers of layer {site.index}, but Lamina did not find them. Set "
-            "meaning to remove."
+            f"meaning: Lamina did not find the sub-layers of layer {site.index}, which 'branch' needs. Set meaning "
+            "to remove."
         )
     return {index: sublayer.contribution for index, sublayer in enumerate(site.sublayers)}
 

@@ -27,9 +27,9 @@ _FIGURES = {
     ),
     "soft_rank": (
         "Soft rank",
-        "Exponential of the entropy of these eigenvalues, divided by their number.",
+        "Exponential of the entropy of the covariance's eigenvalues, divided by the number of eigenvalues.",
     ),
-    "edr": ("Effective dimension ratio (our definition)", "100 times the harmonic mean of hard and soft rank."),
+    "edr": ("Effective dimension ratio (our definition)", "100 times the harmonic mean of hard rank and soft rank."),
     "eee": (
         "Spectral concentration (our definition)",
         "Share of the spectrum in the top eigenvalues: 0 for a flat spectrum, 1 for a single direction.",
@@ -139,8 +139,8 @@ class Spectra(Probe):
         if tokens > width:
             return True
         text = (
-            f"{tokens:g} tokens for the {width} channels of the feed-forward are too few: the covariance's rank is at "
-            f"most {tokens - 1:g}, so the normalized ranks are biased low"
+            f"{tokens:g} tokens are too few for the feed-forward's {width} channels. The covariance's rank is at most "
+            f"{tokens - 1:g}, so the measured ranks are too low"
         )
         if self.few_tokens == "warn":
             context.note(f"spectra: {text}")
@@ -264,10 +264,10 @@ class Spectra(Probe):
         for role, side in (("pre", "before"), ("post", "after")):
             if (role, "hard_rank") in means.index:
                 yield (
-                    f"{side.capitalize()} the nonlinearity, the feed-forward's activations have a hard rank of "
-                    f"{means[role, 'hard_rank']:.3f} (participation ratio of the covariance's eigenvalues, as a share "
-                    f"of the width). The soft rank is {means[role, 'soft_rank']:.3f} (exp of the eigenvalues' entropy, "
-                    f"as a share of the width). The effective dimension ratio, by our definition, is "
+                    f"{side.capitalize()} the nonlinearity, the hard rank of the feed-forward's activations is "
+                    f"{means[role, 'hard_rank']:.3f}. The soft rank is {means[role, 'soft_rank']:.3f}. Both are "
+                    "shares of the width: the participation ratio of the covariance's eigenvalues, and exp of the "
+                    f"eigenvalues' entropy. The effective dimension ratio, by our definition, is "
                     f"{means[role, 'edr']:.1f}. These three values are means over the layers, on "
                     f"{means[role, 'tokens']:.0f} tokens."
                 )

@@ -24,9 +24,9 @@ NOT_KNOWN = "not known"
 VIEWS = ("loss", "norm", "layers")
 """The kinds of other tools' records: with only the loss, with the gradient norm, or with gradient norms by layer."""
 HISTORIES = Path(__file__).parent / "assets" / "history_signs.json"
-"""The number of other tools' records that show a sign, by cause. tools/calibration/history_odds.py writes this file."""
+"""For each cause, how many other tools' records show each sign. tools/calibration/history_odds.py writes this file."""
 TELLING = ("not_finite", "skipped", "guess", "kept", "dead", "unmoved", "forgotten", "written", "repeated")
-"""Monitor rules whose single alarm is strong evidence, at any step of an event."""
+"""Monitor rules for which a single alarm is strong evidence, no matter when the alarm comes."""
 STEPS = 60  # an alarm belongs to the event of the first one if it comes within so many steps
 _THEN = "then "
 AFTER = "after"  # not a sign: whether the record ends too early for later signs
@@ -97,7 +97,7 @@ CAUSES = {
                 ),
                 "put a norm on each sub-layer's output, as Peri-LN does. Peri-LN's activations stay within float16's "
                 "range, and Pre-LN's activations exceed it (arXiv 2502.02732, Fig 11)",
-                "lower the learning rate, because the largest magnitudes grow with it",
+                "lower the learning rate, because a larger learning rate gives larger magnitudes",
             ),
             claims=("peri-fp16", "peri-growth"),
             unlike=("half: False",),
@@ -125,8 +125,8 @@ CAUSES = {
             changes=(
                 "find the code that changed {where}: it may load part of a checkpoint, initialize weights again, or "
                 "set a layer or gain by hand",
-                "if no code changed it, look for one huge update (lamina.watch(..., every=1) records every step) or "
-                "for faulty memory",
+                "if no code changed {where}, look for one huge update (lamina.watch(..., every=1) records every step) "
+                "or for faulty memory",
             ),
         ),
         Cause(
@@ -190,7 +190,7 @@ CAUSES = {
             proofs=("then repeated batch_repeats: yes", "then fall label_match: yes"),
             meaning="From this step on, the model gets different texts, different labels, or the same batch again.",
             check="print the inputs and labels of step {step} as text. Then compute the loss of an earlier batch with "
-            "the current weights. This loss should be as low as before",
+            "the current weights. The earlier batch should still have a low loss",
             changes=(
                 "check how your code makes inputs and labels from step {step} on. Look for a shift, a wrong mask, "
                 "another file or a repeated batch",

@@ -110,7 +110,7 @@ def gather(folder: Path) -> Evidence:
     folder = Path(folder)
     if not folder.is_dir():
         if re.match(r"https?:/", str(folder)):
-            raise UserError(f"run: {str(folder)!r} is an address. Download the history, and give the new file.")
+            raise UserError(f"run: {str(folder)!r} is a web address. Download the history, and give the new file.")
         raise UserError(f"run: {str(folder)!r} does not exist{nearby(folder)}. {_GIVE}")
     refuse_page(folder)
     about, rows = read_about(folder), partial(read_rows, folder)
@@ -271,7 +271,7 @@ def _answer(evidence: Evidence) -> Answer:
     causes, where = causes_of(evidence), describe(first, evidence.names)
     texts = [f"The first anomaly is at {where}."]
     if (spike := evidence.passed_spike) is not None:
-        texts = [f"A spike passed (step {spike.step}). The first anomaly after the spike is at {where}."]
+        texts = [f"A spike at step {spike.step} passed by itself. The first anomaly after the spike is at {where}."]
     location, everywhere = evidence.place or first, _everywhere(evidence, first)
     inside = location.layer >= 0 or location.role != "all"
     if _place(location) != _place(first) and says_where(location) and inside and not everywhere:

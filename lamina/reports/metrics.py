@@ -57,9 +57,9 @@ METRICS = {
         )),
         Metric("update_ratio", "Updates", "Update-to-weight ratio by layer", "|update| / |weights|", caption=(
             "Norm of the optimizer's change to each block's weights, divided by the norm of these weights. The ratio "
-            "shows how fast a layer's weights change. Clipping, the learning rate and weight decay all affect it. A "
-            "ratio around 10⁻³ is usual. In some large runs, this ratio rose before the gradient and the loss, and it "
-            "rose first in the lower layers."
+            "shows how fast a layer's weights change. Clipping, the learning rate and weight decay affect the ratio. "
+            "A ratio around 10⁻³ is usual. In some large runs, this ratio rose before the gradient and the loss, and "
+            "the ratio rose first in the lower layers."
         ), over_steps=(
             "The layers go upward, and the steps go to the right. The ratio follows the learning rate. If only some "
             "layers become brighter, the run becomes unstable in these layers."
@@ -77,15 +77,15 @@ METRICS = {
             "rose before the loss spiked."
         )),
         Metric("second_moment", "Updates", "Second moments", "|sqrt(v)|", folded=True, caption=(
-            "Norm of the square root of Adam's second moment. The root is the usual size of a gradient. The second "
-            "moment adapts slowly, so a burst of gradients after a calm phase makes large updates."
+            "Norm of the square root of Adam's second moment. This square root is the usual size of a gradient. The "
+            "second moment adapts slowly, so a burst of gradients after a calm phase makes large updates."
         )),
         Metric("hidden_top_abs", "Magnitudes", "The 100 largest magnitudes against FP16's limit", "the 100 largest |x|",
                limit=(65504, "FP16's limit, 65,504"), caption=(
             "The 100 largest |x| among the embedded tokens and the residual stream after each sub-layer (Peri-LN, "
-            "Figure 11). Lamina measures them in float32 on held-out text. The line is the largest value, and the "
-            "band reaches down to the 100th largest value. A value above the dashed line would be infinite in FP16, "
-            "but not in BF16."
+            "Figure 11). Lamina measures the states in float32 on held-out text. The line is the largest value, and "
+            "the band reaches down to the 100th largest value. A value above the dashed line would be infinite in "
+            "FP16, but not in BF16."
         )),
         Metric("hidden_abs_max", "Magnitudes", "Largest |x| by layer", "largest |x|", caption=(
             "Largest magnitude of the residual stream after each block. If the magnitude jumps at one layer and "
@@ -99,8 +99,8 @@ METRICS = {
         )),
         Metric("hidden_mean", "Magnitudes", "Mean of all elements", "mean", folded=True, log=False, caption=(
             "Mean of all elements of the residual stream after the sub-layer, from the first record (light) to "
-            "the last (dark). LayerNorm subtracts each token's mean, but RMSNorm does not. So the two norms differ "
-            "if this mean is large relative to the mean |x|."
+            "the last (dark). LayerNorm subtracts each token's mean, but RMSNorm does not. LayerNorm and RMSNorm "
+            "differ if this mean is large relative to the mean |x|."
         )),
         Metric("stream_rms", "Magnitudes", "Root mean square of each stream", "root mean square", folded=True, caption=(
             "Size of each residual stream after the sub-layer, from the first record (light) to the last (dark). "
@@ -155,7 +155,7 @@ METRICS = {
             "groups."
         )),
         Metric("policy_entropy", "Policy", "Entropy of the policy", "nats per token", log=False, caption=(
-            "Entropy of the policy's next token. If it is near 0, all completions of a prompt are nearly equal."
+            "Entropy of the policy's next token. At an entropy near 0, all completions of a prompt are nearly equal."
         )),
         Metric("policy_kl", "Policy", "KL from the reference", "nats per token", log=False, caption=(
             "KL divergence of the policy from its reference model."

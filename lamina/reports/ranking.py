@@ -157,8 +157,8 @@ def _inits(rows: list[Json], recommended: Mapping[str, str]) -> str:
     if not inits:
         return ""
     return (
-        f"All placements have the same initializer, {next(iter(users))}. The sources of {listed(inits)} use another "
-        f"initializer and other widths. To use each placement's recommended initializer, add --init recommended"
+        f"All placements have the same initializer, {next(iter(users))}. The sources of these placements use another "
+        f"initializer, and other widths: {listed(inits)}. To use each placement's initializer, add --init recommended"
     )
 
 

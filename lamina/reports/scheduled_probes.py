@@ -145,8 +145,8 @@ def _notes(name: str, items: Sequence[Shown]) -> list[str]:
     return list(remarks.values())
 
 
-_LINES_CAPTION = "From the first step (light) to the last (dark), against the depth."
+_LINES_CAPTION = "Each line is a step, from the first step (light) to the last step (dark), against the depth."
 _MAPS_CAPTION = (
     "The same quantity at every probed step. The {by} goes upward, and the steps go to the right. If a map becomes "
-    "brighter upward, the quantity grows with depth. If a map becomes brighter to the right, it grows in training."
+    "brighter upward, the quantity grows with depth. If a map becomes brighter to the right, the quantity grows."
 )

@@ -174,12 +174,12 @@ _LOSS = (
     "often each {} occurs. Double-click to also see the high losses of the first steps. Click a name in the legend to "
     "hide its lines."
 )
-_BIGRAM = " The dotted line is the loss of a bigram table. A curve above it shows nothing about the model's depth."
+_BIGRAM = " The dotted line is a bigram table's loss. A curve above this line shows nothing about the model's depth."
 _SEEDS = " With several seeds, the line is the mean of the seeds that finished, and the band is one standard deviation."
 _SECOND = "Loss on the text of --eval-corpus, with the same tokenizer. The run did not train on this text."
 _TASKS = "Scores on the tasks of --eval-tasks. Accuracies go from 0 to 1."
 _DIAGRAMS = (
     "The trained placements, drawn from bottom to top. The vertical line is the residual stream, and each branch to "
-    "its right holds a module. A norm on the line rescales the residual stream. A norm on a branch does "
-    "not."
+    "its right holds a module. A norm on the line rescales the residual stream. A norm on a branch does not "
+    "rescale the stream."
 )

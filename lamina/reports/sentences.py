@@ -202,7 +202,7 @@ def differences(summary: Frame, gradients: Tables, variances: Tables) -> str:
             )
         else:
             even = f"nearly even in {worst}, too" if less else f"at least as even in {worst} as in {best}"
-            texts.append(f"Gradients by layer do not explain the ranking: the gradients are {even}")
+            texts.append(f"Gradients by layer do not explain the ranking: across layers, the gradients are {even}")
     growth = {p: g for p in summary["placement"] if (g := _ratio(variances.get(p), -1))}
     if growth:
         first = next(iter(growth))

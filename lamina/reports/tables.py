@@ -19,10 +19,10 @@ Row = Mapping[str, Any]
 NONE = '<span class="none">–</span>'  # for a missing number
 ABOVE_BIGRAM = "above a bigram table"
 _SPIKE_NOTE = (
-    "A spike is a step whose training loss or gradient norm (before clipping) is not finite, or at least "
-    f"{SIGMAS:g} standard deviations above the mean of the previous steps (up to {WINDOW:,}). The first {FEWEST} "
-    "steps do not count. The percentage after the count is the spike score: the share of steps that are spikes (OLMo "
-    "2, arXiv 2501.00656, Sec 3.1)."
+    "A spike is a step whose training loss or gradient norm (before clipping) is not finite or far too "
+    f"large: at least {SIGMAS:g} standard deviations above the mean of up to {WINDOW:,} previous steps. The first "
+    f"{FEWEST} steps do not count. The percentage after the count is the spike score: the share of steps that are "
+    "spikes (OLMo 2, arXiv 2501.00656, Sec 3.1)."
 )
 
 

@@ -163,8 +163,8 @@ def _layers(row: Json) -> str:
     return (
         f"the last hidden state has {10 ** row['growth']:.2g} times the embedding's variance. The weights' gradient "
         f"is smallest in layer {row['weight_gradient_layer']}, where it is {10 ** -row['weight_gradient']:.2g} times "
-        "smaller than in the layer with the largest gradient. Before the first step, the feed-forwards' variances "
-        f"divided by their skips' variances sum to {share:.2g} (FuseNorm's Theorem 1 assumes about 1)"
+        "smaller than in the layer with the largest gradient. Before the first step, the ratio of feed-forward "
+        f"variance to skip variance, summed over the layers, is {share:.2g} (FuseNorm's Theorem 1 assumes about 1)"
     )
 
 

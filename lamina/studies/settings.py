@@ -187,7 +187,7 @@ class RisingSettings(RunSettings):
     )
     spike_patience: float = setting(
         0.05,
-        "spike: how long the loss must stay that far above, in steps (1 or more) or as a share of all steps (below 1)",
+        "spike: how long the high loss must last, in steps (1 or more) or as a share of all steps (below 1)",
         partial(steps_or_share, open_low=True),
     )
     plateau_margin: float = setting(
@@ -199,7 +199,7 @@ class RisingSettings(RunSettings):
         2.0, "plateau: factor by which the learning rate must grow while the loss stays flat", above(1.0)
     )
     stuck_margin: float = changed(
-        help="stuck: a plateau less than this far below the corpus's unigram entropy counts as stuck, in nats",
+        help="stuck: a plateau counts as stuck if it is less than this many nats below the corpus's unigram entropy",
         default=0.1,
     )
 
@@ -406,13 +406,13 @@ class TransferSettings(RunSettings, PlacementSettings, RatesSettings, SeedsSetti
         help="the target's width (default: the backbone's); Lamina trains this width only for verify_rates",
         decides=False,
     )
-    proxy_width: int = setting(64, "the proxy's hidden size, and the base width of width scaling", at_least(1))
+    proxy_width: int = setting(64, "hidden size of the proxy, which is also the base width", at_least(1))
     learning_rates: str | float | tuple[float | str, ...] = changed(
         "1e-3,2e-3,4e-3,8e-3,1.6e-2,3.2e-2,6.4e-2", help="comma-separated peak learning rates to try on the proxy"
     )
     verify_rates: str = setting(
         "",
-        "comma-separated learning rates to try also on a model of width verify_width (default: none)",
+        "comma-separated learning rates that Lamina also tries on a model of another width (default: none)",
         rates_or_none,
         decides=False,
     )

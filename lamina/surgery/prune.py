@@ -74,7 +74,8 @@ def prune(
     count = context.structure.num_layers
     if context.structure.has_memory:
         raise UserError(
-            f"model: {source!r} reads the states of earlier layers, whose numbers would change. Choose another model."
+            f"model: the layers of {source!r} read earlier layers by number, and a removal changes these numbers. "
+            "Choose another model."
         )
     with evaluating(context.model):
         gone, measured = (refuse_twice(layers), {}) if by is None else chosen_layers(context, by, drop)
@@ -119,7 +120,7 @@ def _refuse_layers(gone: Sequence[int], count: int) -> None:
         raise UserError(f"layers: the model has no layer {ranges(outside)}. Choose layers from 0 to {count - 1}.")
     if not 0 < len(gone) < count:
         raise UserError(
-            f"layers: {len(gone)} of {count} layers cannot be removed. Choose at least one layer, and fewer than all."
+            f"layers: you chose {len(gone)} layers of {count}. Choose at least one layer, and fewer than all."
         )
 
 
@@ -137,7 +138,7 @@ def chosen_layers(context: Context, by: str, drop: int) -> tuple[list[int], dict
     """
     count = context.structure.num_layers
     if not 0 < drop < count:
-        raise UserError(f"drop: {drop} of {count} layers cannot be removed. Give a number from 1 to {count - 1}.")
+        raise UserError(f"drop: {drop} does not fit a model of {count} layers. Give a number from 1 to {count - 1}.")
     spec, metric = _MEASURES.get(by) or (by.rpartition(".")[::2] if "." in by else (by, ""))
     probes = make_all(spec)
     if len(probes) > 1:
@@ -187,7 +188,7 @@ def cut_layers(context: Context, gone: Sequence[int]) -> None:
     holder = model.get_submodule(parents.pop()) if len(parents) == 1 else None
     if not isinstance(holder, nn.ModuleList) or len(holder) != len(sites):
         raise UserError(
-            f"model: the layers of {type(model).__name__} are not all in one separate ModuleList. Choose another model."
+            f"model: {type(model).__name__} has no ModuleList of exactly these layers. Choose another model."
         )
     kept = [index for index in range(len(holder)) if index not in set(gone)]
     layers = [holder[index] for index in kept]

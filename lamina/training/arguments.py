@@ -89,7 +89,8 @@ def check_together(options: Mapping[str, Any], schedule: str) -> None:
     clash = [name for name in ("lr_scheduler_type", "lr_scheduler_kwargs") if name in options]
     if schedule != "cosine" and clash:
         raise UserError(
-            f"trainer.{clash[0]} has no effect with --schedule {schedule}. Remove it, or use --schedule cosine."
+            f"trainer.{clash[0]} has no effect with --schedule {schedule}. Remove the argument, or use "
+            "--schedule cosine."
         )
     if not options.get("dataloader_num_workers"):
         for name in ("dataloader_prefetch_factor", "dataloader_persistent_workers"):

@@ -287,7 +287,7 @@ class Pretraining(TrainingStage[PretrainSettings]):
 
 
 MOST_TOKENS = 2**24
-"""The number of tokens that the bigram table uses at most: the first ones that the run has read."""
+"""The largest number of tokens in the bigram table, which counts the first tokens that the run has read."""
 
 
 def entropy_of(splits: Splits, settings: PretrainSettings, order: TrainOrder, steps: int) -> float | None:

@@ -215,14 +215,16 @@ def check_settings(settings: PretrainSettings, plan: Plan, processes: int = 1) -
             "of them."
         )
     if arguments.use_liger_kernel:
-        raise UserError("trainer.use_liger_kernel: Liger has no layers for Lamina's models. Leave it out.")
+        raise UserError("trainer.use_liger_kernel: Liger has no layers for Lamina's models. Leave out the argument.")
     if scaling_of(settings) is not None:
         check_optimizer(arguments)
     if settings.precision == "fp16" and arguments.device.type == "cpu":
         # accelerate has no loss scaler on the CPU and would silently train in float32
         raise UserError("precision: 'fp16' needs a GPU. On the CPU, choose auto, fp32 or bf16.")
     if settings.cuda_graphs and processes > 1:
-        raise UserError(f"cuda_graphs: true does not work in {processes} processes. Leave it out, or run one process.")
+        raise UserError(
+            f"cuda_graphs: true does not work in {processes} processes. Leave out cuda_graphs, or run one process."
+        )
     if settings.compile == "on" and (missing := missing_compiler(arguments.device)):
         raise UserError(f"compile: 'on', but {missing} (allowed here: auto, off)")
     return arguments
@@ -324,8 +326,8 @@ def check_tensor_parallel(settings: PretrainSettings, config: PreTrainedConfig) 
     plan = getattr(text, "base_model_tp_plan", None)
     if not plan or any("expert" in name for name in plan):
         raise UserError(
-            f"tensor_parallel: {size} does not work with {config.model_type}. Set it to 1, or choose a text "
-            "model without experts."
+            f"tensor_parallel: {size} does not work with {config.model_type}. Set tensor_parallel to 1, or choose "
+            "a text model without experts."
         )
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     if heads % size:
@@ -344,7 +346,7 @@ def check_sharded(settings: TrainerSettings) -> None:
             )
     if average := getattr(settings, "ema_decay", 0.0):
         raise UserError(
-            f"ema_decay: {average} needs whole weights in each process. Set it to 0, or use --parallel ddp."
+            f"ema_decay: {average} needs whole weights in each process. Set ema_decay to 0, or use --parallel ddp."
         )
     optimizer, name = str(settings.trainer.get("optim", SHARDED_OPTIMIZERS[0])), "trainer.optim"
     if getattr(settings, "optimizer", "adamw") == "muon":

@@ -48,8 +48,7 @@ class ModelSettings(Settings, group="model"):
     )
     num_heads: int | None = setting(
         None,
-        "number of attention heads (default: the backbone's; if you change hidden_size, the number that keeps each "
-        "head's width)",
+        "number of attention heads (default: as many as keep the width of the backbone's heads)",
         at_least(1),
     )
     untie_embeddings: bool = setting(
@@ -345,9 +344,7 @@ class GuardSettings(Settings, group="divergence"):
         1.0, "how far the loss must rise above its lowest value to count as diverged, in nats", not_below(0.0)
     )
     divergence_patience: int = setting(
-        20,
-        "number of steps for which the loss must stay divergence_margin above its lowest value to count as diverged",
-        at_least(1),
+        20, "number of steps for which the high loss must last to count as diverged", at_least(1)
     )
     stuck_margin: float = setting(
         0.1,

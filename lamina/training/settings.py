@@ -132,8 +132,8 @@ class BranchSettings(Settings, group="steps and learning rate"):
 
     branches: str | float | tuple[float, ...] | None = setting(
         None,
-        "with wsd, also train shorter runs that branch off this run's stable phase: comma-separated "
-        "lengths, in steps (1 or more) or as shares of all steps",
+        "with wsd, comma-separated lengths of shorter runs that also branch off this run's stable phase, in steps "
+        "(1 or more) or as shares of all steps",
         shares_or_steps,
     )
 
@@ -186,7 +186,7 @@ class PretrainSettings(
         if self.streaming and (workers := self.trainer.get("dataloader_num_workers")):
             raise UserError(
                 f"trainer.dataloader_num_workers: {workers!r} does not work with streaming, because a thread reads "
-                "ahead. Set it to 0."
+                "ahead. Set the argument to 0."
             )
         self._check_branches()
         if self.rollback and not self.save_steps:
@@ -250,8 +250,8 @@ class PretrainSettings(
             if not max(1, earliest) <= begins < steps or steps >= self.steps or begins > latest:
                 raise UserError(
                     f"branches: a run of {steps} steps would begin to decay after step {begins}. Choose lengths below "
-                    f"steps = {self.steps} with a decay that begins between step {earliest} (the warm-up's end) and "
-                    f"step {latest}."
+                    f"steps = {self.steps}, so that the decay begins from step {earliest} (the warm-up's end) "
+                    f"to step {latest}."
                 )
 
 

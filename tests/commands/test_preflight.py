@@ -167,7 +167,7 @@ def test_the_advised_settings_train(corpus, given):
         "records"
     )
     assert better["verdict"] == "fine"
-    assert found["change"].endswith("(preflight's verdict is then: fine)")
+    assert found["change"].endswith("(preflight's new verdict: fine)")
 
 
 def test_a_lower_learning_rate_is_advised_only_if_it_helps(corpus):

@@ -117,7 +117,7 @@ def test_other_attentions_take_three_inputs_and_come_back_from_a_file(model_type
 
 def test_what_has_no_meaning_is_refused_in_a_line():
     config = AutoConfig.for_model("gpt_neox", vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
-    with pytest.raises(UserError, match=r"multiway needs 'q_proj', which GPTNeoXAttention lacks"):
+    with pytest.raises(UserError, match=r"this wiring needs 'q_proj', but GPTNeoXAttention has none"):
         lamina.build(config, "pre_ln", wiring="mudd")
     with pytest.raises(UserError, match="learned: 'vector' does not work with dynamic"):
         Sources(states=(), learned="vector", dynamic=True)

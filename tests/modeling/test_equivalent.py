@@ -94,10 +94,10 @@ def test_a_placement_that_no_architecture_has_is_refused_in_one_line(placement):
         (llama(4), {"v_norm": "head"}, "transformers has no model class with"),
         (llama(4), {"qk_norm": "full"}, "transformers has no model class with"),
         *((llama(4), {"wiring": w}, "transformers has no model class with") for w in ("mhc", "x0", "parallel")),
-        (llama(4, hidden_act="gelu"), {"qk_norm": "head"}, "another activation"),
-        (llama(4, mlp_bias=True), {"qk_norm": "head"}, "biases outside"),
+        (llama(4, hidden_act="gelu"), {"qk_norm": "head"}, "this backbone's biases, activation"),
+        (llama(4, mlp_bias=True), {"qk_norm": "head"}, "this backbone's biases, activation"),
         (Gemma2Config(**SIZES, head_dim=8), {}, "on the backbone 'gemma2'"),
-        (MistralConfig(**SIZES, sliding_window=8), {"qk_norm": "head"}, "a sliding window of 8"),
+        (MistralConfig(**SIZES, sliding_window=8), {"qk_norm": "head"}, r"a sliding window \(8 tokens\)"),
     ],
 )
 def test_so_is_another_equation_under_the_name_of_pre_ln(config, options, message):

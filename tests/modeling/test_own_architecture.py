@@ -107,7 +107,7 @@ def test_what_wiring_a_layer_again_leaves_out_is_named(monkeypatch, caplog):
 
     monkeypatch.setattr(Turn, "__init__", with_more)
     talking()
-    assert "norms and adds. Lamina leaves out twist of its layers" in caplog.text
+    assert "norms and adds. Lamina leaves out these modules of the layers: twist" in caplog.text
     with pytest.raises(UserError, match=r"attention: 'pair' is a ModuleList\. Give the name of one module\."):
         talking(attention="pair")
 
@@ -227,5 +227,5 @@ def test_a_hybrid_takes_any_placement(placement):
     model = lamina.build(tiny_model("qwen3_next").config, placement).train()
     model(input_ids=token_ids(), labels=token_ids()).loss.backward()
     assert all(p.grad.isfinite().all() for name, p in model.named_parameters() if "experts" not in name)
-    with pytest.raises(UserError, match="multiway needs 'q_proj', which Qwen3NextGatedDeltaNet lacks"):
+    with pytest.raises(UserError, match="this wiring needs 'q_proj', but Qwen3NextGatedDeltaNet has none"):
         lamina.build(tiny_model("qwen3_next").config, "pre_ln", wiring="mudd")

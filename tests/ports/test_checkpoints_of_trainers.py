@@ -75,7 +75,7 @@ def test_torchtitans_folder_needs_the_sizes(tmp_path, refused):
         *words
     )
     config.unlink()
-    assert "torchtitan saves no sizes. Add the config.json" in refused(*words)
+    assert "torchtitan does not save the model's sizes. Add the config.json" in refused(*words)
 
 
 def test_equal_layers_in_one_tensor_are_read(tmp_path):
@@ -155,7 +155,7 @@ def test_what_a_checkpoint_does_not_say_is_asked_for(tmp_path, refused):
     assert "keel" not in fitting
     line = refused(*words, "--placement", "keel")
     assert "placement: 'keel' does not fit the checkpoint (missing tensor" in line
-    assert f"These placements have exactly the checkpoint's tensors: {', '.join(fitting)}." in line
+    assert f"Models with these placements have exactly the checkpoint's tensors: {', '.join(fitting)}." in line
     assert not (tmp_path / "again").exists()
     assert "holds no ckpt.pt" in refused("convert", str(tmp_path), str(tmp_path / "again"), "--from", "nanogpt")
     line = refused("convert", str(tmp_path / "gone"), str(tmp_path / "again"), "--from", "torchtitan")

@@ -62,7 +62,7 @@ def test_a_missing_parameter_is_named(kind, missing, tmp_path, refused):
             "sinkhorn_iters is 5, but Lamina reads only 20.",
         ),
         ("hc", {"hyper_connections": {"kind": "hc", "tanh": False}}, "hyper_connections.tanh is False"),
-        ("attnres", {"attnres_block_size": 3}, "attnres_block_size is 3. Choose a checkpoint with 1 or"),
+        ("attnres", {"attnres_block_size": 3}, "attnres_block_size is 3. Choose a checkpoint in which"),
         ("moda", {}, "model.block.name is 'moda'. Choose a checkpoint without attention over depth."),
         ("mhc", {}, "its shape is [6, 32], but the configuration asks for [24, 128]"),
     ],

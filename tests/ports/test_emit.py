@@ -196,7 +196,7 @@ def test_an_initializer_that_a_file_cannot_have_is_refused():
         emit("keel", "pytorch", LAYERS, init="hee")
     with pytest.raises(UserError, match="'admin' sets learned skip scales"):
         emit("keel", "pytorch", LAYERS, init="admin")
-    with pytest.raises(UserError, match="a file for mlx-lm draws no weights"):
+    with pytest.raises(UserError, match="a file for mlx-lm initializes no weights"):
         emit("keel", "mlx", LAYERS, init="he")
 
 

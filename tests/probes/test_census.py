@@ -185,7 +185,7 @@ def test_the_evidence_of_several_streams_names_what_is_read_mixed_and_written():
 
 def test_streams_whose_branch_is_gated_by_channel_are_not_named():
     found = lamina.placement_of(lamina.build(llama(layers=3).config, "layerscale(wiring=identity_hc)"))
-    assert found.verdict.startswith("not known: Block returns 4 streams, but in layer 0-2 the streams are not weighted")
+    assert found.verdict.startswith("not known: Block returns 4 streams. In layer 0-2, the streams are not weighted")
 
 
 def test_what_is_no_sum_is_not_named():
@@ -296,9 +296,7 @@ def test_a_sum_of_earlier_states_that_no_wiring_has_is_none_of_laminas():
     model = lamina.build(llama(layers=4).config, replace(resolve("pre_ln", 4), placement="mine", layers=tuple(layers)))
     found = lamina.placement_of(model)
     assert found.placement is None
-    assert found.verdict.endswith(
-        "with these differences: no known residual path (option wiring) reads these hidden states"
-    )
+    assert found.verdict.endswith("with these differences: no wiring that Lamina knows reads these hidden states")
 
 
 def test_a_type_that_is_too_wide_gets_fewer_heads():

@@ -327,7 +327,7 @@ metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
 @pytest.mark.parametrize(
     ("model", "spec", "said"),
     [
-        (small_model("llama"), "layer_drop(block=3)", "block: 3 of 3 layers leave no layer"),
+        (small_model("llama"), "layer_drop(block=3)", "block: 3 is too large for 3 layers"),
         (small_model("llama").model, "layer_drop", "no head that predicts tokens"),
         (built("pre_ln", num_layers=1), "layer_drop", "the model has a single layer"),
         (small_model("vit"), "layer_drop", "no head that predicts tokens"),
@@ -364,13 +364,13 @@ def test_sentences_name_the_layers_that_could_go():
     least = "Removing layer 3 harms least (loss increase 0.01 nats)"
     assert said[0] == f"{least}, and removing layer 0 harms most (2 nats)."
     assert "You can remove one of the layers 2-3" in said[1]
-    rank = "the Spearman correlation of angle and harm over all layers is 1.00"
+    rank = "over all layers, angle and measured harm have the Spearman correlation 1.00"
     assert said[2] == f"The angular distance agrees that layer 3 matters least ({rank})."
     frame = _frame([2.0, 0.4, 0.02, 0.01, 0.3])
     turned = frame["metric"].eq("angular_distance") & frame["layer"].eq(1)
     apart = list(LayerDrop().sentences(frame.assign(value=frame["value"].mask(turned, 1e-4))))[2]
     assert apart.startswith(
-        "By angular distance, layer 1 matters least, but removing layer 3 harms least (the Spearman"
+        "By angular distance, layer 1 matters least, but removing layer 3 harms least (over all layers, angle"
     )
     assert apart.endswith("Trust the measured harm, because the angle is only a prediction.")
     every = list(LayerDrop().sentences(_frame([0.01, 0.02, 0.005, 0.0])))[1]
@@ -378,7 +378,7 @@ def test_sentences_name_the_layers_that_could_go():
     equal = next(LayerDrop().sentences(_frame([0.3] * 4)))
     assert equal == "Removing any one layer harms equally (loss increase 0.3 nats)."
     both = " ".join(LayerDrop().sentences(_frame([2.0, 0.4, 0.02, 0.01, 0.3], ("remove", "branch"))))
-    assert "with zero output of attention and feed-forward, but with its norms" in both
+    assert "attention and feed-forward set to zero, but not the norms" in both
     assert "Every layer matters" in both
     frame = _frame([2.0, 0.4, 0.02, 0.01])
     assert "layers 3 to 4" in next(LayerDrop().sentences(frame.assign(size=2)))

@@ -154,7 +154,7 @@ def test_the_rows_covariance_by_chunks():
 
 def test_as_many_tokens_as_channels_are_refused_or_left_out_or_warned_of(llama_model):
     few = {"sequences": 2, "tokens": 12}  # 24 tokens, 24 channels
-    with pytest.raises(UserError, match=r"24 tokens for the 24 channels.*--sequences"):
+    with pytest.raises(UserError, match=r"24 tokens are too few for the feed-forward's 24 channels.*--sequences"):
         measured(Spectra(), context_of(llama_model, **few))
     context = context_of(llama_model, **few)
     frame = measured(Spectra(), context, strict=False)  # one of "all"
@@ -164,7 +164,7 @@ def test_as_many_tokens_as_channels_are_refused_or_left_out_or_warned_of(llama_m
     context = context_of(llama_model, **few)
     frame = measured(Spectra(few_tokens="warn"), context)
     assert value(frame, "hard_rank", "pre", 0) <= 23 / 24
-    assert any("biased low" in note for note in context.notes)
+    assert any("ranks are too low" in note for note in context.notes)
     measured(Spectra(), context_of(llama_model, sequences=1, tokens=25))
 
 

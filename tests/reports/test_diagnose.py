@@ -169,7 +169,7 @@ def test_what_it_cannot_read_is_one_line(tmp_path, broken, refused):
         assert refused(command, tmp_path / "nothing").startswith(f"lamina: '{tmp_path / 'nothing'}' does not exist")
     with pytest.raises(UserError, match=r"^run: '.*nothing' does not exist"):  # in Python, the argument has a name
         lamina.diagnose(tmp_path / "nothing")
-    assert "is an address" in refused("diagnose", "https://wandb.ai/me/project/runs/abc")
+    assert "is a web address" in refused("diagnose", "https://wandb.ai/me/project/runs/abc")
     assert "has no records by layer. Give" in refused("diagnose", tmp_path)
     (tmp_path / "parent").mkdir()
     (tmp_path / "parent" / "mine").symlink_to(broken)

@@ -110,7 +110,7 @@ def test_the_norms_are_those_of_the_layer_monitor(tmp_path, run, kind):
     assert max(abs(read[key] / own[key] - 1) for key in own if own[key]) < 1e-5
     assert history.notes == [
         "not recorded: learning rate",
-        "Lamina computed the model's gradient norm from all parameters with a series",
+        "Lamina computed the model's gradient norm from the recorded gradient norms of its parameters",
     ]
 
 

@@ -103,7 +103,7 @@ def test_the_page_draws_the_line_beside_the_unigrams(tmp_path, monkeypatch):
     table.assign(bigram_entropy=2.55).to_csv(folder / "results.csv", index=False)
     report(folder)
     html = (folder / PAGE).read_text(encoding="utf-8")
-    assert "The dotted line is the loss of a bigram table" in html
+    assert "The dotted line is a bigram table" in html
     assert "above a bigram table" in html
     study = read_study(folder)
     _, items, _ = sections.prepare(study)
@@ -271,7 +271,7 @@ NOTICED = [  # results, the papers' initializers, a pattern, whether a notice ha
     (THREE.assign(init=["scaled", "normal", "scaled", "scaled", ""]), {},
      r"^The initializers differ \(scaled: fusenorm, pre_ln and post_ln; normal: keel\), .* effect of the init", True),
     (THREE.assign(init="scaled"), {"keel": "normal", "pre_ln": "scaled"},
-     r"^All placements have the same initializer, scaled\. The sources of keel \(normal\) use another", True),
+     r"^All placements have the same initializer, scaled\. The sources of these placements use another", True),
     (THREE.assign(init="scaled"), {}, "nitializer", False),
     (THREE.assign(tokens=102_400, parameters=900_000, steps=100), {}, "100 steps give 0.11 tokens per parameter", True),
     (UNEVEN, {}, "a 2 and b 1.*favors", True),

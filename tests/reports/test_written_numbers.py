@@ -78,7 +78,7 @@ def test_a_decimal_comma_is_read(tmp_path, monkeypatch, kind, large):
 def test_a_comma_that_may_be_either_is_rejected(tmp_path):
     path = tmp_path / "train.log"
     path.write_text("".join(f"step {step} loss: {2.31 - step / 1000:.3f}\n".replace(".", ",") for step in range(1, 40)))
-    with pytest.raises(UserError, match=r"loss: '2,309' may be 2309 or 2\.309, and no other number decides"):
+    with pytest.raises(UserError, match=r"loss: '2,309' may mean 2309 or 2\.309, and no other number shows which"):
         read_history(path)
     path.write_text(path.read_text().replace("loss", "lr 1.0 loss"))  # a decimal point tells
     assert losses(path)[1] == 2309

@@ -247,14 +247,14 @@ def test_layers_are_read_as_they_are_typed():
         (["prune", "{run}", "--layers", "9"], "layers: the model has no layer 9. Choose layers from 0 to 3."),
         (
             ["prune", "{run}", "--layers", "0-3"],
-            "layers: 4 of 4 layers cannot be removed. Choose at least one layer, and fewer than all.",
+            "layers: you chose 4 layers of 4. Choose at least one layer, and fewer than all.",
         ),
         (["prune", "{run}", "--by", "similarity.block_influence", "--drop", "2"], "one value for each of 4 layers"),
         (["prune", "{run}", "--by", "angle", "--drop", "1"], "unknown probe 'angle'"),
         (["prune", "{run}", "--by", "all", "--drop", "1"], "by: 'all' names more than one probe"),
         (
             ["prune", "{run}", "--by", "layer_drop", "--drop", "4"],
-            "drop: 4 of 4 layers cannot be removed. Give a number from 1 to 3.",
+            "drop: 4 does not fit a model of 4 layers. Give a number from 1 to 3.",
         ),
         (["graft", "{run}", "--placement", "perry_ln"], "unknown placement 'perry_ln'"),
         (["graft", "{run}", "--placement", "muse_spark", "--sequences", "1"], "sequences: 1 block of text"),

@@ -405,7 +405,7 @@ def test_a_finding_names_its_cause_and_what_mends_it():
         assert says in str(lamina.check(model, optimizer, **options))
     model = NanoGpt()
     optimizer = torch.optim.SGD([*model.parameters(), model.ln_f.weight, model.ln_f.weight], lr=0.1)
-    assert "updates them 3 times" in str(lamina.check(model, optimizer))
+    assert "updates these parameters 3 times" in str(lamina.check(model, optimizer))
     model, _, options = started(7)
     assert "decoder_start_token_id, then" in str(lamina.check(model, batch={**reads, "decoder_input_ids": PADDED}))
     for keys, says in ((False, "hides queries"), (True, "is inverted")):

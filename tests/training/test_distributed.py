@@ -55,7 +55,7 @@ REFUSED = [
     ({"num_heads": 1}, "tensor_parallel: 2 does not divide the 1 key-value heads"),
     (
         {"backbone": "deepseek-nano", "placement": "keel", **dict.fromkeys(("num_layers", "hidden_size", "num_heads"))},
-        "tensor_parallel: 2 does not work with deepseek_v3. Set it to 1, or choose",
+        "tensor_parallel: 2 does not work with deepseek_v3. Set tensor_parallel to 1, or choose",
     ),
 ]
 ASYNC = ("ddp", "fsdp2")

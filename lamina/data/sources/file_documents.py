@@ -33,8 +33,8 @@ FileState = tuple[int, int]
 
 _HASHED_BYTES = 2**30
 Position = tuple[int, int]
-"""The position of a file's next document: the byte in the text (in .parquet files, the row), and the number of earlier
-lines, rows or parts.
+"""Where a file's next document begins: the byte in the text (in .parquet files, the row). The second number counts the
+earlier lines, rows or parts.
 """
 
 _ROWS = 1024

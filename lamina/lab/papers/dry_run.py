@@ -41,7 +41,7 @@ BYTES = 257
 MOST_TRIED = 20e6
 """The largest model, in parameters, for which Lamina times a training step."""
 COLUMNS = (*("arm", "trials", "parameters", "active", "vocabulary", "tokens", "flops", "gpu_hours", "total_gpu_hours"),)
-"""The columns of the dry run's table. Only "trials" and "total_gpu_hours" count all runs of a configuration."""
+"""The columns of the dry run's table. "trials" and "total_gpu_hours" cover all runs, and the other columns one run."""
 
 
 def dry_run(arms: Mapping[str, Mapping[str, PretrainSettings]]) -> Frame:

@@ -23,14 +23,14 @@ from lamina.lab.papers.trials.jobs import TRIAL_JOBS, TrialJob
 from lamina.probes.engine.registry import check_probe
 
 Axes: TypeAlias = Mapping[str, Mapping[str, Json]]
-"""The values of each compared setting (axis). Each value is a label with the settings that it stands for."""
+"""The values of each compared setting (axis). Each value has a label and the settings that the label means."""
 BASES = "bases.yaml"
 _RECORDS = "lamina_records"
 PAPERS = ("fusenorm", "keel", "mix_ln", "peri_ln", "field")
 SCALES = ("cpu", "gpu", "paper")
 TIMES = ("init", "end", "records")
 MOST_SEEDS = 1000
-"""The largest number of seeds, because a larger number is probably meant as a seed."""
+"""The largest number of seeds. A larger number is probably a seed, and not a number of seeds."""
 _STUDY = ("study", "paper", "source", "title", "question", "scales", "figures", "notes")
 _SCALE = (
     *("base", "settings", "axes", "measures", "job", "skip", "needs", "looks", "then"),
@@ -38,7 +38,7 @@ _SCALE = (
 )
 _STAGE = ("job", "from", "of", "settings", "skip", "records")
 STAGE = "stage"
-"""The table column that names a model's last job, in studies with further jobs after the first one."""
+"""The table column that names a model's last job, in studies that train a model with several jobs."""
 RECORDS = ("metrics", "layers", "held_out")
 """The training records that a study can keep. "held_out" has a policy's reward and KL for each prompt."""
 SOURCES = ("data", "eval_data", "reward_function")
@@ -47,8 +47,8 @@ ENGINE = {
     "output": "--store, the folder of all trials",
     "threads": "--threads",
     "run_code": "--run-code",
-    "pause_step": "steps, which end a trial with its schedule",
-    "push_to_hub": "a push of the trial's model by hand",
+    "pause_step": "steps, which sets the full length of a trial",
+    "push_to_hub": "`hf upload` after the trial",
 }
 """The settings that a study cannot change, and what the user can change instead."""
 TAKEN = frozenset(
@@ -93,7 +93,7 @@ def find(study: str) -> Path:
 
 Rule = Literal["best", "one-se"]
 WIDENINGS = 2
-"""How often Lamina adds a learning rate when the best one is the lowest or highest (default)."""
+"""The default number of learning rates that Lamina adds as long as the best one is the lowest or highest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -400,7 +400,7 @@ def _read_scale(where: str, name: str, data: object, folder: Path) -> Scale:
         folder=folder,
     )
     if tuning is not None and isinstance(tuning.seeds, int) and tuning.seeds > len(seeds):
-        raise entries.refused("learning_rate: seeds", tuning.seeds, f"at most the {len(seeds)} of 'seed'")
+        raise entries.refused("learning_rate: seeds", tuning.seeds, f"at most {len(seeds)}, the number of seeds")
     if tuned_with and not isinstance(tuning.seeds if tuning else None, tuple):
         raise entries.refused("learning_rate: settings", tuned_with, "with a list of tuning seeds")
     check_seeds(f"{where}: ", tuning, seeds)
@@ -554,7 +554,7 @@ def _read_stage(entries: _Entries, name: str, earlier: Sequence[str], axes: Axes
     entries.among("stage", inputs.values(), earlier, "from")
     if inputs_taken[0] not in inputs:
         raise UserError(
-            f"{entries.where}: from: {given!r} lacks {inputs_taken[0]}. Name the stage whose model it takes."
+            f"{entries.where}: from: {given!r} lacks {inputs_taken[0]}. Name the stage whose model this setting takes."
         )
     stage = Stage(
         name=name,

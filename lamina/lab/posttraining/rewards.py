@@ -39,10 +39,10 @@ T = TypeVar("T")
 Score: TypeAlias = Callable[[Sequence[Fields], Sequence[Sequence[int]], Sequence[str]], list[float]]
 """A function from prompts and answers to rewards.
 
-Its arguments are the prompts (with prompt, prompt_ids, text and row), and the answers' token ids and texts.
+Arguments: the answers' token ids and texts, and the prompts with the fields prompt, prompt_ids, text and row.
 """
 Parts: TypeAlias = Mapping[str, Sequence[float]]
-"""Each reward's name, with the rewards of all answers."""
+"""The rewards of all answers, by the name of the reward."""
 BATCH = 32
 
 

@@ -89,17 +89,15 @@ class DataSettings(Settings, group="data"):
         "hf:NAME[:CONFIG][@SPLIT], generated:answers or generated:preferences",
         examples_name,
     )
-    eval_data: str | None = setting(
-        None, "held-out examples (default: the share eval_fraction of the data)", examples_name
-    )
+    eval_data: str | None = setting(None, "held-out examples (default: a part of the data)", examples_name)
     eval_fraction: float = setting(
         0.05, "share of the data to hold out, if you do not set eval_data", between(0.0, 0.5, open_low=True)
     )
     eval_examples: int = setting(256, "maximum number of held-out examples per evaluation (0 for all)", at_least(0))
     template: str = setting(
         "auto",
-        "prompt or chat template: tokenizer (from the tokenizer), alpaca, human, chat, plain, none, a Jinja file, or "
-        "auto (tokenizer if possible, otherwise alpaca or chat; none for plain texts)",
+        "prompt or chat template: tokenizer, alpaca, human, chat, plain, none, a Jinja file, or auto (the tokenizer's "
+        "template, or if the tokenizer has none, alpaca or chat; plain texts get none)",
         place,
     )
     sequence_length: int | None = setting(
@@ -338,13 +336,13 @@ class RlhfSettings(TuningSettings):
     )
     reward_function: str | None = setting(
         None,
-        "comma-separated FILE.py:NAME of functions that return a number for (prompt, answer, row), or of TRL's reward "
-        "functions; Lamina executes the files",
+        "comma-separated reward functions, each as FILE.py:NAME; a function takes (prompt, answer, row) and returns a "
+        "number, or has the form that TRL expects; Lamina executes the files",
         place,
     )
     reward_weights: str | None = setting(
         None,
-        "comma-separated weights of the rewards in the sum: first for the reward models, then for the functions "
+        "comma-separated weights of the rewards: first the weights of all reward models, then of all reward functions "
         "(default: 1 each)",
         factors,
     )

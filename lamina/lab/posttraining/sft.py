@@ -60,7 +60,7 @@ class SupervisedFineTuning(TuningStage[SftSettings]):
 
     def check(self, job: Job[SftSettings], processes: Processes) -> None:
         if job.settings.packing and "padding_free" in job.settings.trl:
-            raise UserError("trl.padding_free: --packing sets it. Leave it out.")
+            raise UserError("trl.padding_free: --packing sets it. Leave out the setting.")
         if (text := job.settings.trl.get("dataset_text_field")) is not None:
             self.forms = (*SFT_FORMS[:-1], (str(text),))
         super().check(job, processes)

@@ -166,7 +166,7 @@ def find_start(settings: TuningSettings, head: str = "causal_lm") -> Start:
     dtype = dtypes[rest if settings.quantized else settings.weights]
     if settings.trainer.get("use_liger_kernel"):
         if plan is not None:
-            raise UserError("trainer.use_liger_kernel: Liger has no layers for Lamina's models. Leave it out.")
+            raise UserError("trainer.use_liger_kernel: Liger has no layers for Lamina's models. Remove the argument.")
         if not is_liger_kernel_available():
             raise UserError("trainer.use_liger_kernel: liger-kernel is not installed. Run: pip install liger-kernel")
     return Start(

@@ -38,7 +38,7 @@ _REFUSED = {
     r"log_\w+": "Lamina already writes held_out.jsonl and metrics.jsonl",
 }
 Passed: TypeAlias = Any
-"""An argument that Lamina passes unchanged to or from TRL's trainer."""
+"""An argument or a result of TRL's trainer, which Lamina passes on unchanged."""
 
 
 def check_trl(options: Json, kind: type[C], offered: Collection[str]) -> C:

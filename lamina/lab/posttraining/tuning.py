@@ -351,7 +351,7 @@ class TuningStage(TrainingStage[S]):
         if settings.lora_rank:
             lora_of(settings)
         if settings.trl.get("activation_offloading") and device_of(settings.device) == "cpu":
-            raise UserError("trl.activation_offloading: this setting works only on a GPU. Leave it out.")
+            raise UserError("trl.activation_offloading: this setting works only on a GPU. Leave out the setting.")
 
     def read(self, processes: Processes, *, bar: bool) -> None:
         processes.first_per_host(self.read_examples)

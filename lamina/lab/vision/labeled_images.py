@@ -33,7 +33,7 @@ _SUFFIXES = frozenset((".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif",
 _DECODED = 20_000  # images that are decoded before a run begins
 _HELD_OUT = ("val", "validation", "valid", "test")
 ALLOWED = (
-    "a folder with a subfolder of images for each class (or train/ and val/ with these), hf:NAME[:CONFIG][@SPLIT], "
+    "a folder with a subfolder of images for each class (also below train/ and val/), hf:NAME[:CONFIG][@SPLIT], "
     "mnist, or a .csv or .csv.gz of pixels"
 )
 _SPLIT_SEED = 0

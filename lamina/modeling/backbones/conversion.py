@@ -389,14 +389,13 @@ def _find(model: LaminaForCausalLM, plan: Plan, config: PreTrainedConfig) -> str
     slides = "sliding_attention" in types if types else bool(window)
     if slides and window and window < config.max_position_embeddings:
         raise UserError(
-            f"plan: no model of transformers has {plan.placement!r} with a sliding window of {window}, which is "
-            f"less than max_position_embeddings, {config.max_position_embeddings}. Choose a backbone without a "
-            "sliding window."
+            f"plan: transformers has no model of {plan.placement!r} with a sliding window ({window} tokens) shorter "
+            f"than the context ({config.max_position_embeddings}). Choose a backbone without a sliding window."
         )
     if biased - {"q_proj", "k_proj", "v_proj"} or config.hidden_act != "silu" or any(LogitsStyle.of(config)):
         raise UserError(
-            f"plan: no model of transformers has {plan.placement!r} with biases outside queries, keys and values, "
-            "another activation than silu, or scaled logits. Choose a backbone such as llama."
+            f"plan: transformers has no model of {plan.placement!r} with this backbone's biases, activation or scaled "
+            "logits. Choose a backbone such as llama."
         )
     inner = _inner_norms(model, plan)
     for model_type, row in EQUIVALENTS.items():
@@ -647,8 +646,8 @@ def _verified_difference(model: PreTrainedModel, again: PreTrainedModel, backbon
     half = model.dtype.itemsize < 4 and (again.dtype != model.dtype or conversions()[backbone].rounds != "")
     if difference > largest * (HALF_TOLERANCE if half else TOLERANCE):
         raise UserError(
-            f"verify: the logits differ by up to {difference:.3g} (the largest is {largest:.3g}), so Lamina wrote "
-            "nothing. To convert without the check, add --no-verify."
+            f"verify: the logits differ by up to {difference:.3g} (the largest logit is {largest:.3g}), so Lamina "
+            "wrote nothing. To convert without the check, add --no-verify."
         )
     return difference
 

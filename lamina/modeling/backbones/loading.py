@@ -329,7 +329,7 @@ def load_weights(
     refuse_foreign(model, stored, info["unexpected_keys"], source)
     if not extra:
         refuse_tensors(
-            f"{source}: extra", info["unexpected_keys"], f"is not one of the model type {config.model_type!r}"
+            f"{source}: extra", info["unexpected_keys"], f"does not belong to the model type {config.model_type!r}"
         )
     check_finite(model, field)
     return model.eval(), missing

@@ -150,7 +150,7 @@ def _fitting_heads(width: int) -> list[int]:
     """Return the numbers of heads with an even width, as rotary embeddings need. Raises UserError if there are none."""
     fitting = [h for h in range(1, width + 1) if width % h == 0 and width // h % 2 == 0]
     if not fitting:
-        raise UserError(f"hidden_size: {width} cannot be divided into heads of an even width. Give an even number.")
+        raise UserError(f"hidden_size: {width} is odd, but each head needs an even width. Give an even number.")
     return fitting
 
 

@@ -188,7 +188,7 @@ def _measured(model: nn.Module, kind: str, layers: str | None, notes: list[str])
         best = _wired(
             best,
             lambda spec: memories_of(spec, reads),
-            "no known residual path (option wiring) reads these hidden states",
+            "no wiring that Lamina knows reads these hidden states",
         )
     return Census(
         model_type=kind,
@@ -224,8 +224,8 @@ def _of_streams(
     sums, structure = streams.sums(), streams.structure()
     if bare := [index for index, layer_sums in enumerate(sums) if not layer_sums]:
         raise UserError(
-            f"{type(streams.layers[0]).__name__} returns {streams.n} streams, but in layer {ranges(bare)} the streams "
-            "are not weighted sums of earlier streams and a sub-layer's output (with one weight per token)"
+            f"{type(streams.layers[0]).__name__} returns {streams.n} streams. In layer {ranges(bare)}, the streams are "
+            "not weighted sums of earlier streams and a sub-layer's output, with equal weights for a token's channels"
         )
     groups: dict[object, LayerGroup] = {}
     for index, layer_sums in enumerate(sums):
@@ -487,8 +487,8 @@ def _ends(
                 facts["embedding_scale"] = "sqrt_hidden_size"
         else:
             notes.append(
-                "the first layer's input is not a token's embedding times one factor. The input may include position "
-                "embeddings"
+                "the first layer's input is not the token's embedding multiplied by a number. The input may include "
+                "position embeddings"
             )
     return facts | _head_norms([norm for group in groups for norm in group.inner], notes)
 

@@ -77,7 +77,7 @@ class Sum:
     def text(self) -> str:
         """Return the equation, such as ``y = rms(64 stream + attention(rms(stream)))``."""
         if not self.skip:
-            return f"no weighted sum of the residual stream and {', '.join(b.kind for b in self.branches)} fits"
+            return f"not a weighted sum of the residual stream and {', '.join(b.kind for b in self.branches)}"
         terms = [f"{factor}{name}" for name, factor in self.skip.items()]
         for branch in self.branches:
             read = BLOCK_INPUT if branch.beside else STREAM

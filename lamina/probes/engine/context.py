@@ -34,7 +34,7 @@ class Context:
     model: nn.Module
     """The model in evaluation mode."""
     base: nn.Module
-    """The same model without its head."""
+    """The model without its head."""
     structure: Structure
     batches: Sequence[Mapping[str, torch.Tensor]]
     """The inputs, one mapping per forward pass.
@@ -47,7 +47,7 @@ class Context:
     notes: list[str] = field(default_factory=list)
     """Notes for the page, to which probes append."""
     forwards: int = 0
-    """The number of batches in the shared forward passes. Lamina sets it before ``finish``."""
+    """The number of batches in the shared forward passes. Lamina sets this number before ``finish``."""
     progress: Callable[[int, int, str], None] = lambda done, total, label: None
     """A function (done, total, label) that slow probes call."""
     strict: bool = True
@@ -60,7 +60,7 @@ class Context:
     warnings: list[str] = field(default_factory=list)
     """Reasons to doubt the results, which the page shows first."""
     new_weights: Sequence[str] = ()
-    """The head's weights that the checkpoint lacks. If there are any, the model's predictions are random."""
+    """The head's weights that the checkpoint lacks. If some weights are missing, the model's predictions are random."""
     whole: bool = False
     """Whether the inputs are the user's own. Probes measure all of these inputs, unless an option sets a limit."""
     unread: Sequence[str] = ()

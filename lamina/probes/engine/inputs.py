@@ -34,7 +34,7 @@ def images() -> Reader:
 
 
 READERS: dict[str, Callable[[], Reader]] = {"pixel_values": images}
-"""The functions that load a reader, by the name of the model's main input."""
+"""The functions that import the function for the user's input, by the name of the model's main input."""
 
 
 def reads_images(model: nn.Module) -> bool:

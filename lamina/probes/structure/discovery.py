@@ -395,8 +395,8 @@ def find_structure(model: nn.Module, inputs: Mapping[str, torch.Tensor], *, laye
     if strange:
         some = ", ".join(map(str, strange[:5])) + (f" and {len(strange) - 5} more" if len(strange) > 5 else "")
         notes.append(
-            f"layer {some} adds a tensor to the residual stream that is no module's output. Lamina measures such a "
-            "layer only as a whole, without its sub-layers"
+            f"layer {some} adds something other than a module's output to the residual stream. Lamina measures "
+            "such a layer only as a whole, without its sub-layers"
         )
         for index in strange:
             resolved[index].additions.clear()

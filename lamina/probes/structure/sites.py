@@ -65,9 +65,9 @@ class Point:
     side: str
     """The side of the module: "input" or "output"."""
     call: int = 0
-    """The number of the module's call in one forward pass, from 0. ALBERT calls the same layer twelve times."""
+    """The index of the call, if a forward pass calls the module several times. ALBERT calls a layer twelve times."""
     factor: float | torch.Tensor | None = None
-    """The value is the tensor times this factor (Granite scales branches). None means no factor."""
+    """The model multiplies the tensor by this factor, as Granite scales its branches. None means no factor."""
     argument: int | str = 0
     """The input's position or keyword."""
     collapse: bool = False

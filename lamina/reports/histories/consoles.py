@@ -73,7 +73,7 @@ FORMS = (
         r"(?i)(?:\bepochs?[ .:=#\[(]*(?P<epoch>\d+)(?![\d.]).*?)?loss(?:\b|_)[^\d\n/]{0,12}(?:\d|nan|inf)",
     ),
 )
-"""The forms, most specific first. If several forms fit equally many lines, Lamina uses the first form."""
+"""The forms of a log's lines, most specific first. If several forms fit equally many lines, Lamina uses the first."""
 _HEADER = re.compile(r"(?:\s*/\s*\d+)?(?:,\w+=\w+)*\W*$|[^\n]*\|\s*$")  # the rest of a line above a record
 _BAR = re.compile(r"(?P<step>\d+)/\d+ \[\d*\d:\d\d")  # of tqdm, before or between printed dictionaries
 _EPOCH = re.compile(r"(?i)^[\d\s:.-]*\bepoch[ :]+(?P<epoch>\d+)(?:\s*/\s*\d+)?\s*$")  # of Keras and nnU-Net, above

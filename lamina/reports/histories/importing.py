@@ -260,8 +260,8 @@ def _read_filtered_losses(history: History) -> None:
     if filtered.any():
         history.series[_MODEL, LOSS] = (loss[0], np.where(filtered, np.nan, loss[1]))
         history.notes.append(
-            f"{int(filtered.sum())} losses of exactly 0 count as not finite, because the gradient of these steps is "
-            f"not finite (Trainer's logging_nan_inf_filter prints 0 for such losses)"
+            f"Lamina reads {int(filtered.sum())} losses of exactly 0 as not finite, because these steps' gradients are "
+            "not finite (Trainer's logging_nan_inf_filter prints 0 for such losses)"
         )
 
 
@@ -351,7 +351,7 @@ def _notes(history: History, odd: Mapping[str, str]) -> list[str]:
     ):
         notes.append(f"{side[0]!r} is not the task's loss, so Lamina does not use it as the loss")
     if NORM not in history.read and history.parameters["gradient_norm"]:
-        notes.append("Lamina computed the model's gradient norm from all parameters with a series")
+        notes.append("Lamina computed the model's gradient norm from the recorded gradient norms of its parameters")
     if history.unused:
         shown = ", ".join(sorted(history.unused)[:_SHOWN])
         notes.append(f"not used: {len(history.unused)} series ({shown}{', ...' * (len(history.unused) > _SHOWN)})")

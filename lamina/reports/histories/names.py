@@ -15,11 +15,11 @@ STEPS = (
     "num_updates", "current_steps", "optimizer_step", "train_step", "step", "steps", "iteration", "iterations",
     "iter", "iter_num", "time_batch", "batch", "ba", "update", "updates", "timestep", "_step", "progress_bar",
 )  # fmt: skip
-"""Names of columns with steps, as ``plain`` writes names. The first name in this list wins."""
+"""Names of columns with steps, in the form that ``plain`` returns. The first name in this list wins."""
 EPOCHS = ("epoch", "train_epoch", "ep", "pass")
 """Names of columns with epochs. If a record has no steps, the epochs are the steps."""
 EPOCH_STEPS = "_steps of an epoch"
-"""The name of the series with the number of steps in an epoch, for a console's lines."""
+"""The name of the series with the number of steps per epoch. Only a console's lines give this series."""
 RUNS = ("run", "run_name", "run_id", "runid", "experiment", "trial_id")
 """Names of columns that tell which run a line belongs to."""
 TIMES = ("timestamp", "_timestamp", "_runtime", "wall_time", "time", "created_at")

@@ -154,8 +154,8 @@ def add_commas(columns: Columns, commas: Mapping[str, Sequence[tuple[int, str]]]
             if whole(name) or parameter_of(name):
                 text = commas[name][0][1].strip()
                 raise UserError(
-                    f"{name}: {text!r} may be {text.replace(',', '')} or {text.replace(',', '.')}, and no other number "
-                    "decides. Write decimal points, and leave out thousands separators."
+                    f"{name}: {text!r} may mean {text.replace(',', '')} or {text.replace(',', '.')}, and no other "
+                    "number shows which. Write decimal points, and leave out thousands separators."
                 )
             continue
         at, of = columns.values.get(name, _NOTHING)

@@ -135,9 +135,9 @@ def _paired(rows: list[Json]) -> str:
         return ""
     about = (
         f"Each row subtracts the score of {rows[0]['against']} from a model's score on the same items, with a 95 % "
-        "interval. If items are right or wrong, the p value comes from McNemar's exact test. For other scores, it "
-        "comes from a paired t test. Holm's method adjusts the p values over the tasks. The column “smallest to show” "
-        "is the smallest difference that a test on this number of items detects in four of five cases."
+        "interval. If items are right or wrong, the p value comes from McNemar's exact test. For other scores, the p "
+        "value comes from a paired t test. Holm's method adjusts the p values over the tasks. The column “smallest to "
+        "show” is the smallest difference that the test would detect with a probability of 80 %."
     )
     return table(_PAIRED, rows, "trials") + f'<p class="source">{escape(about)}</p>'
 

@@ -182,8 +182,8 @@ def rules(settings: Mapping[str, object]) -> list[str]:
         f"plateau: the smoothed loss fell by less than {value['plateau_margin']} nats while the learning rate "
         f"grew by a factor of {value['plateau_factor']}. A plateau is called stuck if the loss was less than "
         f"{value['stuck_margin']} nats below the corpus's unigram entropy.",
-        "Lamina reports the learning rate at the last step at which the smoothed loss was at its minimum. For a "
-        "plateau, Lamina reports the learning rate at the last step at which the loss fell.",
+        "Lamina reports the learning rate of the last step with the lowest smoothed loss. For a plateau, Lamina "
+        "reports the learning rate of the last step in which the loss fell.",
     ]
 
 

@@ -295,8 +295,8 @@ def optimizer_tensors(model: nn.Module, optimizer: Any) -> tuple[dict[str, torch
                 if isinstance(value, torch.Tensor) and value.ndim > 0:
                     if isinstance(value, DTensor) and value.shape != parameter.shape:
                         raise UserError(
-                            f"trainer.optim: sharded checkpoints can't hold the optimizer's {key}, which is not shaped "
-                            "like the weight. Use adamw_torch, or --parallel ddp."
+                            f"trainer.optim: sharded checkpoints can't hold the optimizer's {key}, because it has "
+                            "another shape than the weight. Use adamw_torch, or --parallel ddp."
                         )
                     if name in scalars:
                         rest["state"][name][key] = _scalar(value).cpu()

@@ -20,7 +20,7 @@ from lamina.modeling.wiring_lamina import Block
 
 Replayed: TypeAlias = Sequence[Callable[..., object]]
 Capture: TypeAlias = Callable[[tuple[nn.Module, ...], tuple[tuple[torch.Tensor, ...], ...]], Replayed]
-"""A function that captures callables with sample tensors, and returns callables that replay the captures."""
+"""A function that records modules' calls on sample tensors, and returns functions that replay the recordings."""
 
 
 class BlockCall(NamedTuple):

@@ -206,4 +206,4 @@ def _calling_trainer() -> Trainer | None:
 
 
 _OPEN: dict[Path, LayerMonitor] = {}
-"""The callbacks whose training has not ended, by resolved folder."""
+"""The callbacks whose training has not ended, by the absolute path of the folder."""

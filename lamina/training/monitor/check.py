@@ -54,7 +54,7 @@ def check(
     args, kwargs = arguments_of(model_itself, batch) if batch is not None else ((), {})
     inner, arguments = called(model_itself, args, kwargs)
     device = next((p.device for p in model_itself.parameters()), torch.device("cpu"))
-    unchecked = ["optimizers. Pass optimizer= to check them"] if not given else []
+    unchecked = ["optimizers. Pass optimizer= for this check"] if not given else []
     setup = BeforeTraining(
         model=model_itself, optimizers=optimizers, batch=batch_of(arguments), half=in_half(device.type)
     )
@@ -75,7 +75,7 @@ def check(
 def _tried(setup: BeforeTraining, batch: object, loss: LossOf | None) -> list[str]:
     """Run the model on the batch, if there is one. Return the checks that were not possible."""
     if batch is None:
-        return ["first loss, labels, masks and gradients. Pass batch= to check them"]
+        return ["first loss, labels, masks and gradients. Pass batch= for these checks"]
     model = setup.model
     try:
         setup.trial = first_pass(model, batch, loss, setup.unregistered.values(), setup.blocks)

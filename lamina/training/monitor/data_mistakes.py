@@ -56,7 +56,7 @@ def shift_of_labels(setup: BeforeTraining) -> Iterator[Mistake]:
     if trial is not None and trial.strange and text and not setup.is_encoder_decoder:
         yield Mistake(
             what="the targets of a row are not the row's tokens",
-            why="the loss shifts rows instead of tokens, or the labels have another order or tokenizer",
+            why="the loss shifts rows instead of tokens, or the labels come from another row or tokenizer",
             do="Compare logits[:, :-1] with labels[:, 1:] of the same row",
         )
     if trial is not None:
@@ -83,7 +83,7 @@ def shift_of_labels(setup: BeforeTraining) -> Iterator[Mistake]:
     if own and labels is not None and labels.ndim == 2 and len(labels) > 1 and bool((labels[:, 0] == start).all()):
         yield Mistake(
             what=f"all labels begin with decoder_start_token_id ({start})",
-            why="the model puts this token before the labels itself, so the decoder reads it twice",
+            why="the model also puts this token before the labels, so the decoder reads the token twice",
             do="Leave out the first label",
         )
 

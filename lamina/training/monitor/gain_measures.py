@@ -19,7 +19,7 @@ from lamina.training.monitor.parameter_measures import Owner
 from lamina.training.monitor.writers import BETWEEN, Row
 
 Gain: TypeAlias = tuple[int, str, str, int, float, torch.Tensor]
-"""layer (-1 outside the layers), sub-layer, role, index among equal roles, offset that the norm adds, gain"""
+"""The layer (-1 outside the layers), the sub-layer, the role, the index in the role, the norm's offset, the gain."""
 
 
 def gain_rows(model: nn.Module, step: int) -> list[Row]:

@@ -99,7 +99,7 @@ class DivergenceGuard:
         """
         if not math.isfinite(norm):
             self.alarms.see(rows)
-            at = f"step {step}" if first in (None, step) else f"step {first}, read at step {step}"
+            at = f"step {step}" if first in (None, step) else f"step {first} (read only at step {step})"
             raise Diverged(step, f"the gradient norm is {norm} at {at}; {self.first_to_leave()}")
 
     def state_dict(self) -> Json:
@@ -127,7 +127,7 @@ class DivergenceGuard:
 
 
 MakeGuard: TypeAlias = Callable[[GuardSettings, float], DivergenceGuard]
-"""A function that returns a run's guard, from its settings and its corpus's unigram entropy in nats."""
+"""A function from the settings and the corpus's unigram entropy (in nats) to a guard, which stops a diverged run."""
 
 
 def usual_guard(settings: GuardSettings, unigram_entropy: float) -> DivergenceGuard:

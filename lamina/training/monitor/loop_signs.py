@@ -135,7 +135,7 @@ class LoopSigns:
         more = "; Lamina will not report later changes" if self._changes == CHANGES else ""
         self.note(
             f"step {step}: from this step on {' and '.join(what)} ({places(owners)}). Lamina raises no "
-            f"alarm, and compares these parts only with later steps{more}"
+            f"alarm, and no longer compares these parts with earlier steps{more}"
         )
 
 

@@ -112,7 +112,7 @@ def targets(setup: BeforeTraining) -> Iterator[Mistake]:
             )
     if setup.trial is not None and setup.trial.teaches:
         yield Mistake(
-            what="the target of kl_div depends on trainable weights that the input does not use",
+            what="the target of kl_div depends on trainable weights that the input of kl_div does not use",
             why="the loss also trains the teacher, so the teacher moves toward the student",
             do="Compute the teacher's output under torch.no_grad(), and set the teacher's requires_grad to False",
         )
@@ -186,9 +186,9 @@ def changed_inputs(setup: BeforeTraining) -> Iterator[Mistake]:
                 "Pass ~mask.bool() as torch's key_padding_mask, which is True at padding. Other masks are 1 at tokens",
             ),
             "summary": (
-                "the model takes padding as the row's summary",
-                "Take the last token that the mask shows: hidden[torch.arange(len(hidden)), mask.sum(1) - 1]. A model "
-                "of transformers needs config.pad_token_id to be the batch's padding",
+                "the model reads the summary of a row from a padding token",
+                "Take the last token that the mask shows: hidden[torch.arange(len(hidden)), mask.sum(1) - 1]. For a "
+                "model of transformers, set config.pad_token_id to the batch's padding token",
             ),
             "mean": ("a mean over all positions counts padding", "Average over the tokens that the mask shows"),
         }[trial.leaks]
@@ -211,7 +211,7 @@ def changed_inputs(setup: BeforeTraining) -> Iterator[Mistake]:
     if trial.by_row:
         yield Mistake(
             what="equal rows of the batch have different outputs",
-            why="a part of the model uses a row's index in the batch, such as positions added along dimension 0",
+            why="a part of the model depends on a row's index in the batch (for example, positions along dimension 0)",
             do="Add positions along the tokens: x + positions[:, : x.shape[1]]",
         )
     if not trial.mixes or trial.logits is None or rows is None or setup.is_encoder_decoder:

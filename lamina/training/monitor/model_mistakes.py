@@ -51,7 +51,7 @@ def no_gradient_to_blocks(setup: BeforeTraining) -> Iterator[Mistake]:
                 why = "reentrant checkpointing needs an input that requires a gradient, but these inputs are frozen"
                 do = "Call model.enable_input_require_grads(), or checkpoint with use_reentrant=False"
             elif unrecorded:
-                why = "they run under torch.no_grad(), or in reentrant checkpoints whose inputs are frozen"
+                why = "these layers run under torch.no_grad(), or in reentrant checkpoints whose inputs are frozen"
                 do = "Checkpoint with use_reentrant=False, and run the layers outside of torch.no_grad()"
             yield Mistake(
                 what=f"layers {', '.join(dead[:8])}{' ...' * (len(dead) > 8)} of {path} get no gradient",
@@ -82,17 +82,17 @@ def no_gradient_to_parts(setup: BeforeTraining) -> Iterator[Mistake]:
         (
             [p for p in silent if id(p) in idle],
             "the gradient is 0 for {} of the parameters ({})",
-            "their output is multiplied by 0, or changes nothing",
-            "Check scales (alpha // r is 0 if r is larger), that router probabilities below 1 multiply the experts' "
-            "outputs, and that no mask is empty, such as the mask of image tokens in a batch without images",
+            "the model multiplies the output of these parameters by 0, or the output changes nothing",
+            "Check that no scale is 0 (alpha // r is 0 if r is larger). Check that no mask is empty, such as the mask "
+            "of image tokens. Check that router probabilities below 1 multiply the experts' outputs",
         ),
         (
             [p for p in silent if id(p) not in cut | idle],
             none,
-            "forward calls another module in their place, or drops their output",
+            "forward calls other modules, or drops the output of these parameters",
             "Call these modules and use what they return. Choose an adapter with model.set_adapter(name)",
         ),
-        (optional, none, "forward does not call their modules for this batch", "Call these modules, or remove them"),
+        (optional, none, "forward does not call these modules for this batch", "Call these modules, or remove them"),
     ):
         if found:
             what = what.format(len(found), setup.listed(found))
@@ -267,7 +267,7 @@ def weight_scales(setup: BeforeTraining) -> Iterator[Mistake]:
                 what=f"{len(paths)} matrices have {what} ({listing(paths)})",
                 why=why,
                 do=(
-                    "Initialize them with a standard deviation of 0.02 or 1/sqrt(inputs), and divide output "
+                    "Initialize these matrices with a standard deviation of 0.02 or 1/sqrt(inputs), and divide output "
                     "projections by sqrt(2 layers)"
                 ),
             )
@@ -289,8 +289,8 @@ def stuck_at_zero(setup: BeforeTraining) -> Iterator[Mistake]:
     if stuck:
         yield Mistake(
             what=f"{len(stuck)} parameters of zeros get a gradient of 0 ({setup.listed(stuck)})",
-            why="each is multiplied by other zeros (a matrix, a gate, or a norm's gain), so both stay 0",
-            do="Initialize one of each two matrices at random, or start the gate or gain at 1",
+            why="other zeros (a matrix, a gate, or a norm's gain) multiply these parameters, so all stay 0",
+            do="Initialize one of the two matrices at random, or start the gate or gain at 1",
         )
 
 

@@ -43,10 +43,10 @@ def in_no_optimizer(setup: BeforeTraining) -> Iterator[Mistake]:
     if missing and (left_out == all_of or all_of - left_out >= HEAD_ONLY * all_of):
         yield Mistake(
             what=f"no optimizer has {len(missing)} of the trainable parameters ({setup.listed(missing)})",
-            why="their gradients never change a weight"
+            why="these parameters' gradients never change a weight"
             + f"; {foreign} of the optimizer's parameters are not in the model" * bool(foreign),
-            do="Create the optimizer from all parameters after your last change of the model, or set their "
-            "requires_grad to False",
+            do="Create the optimizer from all parameters after your last change of the model, or freeze "
+            "these parameters",
         )
 
 
@@ -58,7 +58,7 @@ def in_two_optimizers(setup: BeforeTraining) -> Iterator[Mistake]:
         most = max(len(setup.groups[id(p)]) for p in twice)
         yield Mistake(
             what=f"{len(twice)} parameters are in the optimizers' groups {most} times ({setup.listed(twice)})",
-            why=f"each step updates them {most} times",
+            why=f"each step updates these parameters {most} times",
             do="Give each parameter once to one group of one optimizer",
         )
 
@@ -90,7 +90,7 @@ def decayed_gains(setup: BeforeTraining) -> Iterator[Mistake]:
         yield Mistake(
             what=f"the weight decay is {decay:g} for {len(gains)} of the gains and biases ({setup.listed(gains)})",
             why="weight decay pulls each gain, and with it the layer's contribution, toward 0",
-            do="Put them into a group with weight_decay=0.0",
+            do="Put gains and biases into a group with weight_decay=0.0",
         )
 
 
@@ -129,8 +129,8 @@ def idle_groups(setup: BeforeTraining) -> Iterator[Mistake]:
     if idle and (any(rates.values()) or not setup.running):
         yield Mistake(
             what=f"the learning rate is 0 for {len(idle)} of the trainable parameters ({setup.listed(idle)})",
-            why="their gradients never change a weight" + "; a schedule has ended" * begun,
-            do="Give their group a learning rate (a schedule for all steps), or set their requires_grad to False",
+            why="these parameters' gradients never change a weight" + "; a schedule has ended" * begun,
+            do="Give these parameters a learning rate at all steps, or set requires_grad of these parameters to False",
         )
 
 
@@ -166,11 +166,11 @@ def coefficients(setup: BeforeTraining) -> Iterator[Mistake]:
     """Find two betas in the wrong order. Three betas (Adan) have another order."""
     pairs = (group["betas"] for _, group in setup.settings if len(group.get("betas") or ()) == 2)
     if betas := next((pair for pair in pairs if pair[0] > pair[1] and (pair[0] >= SWAPPED or pair[1] < LOW)), None):
-        lag = f"the direction of the steps lags by {1 / max(1 - float(betas[0]), 1e-9):.0f} steps"
+        lag = f"the optimizer's steps lag {1 / max(1 - float(betas[0]), 1e-9):.0f} steps behind the gradients"
         yield Mistake(
             what=f"the optimizer's betas are ({betas[0]:g}, {betas[1]:g})",
             why="beta1 averages gradients, and beta2 averages squared gradients, so "
-            + (lag if betas[1] >= LOW else "steps follow the last gradients. A beta is the share of the old average"),
+            + (lag if betas[1] >= LOW else "steps follow the last gradients. Beta is the share the average keeps"),
             do="Pass betas=(0.9, 0.95) or (0.9, 0.999)",
         )
 
@@ -330,8 +330,8 @@ def adapters(setup: BeforeTraining) -> Iterator[Mistake]:
     if frozen and setup.trained:
         yield Mistake(
             what=f"{len(frozen)} of the adapters' parameters are frozen ({setup.listed(frozen)})",
-            why="their requires_grad is False, so the adapter does not learn",
-            do="Freeze the base before you add the adapter, or set their requires_grad to True",
+            why="requires_grad of these parameters is False, so the adapter does not learn",
+            do="Freeze the base before you add the adapter, or set requires_grad of the adapter's parameters to True",
         )
     if any(p.requires_grad for p in base):
         yield Mistake(

@@ -33,9 +33,9 @@ from lamina.training.monitor.writers import Row
 from lamina.training.monitor.zero import ZeroGroups
 
 Owner: TypeAlias = tuple[int, str, str]
-"""The owner of parameters: layer (-1 outside the blocks), sub-layer, role.
+"""The part of the model that has a parameter: layer (-1 outside the blocks), sub-layer, role.
 
-The role is "all" in a sub-layer. A layer's parameters outside its sub-layers have the role "other".
+In a sub-layer, the only role is "all". A layer's parameters outside its sub-layers have the role "other".
 """
 Owned: TypeAlias = list[tuple[Owner, torch.Tensor]]
 

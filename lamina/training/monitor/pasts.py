@@ -58,9 +58,9 @@ COURSES: Mapping[str, float] = {
     "hidden_variance": 1.0,
     "hidden_abs_max": 10.0,  # of a stream that begins at 0.02, under Muon's usual rates too
 }
-"""Metrics that must not rise or fall steadily over many records. A rise below the metric's value does not count."""
+"""Metrics that must not rise or fall steadily over many records. A rise counts only above the metric's number."""
 PACES = {f"{BETWEEN}{metric}" for metric in ("gain_mean", "gain_abs_max", "row_norm_mean", "row_norm_abs_max")}
-"""Metrics between two records, of which the pace since the last record is judged."""
+"""Metrics of the steps between two records. Lamina judges how fast they have changed since the last record."""
 
 
 def earlier_peak(recent: Collection[float]) -> float:

@@ -157,7 +157,7 @@ class MonitoredTrainer(_Trainer):
 
 TWICE_SECONDS = 3.0
 Measure = Callable[[nn.Module, torch.Tensor, int], list[Row]]
-"""A function from the model, held-out inputs [items, ...] and the step to measurements of stream and gains."""
+"""A function that measures hidden states and gains. Arguments: the model, held-out inputs [items, ...] and the step."""
 
 
 def lamina_rows(model: nn.Module, inputs: torch.Tensor, step: int) -> list[Row]:

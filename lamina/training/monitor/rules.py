@@ -82,8 +82,8 @@ ESTIMATES = (
     "does not compare weights, updates and hidden states with their past"
 )
 RATES = (
-    "parts have a separate learning rate, for which Lamina raises no alarm unless another series of these parts is "
-    "outside its usual range"
+    "parts have a separate learning rate. Lamina raises no alarm for this difference unless these parts have "
+    "another unusual value"
 )
 _WHOLE = ("all", "embedding", "readout")  # the roles of parameters whose updates are judged
 

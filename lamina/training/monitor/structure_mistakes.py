@@ -44,8 +44,8 @@ def no_gradient(setup: BeforeTraining) -> Iterator[Mistake]:
         yield Mistake(
             what="all gradients are 0" if trial.reached else "no parameter gets a gradient",
             why="the loss depends on no trainable weight",
-            do="Look for .detach(), .item(), argmax or torch.no_grad() between the model and the loss, for adapters "
-            "that are disabled, merged or scaled by 0, for pairs of equal inputs, and for a dropout of 1",
+            do="Look for .detach(), .item(), argmax or torch.no_grad() between the model and the loss. Also look for "
+            "adapters that are disabled, merged or scaled by 0, for pairs of equal inputs, and for a dropout of 1",
         )
 
 
@@ -65,8 +65,8 @@ def unregistered(setup: BeforeTraining) -> Iterator[Mistake]:
         yield Mistake(
             what=f"the loss depends on {len(foreign)} parameters that are not among model.parameters() (such as one of "
             f"shape {[*foreign[0].shape]})",
-            why="no optimizer trains these parameters of the loss, another model, or a layer that forward creates "
-            "at each call",
+            why="no optimizer trains these parameters, which belong to the loss, another model, or a layer that "
+            "forward creates at each call",
             do="Add the loss's parameters to the optimizer, make layers in __init__, and run other models under "
             "torch.no_grad()",
         )

@@ -435,7 +435,7 @@ class Watch:
         ends the ``with`` block here. Raises UserError for a loss that is not a single number.
         """
         assert self._open, (
-            "monitor.step() was called outside of the with block of lamina.watch. Call it inside the block."
+            "monitor.step() was called outside of the with block of lamina.watch. Call monitor.step() in the block."
         )
         if self.monitor is not None:
             self.monitor.end_step(loss)

@@ -33,7 +33,7 @@ Row: TypeAlias = tuple[int, int, str, str, int, str, float]
 LOSS, NORM, RATE = "step_loss", "step_gradient_norm", "learning_rate"
 """The metrics of every step."""
 BETWEEN = "step_"
-"""The prefix of gains and row norms between two records. The alarm rules judge them, and Lamina does not write them."""
+"""The prefix of gains and row norms between two records. Only the alarm rules read these rows, and no file has them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,17 +309,17 @@ class WatchSettings(GuardSettings):
     )
     first_layer: int | None = setting(
         None,
-        "index of the first layer in the whole model, for a pipeline stage whose module names do not contain it",
+        "for a pipeline stage, the index of its first layer in the whole model (if no module name shows this index)",
         at_least(0),
     )
     attention: bool = setting(True, "whether to record the largest attention logit and the load of each expert")
     batches: bool = setting(
-        False, "whether to keep the rows, with text, of batches with an alarm, or an unusual loss or gradient"
+        False, "whether to keep the rows and text of a batch with an alarm, an unusual loss or an unusual gradient"
     )
     on_divergence: OnDivergence = setting("note", "at a divergence: note it, or stop the training")
     skip_outliers: float | None = setting(
         None,
-        "skip a step if its loss or gradient norm is so many standard deviations above the mean of the last "
+        "skip a step if its loss or gradient norm is this many standard deviations above the mean of the last "
         "128 steps (OLMo-core: 6)",
         above(0.0),
     )
@@ -348,7 +348,7 @@ def read_about(folder: Path) -> Json:
     if version != VERSION:
         raise UserError(
             f"record: {str(folder)!r} holds records of version {version!r}, but this version of Lamina reads "
-            f"only version {VERSION}. Use the version that wrote them, or another folder for a new run."
+            f"only version {VERSION}. Use the version that wrote the records, or another folder."
         )
     for name in ("settings", "history"):
         if not isinstance(entry := about.get(name) or {}, dict):

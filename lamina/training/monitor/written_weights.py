@@ -24,7 +24,7 @@ FIRST = 3  # changes of all weights; later ones may reach further
 JUMP = 0.1  # if an averaging changes this share of the weights, earlier measurements no longer count
 RESTARTED = 2.0  # factor between two learning rates of a restart
 AVERAGED = (
-    "code other than the optimizer changed all weights, but the optimizer had changed them at least as much before "
+    "code other than the optimizer changed all weights, but not more than the optimizer had changed the weights before "
     "(look-ahead, DiLoCo, weight averages, a loaded checkpoint). Lamina raises no alarm for such a change"
 )
 RESTARTS = (

@@ -95,7 +95,7 @@ def test_a_difference_below_the_smallest_that_counts_does_not_hold():
     assert found.p < 0.05
     assert found.verdict == "excluded"
     assert lower(small, "keel", than="pre_ln", by=0.003).verdict == "holds"
-    with pytest.raises(UserError, match="by: for 'spikes', give the smallest difference"):
+    with pytest.raises(UserError, match="by: give the smallest difference that matters for 'spikes'"):
         lower(trials(rows("a", BASE, spikes=1), rows("b", BASE, spikes=2)), "a", than="b", column="spikes")
 
 
@@ -159,7 +159,7 @@ def test_an_arm_that_does_not_train_is_worse_than_any_that_does():
     both = trials(rows("post_ln", [2.0] * 5, stuck), rows("pre_ln", BASE))
     found = lower(both, "pre_ln", than="post_ln")
     assert found.verdict == "holds"
-    ending = "pre_ln 3.01 vs post_ln does not train (of 5 runs, 4 got stuck and 1 diverged)"
+    ending = "pre_ln 3.01 vs post_ln does not train (4 got stuck and 1 diverged of 5 runs)"
     assert found.ours == f"{ending} (Fisher's exact test that the shares of failed runs differ: p 0.0079)"
     assert lower(both, "post_ln", than="pre_ln").verdict == "reversed"
     assert higher(both, "post_ln", than="pre_ln").verdict == "holds"
@@ -219,7 +219,7 @@ def test_an_arm_of_several_axes_is_named_by_its_values():
     assert lower(both, {"arm": "deep", "placement": "keel"}, than={"arm": "wide"}).verdict == "holds"
     assert both.arms() == [{"placement": "keel", "arm": "deep"}, {"placement": "keel", "arm": "wide"}]
     assert both.where(arm="deep").seeds == [0, 1, 2, 3, 4]
-    with pytest.raises(NotMeasured, match="keel as one arm: its trials differ in arm"):
+    with pytest.raises(NotMeasured, match="keel as one configuration: its trials differ in arm"):
         lower(both, "keel", than="wide")
 
 

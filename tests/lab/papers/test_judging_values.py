@@ -269,11 +269,11 @@ def test_the_value_at_a_loss_is_on_the_line_between_two_budgets():
 def test_seeds_that_cannot_be_matched_are_counted():
     finding = control((40.0, 30.0, 32.0), losses=(1.5, 2.2, 1.8))
     assert finding.verdict == Verdict.HOLDS
-    assert "Lamina leaves out 6 seeds at equal loss, because no pre_ln 1x run reaches such a low loss" in finding.note
+    assert "the comparison at equal loss leaves out 6 seeds: no pre_ln 1x run has such a low loss" in finding.note
     raw, ours = compare_values({}, {}, lower=False, by=0.1, names=("a", "b")), {0: 1.0, 1: 1.0, 2: 1.0}
     other = Budget(losses={0: 1.0, 1: 1.0, 2: 1.0}, values={0: 1.0, 1: 1.0})
     found = iso_loss(raw, Budget(losses=ours, values={1: 1.0, 2: 1.0}), [other], by=0.0, names=("a", "b"))
-    assert "leaves out 1 seed at equal loss, because no b run" in found.note, (
+    assert "at equal loss leaves out 1 seed: no b run" in found.note, (
         "seed 0 is matched and has no value of ours; seed 2 is not matched"
     )
 

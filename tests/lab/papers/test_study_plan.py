@@ -243,7 +243,7 @@ def test_an_emptied_store_is_no_edited_study_and_an_edited_one_is(tmp_path, corp
         (tuned_by(also=["post_ln"]), r"also: \['post_ln'\] does not fit. Give a mapping"),
         (tuned_by(seeds=[100, 2]), r"seed 2 tunes the learning rates. Give seeds outside \[100, 2\]"),
         (tuned_by(seeds=[100, 100]), "a list of different seeds"),
-        (tuned_by(seeds=4), "at most the 3 of 'seed'"),
+        (tuned_by(seeds=4), "at most 3, the number of seeds"),
         (tuned_by(seeds=0), "learning_rate: seeds: 0 .*at least 1"),
         (tuned_by(seeds=[100], rule="one-se"), "'one-se' needs at least two tuning seeds"),
         (tuned_by(rule="one_se"), "unknown rule 'one_se'.*one-se"),

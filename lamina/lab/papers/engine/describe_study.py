@@ -40,11 +40,11 @@ def _trials(plan: StudyPlan, settings: StudySettings) -> list[str]:
     try:
         wanted = plan.wanted(store.result)
     except UserError as error:  # a text that is not on this machine
-        return [f"scale {plan.scale.name}: Lamina cannot name its trials here: {error}"]
+        return [f"scale {plan.scale.name}: Lamina cannot list the trials on this machine: {error}"]
     trials = {trial.key for trial in wanted}
     done = {trial.key for trial in wanted if store.complete(trial) is not None}
     scale, tuning = plan.scale, plan.scale.tuning
-    lines = [f"scale {scale.name}: {len(plan.arms)} arms, {seeds_text(len(scale.seeds))}, job {scale.job}"]
+    lines = [f"scale {scale.name}: {len(plan.arms)} configurations, {seeds_text(len(scale.seeds))}, job {scale.job}"]
     for axis, values in scale.axes.items():
         lines.append(f"  {axis}: {', '.join(values)}")
     if scale.stages:
@@ -65,7 +65,8 @@ def _tuned(tuning: Tuning, seeds: tuple[int, ...]) -> str:
     own = "" if set(sweep) <= set(seeds) else f" of their own ({', '.join(map(str, sweep))})"
     own += f" at {', '.join(f'{name} {value}' for name, value in tuning.settings.items())}" if tuning.settings else ""
     rule = "" if tuning.rule == "best" else ", the lowest learning rate within one standard error of the best"
-    return f"tuned with {seeds_text(len(sweep))}{own}{', then widened at an edge' if tuning.widen else ''}{rule}"
+    more = ", with more learning rates if the best is the lowest or highest" if tuning.widen else ""
+    return f"tuned with {seeds_text(len(sweep))}{own}{more}{rule}"
 
 
 def dry_run_text(settings: StudySettings) -> str:
@@ -103,4 +104,4 @@ def _later(plan: StudyPlan) -> list[str]:
         of = f", each {steps:,} steps of {rows} rows" if steps else ""
         lines.append(f"then {stage.name} ({stage.job} from {' and '.join(stage.inputs.values())}): ")
         lines[-1] += f"{counts[stage.name]} trials{of}"
-    return [*lines, "The totals cover only pretraining, because a stage's cost depends on its rows."] if lines else []
+    return [*lines, "The totals cover only pretraining. The cost of later stages depends on the data."] if lines else []

@@ -224,7 +224,7 @@ def _compared(
 ) -> Finding:
     ours, other = (_read(trials, arm, column, any_status=any_status) for arm in arms)
     if by is None and column != "eval_loss":
-        raise UserError(f"by: for {column!r}, give the smallest difference that counts, in the column's unit.")
+        raise UserError(f"by: give the smallest difference that matters for {column!r}, in the unit of {column!r}.")
     region = replace(region, least=SMALLEST if by is None else by)
     if (failures := _by_failures(ours, other, column, region)) is not None:
         return failures
@@ -303,7 +303,7 @@ def _ending(arm: _Arm) -> str:
             f"{arm.name} {number(sum(arm.values.values()) / len(arm.values))}" if arm.values else f"{arm.name}: no run"
         )
     how = " and ".join(f"{count} {_ENDED[status]}" for status, count in arm.lost.items())
-    return f"{arm.name} does not train (of {arm.runs} runs, {how})"
+    return f"{arm.name} does not train ({how} of {arm.runs} runs)"
 
 
 def _share(trials: Trials, arm: Arm, statuses: Sequence[str], what: str) -> Finding:

@@ -89,7 +89,7 @@ def iso_loss(raw: Finding, ours: Budget, others: Sequence[Budget], *, by: float,
     lost = len((ours.losses.keys() & ours.values.keys()) - matched.keys())
     note = ""
     if lost > 0:
-        note = f"Lamina leaves out {seeds_text(lost)} at equal loss, because no {names[1]} run reaches such a low loss"
+        note = f"the comparison at equal loss leaves out {seeds_text(lost)}: no {names[1]} run has such a low loss"
     parts = (*raw.lines, *equal.lines)
     joined = replace(raw, ours="; ".join(parts), parts=parts).noted("; ".join(filter(None, [equal.note, note])))
     if raw.verdict != Verdict.HOLDS:

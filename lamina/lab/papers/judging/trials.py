@@ -11,9 +11,9 @@ from lamina.errors import nearest
 from lamina.jobs.status import Status
 
 Reader: TypeAlias = Callable[[str, str, str], Frame | None]
-"""A function from a run's key, the name of a probe or record, and "init", "end" or "records" to a table (or None)."""
+"""Returns a table, or None. Arguments: a run's key, the name of a probe or record, and "init", "end" or "records"."""
 Arm: TypeAlias = str | Mapping[str, object]
-"""A configuration: the label of one compared setting ("keel"), or several ({"placement": "keel", "num_layers": 8})."""
+"""A configuration: a label such as "keel", or a mapping such as {"placement": "keel", "num_layers": 8}."""
 
 NO_ARM = ("learning_rate", "seed")  # the axes whose values one arm takes in turn
 
@@ -159,7 +159,7 @@ class Trials:
         if table.index.has_duplicates:
             columns = dict.fromkeys([*self.arm_axes, "learning_rate"])
             axes = [axis for axis in columns if axis in table and table[axis].nunique() > 1]
-            raise NotMeasured(f"{label(arm)} as one arm: its trials differ in {_listed(axes)} (choose with where)")
+            raise NotMeasured(f"{label(arm)} as one configuration: its trials differ in {_listed(axes)} (use where)")
         if "status" not in table:
             table = table.assign(status=Status.FINISHED.value)  # nothing was trained, so nothing can have diverged
         return table[list(dict.fromkeys([column, "status"]))].sort_index()

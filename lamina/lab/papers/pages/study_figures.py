@@ -17,7 +17,7 @@ from lamina.reports.records import Frame, rows_of
 
 logger = logging.getLogger(__name__)
 ONE_LINE = "none"
-"""The value of a figure's field "color" for a single line through all configurations."""
+"""If the field "color" of a figure has this value, the figure joins all configurations by a single line."""
 _MOST = 6
 _FIELDS = ("kind", "x", "y", "color", "measure")
 LOST = "Marks along the top edge show points at which no seed trained (diverged or stuck)."

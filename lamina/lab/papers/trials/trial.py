@@ -31,7 +31,7 @@ from lamina.training.setting_groups import ObjectiveSettings, PackingSettings, P
 from lamina.training.settings import BranchSettings
 
 NUMERICS = 1
-"""The version of the training code. Increase it if the same settings give other numbers after your change.
+"""The version of the training code. Increase this number if your change alters the losses of the same settings.
 
 tests/lab/papers/test_numerics.py trains a few small models, and fails if their losses have changed.
 """
