@@ -1,7 +1,7 @@
 """Let transformers' Auto classes load saved Lamina models, in whatever order you import lamina and transformers.
 
-The classes of Lamina's models need torch, so Lamina does not register the classes at import. It gives transformers a
-lazy mapping instead, which registers the classes when you first load a model of type "lamina".
+The classes of Lamina's models need torch, so Lamina does not register the classes at import. Lamina gives
+transformers a lazy mapping, which registers the classes when you first load a model of type "lamina".
 """
 
 from __future__ import annotations

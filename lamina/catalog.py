@@ -1,4 +1,4 @@
-"""The lists of all jobs and commands. A row in ROWS adds a function and a page, and its name in GROUPS a command."""
+"""The lists of all jobs and commands. Each row in ROWS adds a function and a page. Names in GROUPS add commands."""
 
 from __future__ import annotations
 

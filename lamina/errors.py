@@ -42,7 +42,7 @@ class UserError(OneLine, ValueError):
     The command line prints the message as one line and exits with code 2. In Python, the error is also a ValueError.
 
     Args:
-        problem: the message. Lamina escapes its control characters.
+        problem: the message, in which Lamina escapes control characters.
         fix: a sentence that Lamina adds to the message, to tell the user what to do.
 
     Attributes:

@@ -86,7 +86,7 @@ def _modes(row: JobRow) -> list[inspect.Parameter]:
 
 
 def _signature(row: JobRow, record: type[Settings], modes: list[inspect.Parameter]) -> inspect.Signature:
-    """Return the signature of a job's function: a keyword for each setting, and then ``modes``."""
+    """Return the signature of a job's function: the settings as keywords, then the other parameters ``modes``."""
     settings = []
     for name in record.names():
         kind, wanted = record.kind(name), taken(record.check_of(name))
@@ -134,7 +134,7 @@ def _refuse(row: JobRow, given: Json, folder: Path | None, modes: Json) -> None:
 
 @contextmanager
 def _page_of(folder: Path | None) -> Iterator[None]:
-    """Write the report page at the end of the context. After Ctrl-C, write it only if the folder holds a result."""
+    """Write the report page when the with block ends. After Ctrl-C, write the page if the folder holds a result."""
     try:
         yield
     except KeyboardInterrupt:

@@ -53,7 +53,7 @@ class Argument:
         name: the name of the setting or option.
         kind: the type of the value. If the type is a mapping, each use of the flag adds one entry ``KEY=VALUE``.
         flags: the option's flags, or an empty tuple for a positional argument.
-        default: the default for the help. It is also the value of an omitted option, but not of an omitted setting.
+        default: the default for the help. An omitted option has this value, but an omitted setting has no value.
         metavar: the placeholder in the help, such as FILE (default: a placeholder for the type).
         is_setting: whether the option is a field of the command's settings class.
         is_needed: whether the command requires this positional argument.
@@ -126,7 +126,7 @@ class Argument:
     def read(self, text: str, says: str) -> object:
         """Read a text as a value of the option's type. ``says`` is the beginning of error messages.
 
-        This method reads a mapping's value as YAML, unless another library declares the option as text.
+        This method reads the values in a mapping as YAML, except for options that another library declares as text.
         """
         kinds = self.kinds
         if NoneType in kinds and text in ("null", "None"):
@@ -182,7 +182,7 @@ class Argument:
 
 
 class Parser:
-    """A command's parser. It also accepts YAML files, and the names that other tools give to settings.
+    """A command's parser, which also accepts YAML files, and the names that other tools give to settings.
 
     Args:
         command: the command's name, of one or two words.

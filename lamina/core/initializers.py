@@ -136,7 +136,7 @@ def check(init: str) -> tuple[str, float]:
 
 
 def unsuited(init: str, hidden_size: int) -> tuple[float, float] | None:
-    """Return the standard deviations of an initializer and of SmallInit if the initializer does not suit the width.
+    """Return the standard deviations of an unsuitable initializer and of SmallInit at this width.
 
     Return None if the initializer suits the width, or if its name is unknown. A suitable standard deviation is between
     half of SmallInit's sqrt(2 / (5 d)) (Nguyen & Salazar 2019, arXiv 1910.05895, Sec 2.2) and twice LeCun's sqrt(1 / d)

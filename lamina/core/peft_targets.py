@@ -1,8 +1,8 @@
 """Tell PEFT which modules of a Lamina model to adapt, so that ``LoraConfig()`` needs no ``target_modules``.
 
 PEFT has a table for each method, such as LoRA, that lists the modules to adapt for each model type. Lamina adds the
-type "lamina" to each table. The new entry lists the modules that PEFT adapts in a Llama, under the names that they have
-in any model that Lamina supports. PEFT skips the names that a model does not have.
+type "lamina" to each table. The new entry lists the modules that PEFT adapts in a Llama. Lamina adds the names
+of these modules in every model that Lamina supports. PEFT skips the names that a model does not have.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NORMS = ("pre_norm", "key_norm", "value_norm", "out_norm", "post_norm", "embedd
 
 
 def targets(of_llama: Iterable[str]) -> list[str]:
-    """Return the names in Lamina models of the linear layers and norms that PEFT adapts in a Llama."""
+    """Translate the names of the modules that PEFT adapts in a Llama to names in Lamina's models."""
     from lamina.core.architectures import ROLES  # here, so that `import lamina` stays light
 
     names: set[str] = set()

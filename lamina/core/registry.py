@@ -27,7 +27,7 @@ def refuse_namesake(kind: str, name: str, owner: str, holder: str | None) -> Non
 
 
 class Registry(Generic[Entry]):
-    """A mapping from names to registered objects. At its first use, the registry imports the modules that define them.
+    """A mapping from names to registered objects. The first use imports the modules that define the objects.
 
     Args:
         kind: the noun for an object in messages, such as "placement".

@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 
 @dataclass(frozen=True, kw_only=True)
 class WidthScheme:
-    """The exponents e of scale factors n^e, where n is the width: for the embedding, hidden weights and output head.
+    """The exponents e for the embedding, hidden weights and output head in scale factors n^e, where n is the width.
 
     Attributes:
         multiplier: the exponents for the weight in the forward pass (the paper's -a).

@@ -38,7 +38,7 @@ def parse(spec: str, kind: str) -> tuple[str, dict[str, object]]:
 
 
 def split(text: str, kind: str) -> list[str]:
-    """Split a comma-separated list of names with options. Error messages call an entry ``kind``."""
+    """Split a comma-separated list of names with options. ``kind`` is the noun for an entry in error messages."""
     if not isinstance(text, str):
         raise UserError(f"{kind}s: {shortened(repr(text), 200)}. Give a text with commas between the names.")
     return [part for part in _parts(text, whole=False) if part is not None]

@@ -52,7 +52,7 @@ def takes(kind: object) -> Callable[[C], C]:
 
 
 def taken(check: object) -> Any:
-    """Return the types that Python callers may pass to a check. None means the setting's type."""
+    """Return the types that Python callers may pass to a check, or None for the setting's type."""
     return getattr(check, "takes", getattr(getattr(check, "func", None), "takes", None))
 
 
@@ -77,7 +77,7 @@ LONGEST_NAME, LONGEST_PATH = 255, 3800  # bytes of a name in a folder, and of a 
 
 
 def whole_number(name: str, value: object, low: int = 1, *, says: str = "") -> int:
-    """Return a whole number from ``low`` to the field's limit (``LIMITS``, otherwise ``MOST``).
+    """Return a whole number from ``low`` to the field's limit in ``LIMITS``. The default limit is ``MOST``.
 
     Raises UserError for other values, with a message that begins with ``says``.
     """
@@ -243,7 +243,7 @@ def in_order(names: Iterable[str]) -> list[str]:
 def nearby(missing: str | Path) -> str:
     """Return a hint for a missing path: the content of the nearest parent folder that exists.
 
-    Return "" if this parent is the current folder, the home folder or the root.
+    Return "" if the nearest parent folder is the current folder, the home folder or the root.
     """
     parents = Path(os.path.expanduser(missing)).parents
     folder = next((parent for parent in parents if os.access(parent, os.R_OK | os.X_OK)), Path())

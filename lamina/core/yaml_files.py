@@ -39,7 +39,7 @@ def safe_load(text: str) -> object:
 
 
 def read_back(data: Json) -> object:
-    """Return data as they read after Lamina writes them to YAML."""
+    """Convert data to YAML and read the result again."""
     return safe_load(yaml.dump(data, Dumper=_Dumper))
 
 

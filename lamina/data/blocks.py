@@ -73,7 +73,7 @@ class ItemSource(Dataset[T], Generic[T], ABC):
         """Return the main input [items, ...] of up to ``count`` evenly spaced items, the same items in every call."""
 
     def for_run(self, seed: int) -> ItemSource[T]:
-        """Return the source with the order for a run with this seed."""
+        """Return the items in the order in which a run with this seed reads them."""
         return self
 
     def realized(self, spans: Sequence[tuple[int, int]]) -> dict[str, PartShare]:
@@ -81,7 +81,7 @@ class ItemSource(Dataset[T], Generic[T], ABC):
         return {}
 
     def state_dict(self, index: int) -> object:
-        """Return a state, in JSON types, for a resumed run to read item ``index``. Return None for no state."""
+        """Return the state from which a resumed run reads item ``index``, in JSON types, or None for no state."""
         return None
 
     def load_state_dict(self, state: object, *, verbose: bool = True) -> None:
@@ -123,7 +123,7 @@ class BlockSource(ItemSource[TokenBlock], ABC):
 
     @abstractmethod
     def rows(self, indices: Sequence[int]) -> np.ndarray:
-        """Return the token ids of some blocks, [blocks, sequence_length], with each block once.
+        """Return the token ids of some blocks, [blocks, sequence_length], without repeating a block.
 
         A run reads a stream only once, so for a stream this method returns the known text instead.
         """
@@ -201,9 +201,7 @@ class BlockStats(Stats):
 
 @dataclass(frozen=True, kw_only=True)
 class Splits(Generic[T]):
-    """The two splits of a corpus or an image set. ``second`` has items of a second corpus for evaluation, or
-    is None.
-    """
+    """The two splits of a corpus or an image set, and perhaps a second corpus for evaluation."""
 
     train: ItemSource[T]
     eval: ItemSource[T]
@@ -246,7 +244,7 @@ def bits_per_byte(loss_per_token: float, stats: BlockStats) -> float:
 
     Each of these approximations changes the result by less than one percent for blocks of useful length:
 
-    - The first token of each block has no prediction. Lamina assumes the mean loss for it.
+    - No model predicts the first token of a block. Lamina assumes the mean loss for this token.
     - End-of-text tokens cost bits but have no bytes.
     - ``eval_bytes`` is itself an estimate (see ``BlockStats``).
 
@@ -385,7 +383,7 @@ class MixedBlocks(BlockSource):
         return list(zip(self.shares, self.blocks, strict=True))
 
     def for_run(self, seed: int, length: int = 2**62) -> MixedBlocks:
-        """Return the shuffled blocks for a run with this seed. They do not end during the run."""
+        """Return the shuffled blocks for a run with this seed. The blocks do not end during the run."""
         return MixedBlocks(list(zip(self.names, self.shares, self.blocks, strict=True)), length, seed)
 
     def __len__(self) -> int:

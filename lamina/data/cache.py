@@ -92,7 +92,7 @@ def publish(folder: Path, write: Callable[[Path], object]) -> None:
 
 
 def _sweep(parent: Path) -> None:
-    """Delete the temporary folders of killed processes. Keep another machine's folder for a day."""
+    """Delete the temporary folders of ended processes on this machine, and all temporary folders older than a day."""
     for path in parent.glob(".*"):
         match = _DRAFT.fullmatch(path.name)
         if match is None:

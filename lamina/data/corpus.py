@@ -65,7 +65,7 @@ class FileShard:
 
     Attributes:
         part_chars: the approximate number of characters per document of a long plain text.
-        state: the file's size and time when the stream began, or None. Reading raises UserError if they have changed.
+        state: the file's size and time when the stream began, or None. A changed file raises UserError.
         warn: a function that logs a message.
         skip: a function that records a file that is not text. If None, such a file raises UserError.
     """
@@ -118,7 +118,7 @@ class FileShard:
 
 @dataclass(frozen=True)
 class HubShard:
-    """A shard of a streamed dataset on the hub. Its positions are states of the datasets library."""
+    """A shard of a streamed dataset on the hub. The datasets library defines the positions in a shard."""
 
     corpus: str
     dataset: IterableDataset
@@ -166,9 +166,9 @@ class Corpus(ABC):
 
     @staticmethod
     def parse(spec: str, text_field: str = "text") -> SingleCorpus | Mix:
-        """Return the corpus with a name: embedded, a file, a folder, ``hf:NAME[:CONFIG][@SPLIT]`` or a mix
-        ``A:0.7,B:0.3``.
+        """Return the corpus with this name.
 
+        A name is ``embedded``, a file, a folder, ``hf:NAME[:CONFIG][@SPLIT]``, or a mix such as ``A:0.7,B:0.3``.
         This method reads no text. Raises UserError if the name is malformed, or if a file or folder does not exist.
         """
         parts = tuple(
@@ -226,9 +226,9 @@ class SingleCorpus(Corpus):
     def documents(self) -> Iterator[Document]:
         """Yield the documents that have text, always in the same order.
 
-        Lamina reads a folder and its subfolders in the order of the relative file names. It skips hidden files and,
-        with a warning, files that are not text. Raises UserError if the user named a binary file, if a row lacks the
-        text field, or if the corpus has no text.
+        Lamina reads a folder and its subfolders in the order of the relative file names. Lamina skips hidden
+        files. Lamina also skips files that are not text, and logs a warning. Raises UserError if the user named a
+        binary file, if a row lacks the text field, or if the corpus has no text.
         """
         empty = True
         for document in self._documents():
@@ -246,7 +246,7 @@ class SingleCorpus(Corpus):
         """Return the shards of the corpus without reading their text.
 
         The fingerprint of files above 1 GiB is a hash of their names, sizes and modification times, not of their
-        content. The fingerprint of a Hub dataset is a hash of its name and of the library's hash of its builder.
+        content. The fingerprint of a Hub dataset is a hash of the dataset's name and of the library's hash.
 
         Raises UserError if Lamina can't open the corpus.
         """

@@ -38,14 +38,14 @@ def ids_are_bytes(tokenizer: Json) -> bool:
 
 
 def vocab_size_of(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the number of embeddings that a tokenizer needs. It exceeds the number of tokens if the ids have gaps."""
+    """Return the number of embeddings that a tokenizer needs, which exceeds the number of tokens if ids have gaps."""
     return max(len(tokenizer), max(tokenizer.get_vocab().values(), default=0) + 1)
 
 
 def known(token: int, size: int | None, source: str, notes: list[str] | None) -> int | None:
     """Return the end-of-text token, or None if a vocabulary of ``size`` lacks it.
 
-    For a missing token, add a line to ``notes`` that begins with ``source``.
+    For a missing token, add a line to ``notes``. ``source`` is the beginning of the line.
     """
     if size is None or token < size:
         return token

@@ -72,7 +72,7 @@ class PackedBlocks(ArrayBlocks):
 class PaddedBlocks(PackedBlocks):
     """Padded blocks with one document each.
 
-    Padding has the id ``padding`` in the file. The model gets the token ``filler`` for it, with the label -100.
+    Padding has the id ``padding`` in the file. For padding, the model gets the token ``filler`` with the label -100.
     """
 
     padding: int
@@ -136,10 +136,10 @@ def prepare_blocks(
 ) -> tuple[Blocks, PreTrainedTokenizerFast]:
     """Tokenize a corpus, hold out a part, and cut both parts into blocks. Later calls read the blocks from the cache.
 
-    Lamina cuts the corpus at line ends into pieces of 1,024 to 65,536 characters, or fewer in a tiny corpus, and holds
-    out every n-th piece. So the eval split is spread over the whole corpus, and no training block contains eval text.
-    An end-of-text token separates texts that do not adjoin in the corpus. If the corpus is small, Lamina holds out more
-    than ``eval_fraction`` to fill at least one block.
+    Lamina cuts the corpus at line ends into pieces of 1,024 to 65,536 characters. A tiny corpus has shorter pieces.
+    Lamina holds out every n-th piece, so the eval split is spread over the whole corpus, and no training block contains
+    eval text. An end-of-text token separates texts that do not adjoin in the corpus. If the corpus is small, Lamina
+    holds out more than ``eval_fraction`` to fill at least one block.
 
     Args:
         corpus: see :meth:`lamina.data.Corpus.parse`.
@@ -219,7 +219,7 @@ class _Packing:
         return [_opened(path, self.encoder, self.sequence_length, padded=self.padded) for path in paths]
 
     def _pack(self, draft: Path, corpus: SingleCorpus, fraction: float) -> tuple[Packed, float]:
-        """Write a corpus's blocks. Return them and the held-out fraction, which Lamina increases for a small corpus."""
+        """Write and return a corpus's blocks, with the held-out fraction, which Lamina increases for a small corpus."""
         total, length = count_chars(corpus), self.sequence_length
         options = {"total_chars": total, "padded": self.padded, "progress": self.progress}
         while True:
@@ -264,7 +264,7 @@ class SplitFile:
         self.tokens += int(np.count_nonzero(ids < self.joiner.encoder.vocab_size))
 
     def finish(self, sequence_length: int) -> int:
-        """Cut the file to whole blocks and reduce ``bytes`` in proportion. Return the number of tokens before it."""
+        """Cut the file to whole blocks, reduce ``bytes`` in proportion, and return the earlier number of tokens."""
         self.flush()
         every = self.tokens
         if isinstance(self.joiner, RowJoiner):

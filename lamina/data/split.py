@@ -61,7 +61,7 @@ def is_held_out(piece: int, eval_fraction: float) -> bool:
 class Splitter:
     """Cut documents into segments, one document after another.
 
-    The attributes are the whole state between two documents.
+    To resume after a document, a new Splitter needs only the four attributes.
 
     Attributes:
         piece: the number of the current piece.

@@ -110,7 +110,7 @@ def stream_blocks(
 
 @dataclass
 class Excerpt:
-    """Some text of a corpus as token ids, by shard."""
+    """Token ids of a part of a corpus, for each shard of the corpus."""
 
     encoder: TextEncoder
     ids: dict[int, list[np.ndarray]] = field(default_factory=dict)
@@ -177,9 +177,10 @@ class Division:
 def hold_out(
     corpus: str, shards: Shards, encoder: TextEncoder, sequence_length: int, *, blocks: int, eval_fraction: float
 ) -> Division:
-    """Hold out pieces to fill ``blocks`` blocks, but at most ``eval_fraction`` of the text that Lamina reads for them.
+    """Hold out pieces of text to fill ``blocks`` blocks, but at most the fraction ``eval_fraction`` of the text.
 
-    Raises UserError if the text is too short for one training block and one held-out block.
+    If a split gets no block, Lamina doubles the fraction, up to 0.5. Raises UserError if the text is too short for one
+    training block and one held-out block.
     """
     needed = blocks * sequence_length * _CHARS_PER_TOKEN
     total = _SCANNED if shards.bytes is None else max(1, shards.bytes)
@@ -207,7 +208,7 @@ def hold_out(
 
 
 def _pieces(shards: Shards, division: Division, blocks: int, sequence_length: int) -> Iterator[tuple[int, Segment]]:
-    """Yield each segment with its shard until enough text is held out, about equally from up to 64 shards."""
+    """Yield segments with their shards until enough text is held out. Up to 64 shards give about equal parts."""
     count = len(shards.shards)
     per_shard = math.ceil(blocks / min(count, _SHARDS)) * sequence_length if count else 0
     for shard in np.random.default_rng(0).permutation(count).tolist():
@@ -247,7 +248,7 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenStream:
-    """An endless stream of a corpus's blocks, without the held-out pieces. It can start at any Place.
+    """An endless stream of a corpus's blocks, without the held-out pieces. The stream can start at any position.
 
     Tokens left over at the end of the corpus begin the first block of the next epoch.
 
@@ -269,7 +270,7 @@ class TokenStream:
     seed: Sequence[int] | None
 
     def chunks(self, place: Place, size: int) -> Iterator[tuple[np.ndarray, Place]]:
-        """Yield arrays of ``size`` blocks, [size, sequence_length], each with the Place after it."""
+        """Yield arrays of ``size`` blocks, [size, sequence_length], and for each array the position after the array."""
         length = self.sequence_length
         carry, skip, before = np.array(place.carry, dtype=self.encoder.dtype), place.skip, place
         chunk, filled = np.empty((size, length), dtype=self.encoder.dtype), 0
@@ -287,7 +288,7 @@ class TokenStream:
             carry, skip, before = ids[whole * length :], 0, after
 
     def _batches(self, place: Place) -> Iterator[tuple[Place, np.ndarray]]:
-        """Yield (Place, tokens) for about a million characters at a time. The Place lacks ``carry`` and ``skip``."""
+        """Yield positions without ``carry`` and ``skip``, each with the tokens of about a million characters."""
         turn, first = place.turn, place.shard
         joiner = TokenJoiner(self.encoder, None if place.last is None else cast("tuple[int, int]", tuple(place.last)))
         while True:
@@ -311,9 +312,9 @@ class TokenStream:
                 yield Place(turn=turn, last=joiner.last), joiner.encode()
 
     def _segments(self, number: int, place: Place) -> Iterator[tuple[tuple[object, Sequence[int], int], Segment]]:
-        """Yield a shard's training segments from a Place on.
+        """Yield a shard's training segments that follow ``place``.
 
-        With each segment, yield the attributes ``position``, ``split`` and ``segments`` of the Place after it.
+        With each segment, yield the ``position``, ``split`` and ``segments`` of the Place after the segment.
         """
         position, split, passed = place.position, tuple(place.split), place.segments
         limit, splitter = self.held_out.get(number, 0), Splitter(*split)

@@ -42,7 +42,7 @@ class Candidate:
 
     @property
     def left_out(self) -> str:
-        """Return the reason why Lamina does not evaluate the model, or "" if it does."""
+        """Return the reason why Lamina does not evaluate the model, or "" if Lamina evaluates the model."""
         if self.status in (Status.DIVERGED, Status.STUCK, Status.FAILED, Status.INTERRUPTED):
             return self.status
         return ""

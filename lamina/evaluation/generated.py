@@ -275,7 +275,7 @@ def version() -> str:
 
 
 def cached() -> Path:
-    """Return the folder of the generated tasks. The first call generates them. Raises the errors of ``publish``."""
+    """Return the folder of the generated tasks. The first call writes the folder. Raises the errors of ``publish``."""
     folder = real_path(cache_root()) / "tasks" / version()
     publish(folder, lambda draft: write(draft, path=folder))
     return folder

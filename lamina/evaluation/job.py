@@ -297,7 +297,7 @@ class Evaluation:
         return documents_of(str(self.settings.corpus), self.settings.text_field, self.settings.limit)
 
     def _state(self, candidate: Candidate, unit: str) -> list[str]:
-        """Return a hash of the model's weights, and a hash of the files with the text or the tasks' data."""
+        """Return a hash of the model's weights, and a hash of the files that hold the text or the tasks' data."""
         if unit == PERPLEXITY:
             corpus = Corpus.parse(str(self.settings.corpus), self.settings.text_field)
             return [candidate.state(), stamp(corpus.changed_since(0.0))]

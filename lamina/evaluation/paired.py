@@ -65,7 +65,7 @@ def chance(items: Frame, metric: str) -> float | None:
 
 
 def with_chance(scores: Sequence[Score], items: Frame) -> list[Score]:
-    """Return the scores with the accuracy of guessing. A group's accuracy is over the items of all its tasks."""
+    """Return the scores with the accuracy of guessing. A group's accuracy is the mean over its tasks' items."""
     scored = []
     for score in scores:
         task_items = items[items["task"] == score.task]
@@ -84,7 +84,7 @@ def values_of(items: Frame, metric: str, chosen: str) -> Frame | None:
 
 
 def refuse_other_items(one: Frame, other: Frame, names: tuple[str, str], column: str) -> None:
-    """Raise UserError unless two tables have the same items, by number, target and (if known) content."""
+    """Raise UserError if the items in two tables differ in their numbers, targets or (if known) contents."""
     hashed = ["doc_hash"] if "doc_hash" in one and "doc_hash" in other else []
     shared = ["task", "filter", "doc_id", "target", *hashed]
     rows = [set(map(tuple, table[shared].astype(str).to_numpy())) for table in (one, other)]

@@ -64,8 +64,8 @@ def windows(tokens: list[int], prefix: int, window: int, stride: int) -> Iterato
     """Cut a document into windows that score every token once. ``prefix`` is the first token of the first window.
 
     The first window scores ``window`` tokens. Each further window scores the next ``stride`` tokens, with at least
-    ``window - stride`` tokens of context. With equal window and stride, this is lm-evaluation-harness's rolling
-    log-likelihood.
+    ``window - stride`` tokens of context. Equal ``window`` and ``stride`` give the windows of
+    lm-evaluation-harness's rolling log-likelihood.
     """
     ids = [prefix, *tokens]
     done = 0
@@ -93,13 +93,13 @@ def perplexity(
 
     Args:
         model: a causal language model in evaluation mode, from [batch, tokens] to logits [batch, tokens, vocab_size].
-        tokenizer: the model's tokenizer. Its beginning-of-text (or end-of-text) token precedes each text.
+        tokenizer: the model's tokenizer, whose beginning-of-text (or end-of-text) token precedes each text.
         texts: the texts.
         window: the number of tokens that the model reads at once.
         stride: the number of tokens by which the window moves.
         batch_size: windows per forward pass.
         share: the number of windows that each process takes in turn, equal in all processes (default: ``batch_size``).
-        processes: the processes that share the text. Their number does not change the loss.
+        processes: the processes that share the text. The number of processes does not change the loss.
         progress: a function to call with the number of newly scored tokens.
 
     Raises:
@@ -139,7 +139,7 @@ def perplexity(
 
 
 def _first(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, notes: list[str]) -> int | None:
-    """Return the token to put before each text, or None, with notes, if the model's vocabulary lacks it."""
+    """Return the token to put before each text. If the vocabulary lacks this token, return None and add notes."""
     prefix = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if not isinstance(prefix, int):
         raise UserError(

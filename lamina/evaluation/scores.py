@@ -79,7 +79,7 @@ def scores_of(results: Json) -> list[Score]:
 
 
 def from_rows(rows: Sequence[Mapping[str, object]]) -> list[Score]:
-    """Convert the result of ``to_rows``, possibly after a JSON file, to scores."""
+    """Convert the rows of ``to_rows`` back to scores. The rows may come from a JSON file."""
     names = {entry.name for entry in fields(Score)}
     return [
         Score(**{name: value for name, value in row.items() if name in names} | {"value": float(str(row["value"]))})  # type: ignore[arg-type]

@@ -39,7 +39,7 @@ _SPLITS = ("training_split", "validation_split", "test_split", "fewshot_split")
 
 @functools.cache
 def _shipped() -> TaskManager:
-    """Return the harness's TaskManager with its own tasks. Its index takes seconds to build."""
+    """Return a TaskManager of the harness's tasks. The first call takes seconds, because it builds an index."""
     from lm_eval.tasks import TaskManager
 
     with quiet_harness():
@@ -90,7 +90,7 @@ class Tasks:
     def require(self, names: Iterable[str], *, source: str, others: Sequence[str] = ()) -> None:
         """Raise UserError for an unknown task, group or tag, and suggest the most similar name.
 
-        The message lists ``source`` (the user's files) and ``others`` as further allowed names.
+        The message also names the user's files (``source``), and lists ``others`` as allowed names.
         """
         for name in names:
             if self.entry(name) is not None:
@@ -136,7 +136,7 @@ class Tasks:
                 raise UserError(self._reason(name, error, reachable)) from error
 
     def _manager(self, entries: dict[str, Entry], folder: Path) -> TaskManager:
-        """Return a TaskManager of these entries. If ``self.data`` is set, write task files for the data."""
+        """Return a TaskManager of the tasks in ``entries``. If ``self.data`` is set, write task files for the data."""
         from lm_eval.tasks import TaskManager
 
         manager = TaskManager(include_defaults=False)
@@ -163,7 +163,7 @@ class Tasks:
             waiting += sorted(entry.tags) if entry.yaml_path is None else _members((entry.cfg or {}).get("task"))
 
     def _refuse_code(self, entries: dict[str, Entry]) -> None:
-        """Raise UserError for a user's task file, and for a task that runs code that a model writes."""
+        """Raise UserError for a user's task file, and for a task that executes a model's answers as code."""
         for task, entry in entries.items():
             path = entry.yaml_path
             if path is not None and any(path.is_relative_to(folder) for folder in self.folders):

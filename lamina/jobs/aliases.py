@@ -50,7 +50,7 @@ generation: gen_kwargs; data_dir: include_path
 
 
 def meaning(name: str, offered: Collection[str], *, near: bool = False) -> str | None:
-    """Return the setting that has the meaning of another library's name, or None if no allowed setting has it.
+    """Return the allowed setting with the same meaning as another library's name, or None without such a setting.
 
     ``offered`` has the allowed settings. With ``near``, a setting with a similar meaning also counts.
     """

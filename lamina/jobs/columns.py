@@ -105,7 +105,7 @@ def names(columns: Iterable[Column] = RESULT_COLUMNS) -> tuple[str, ...]:
 
 
 def aggregated(aggregate: str) -> tuple[str, ...]:
-    """Return the names of the columns that the ranking combines in this way (see ``Column.aggregate``)."""
+    """Return the names of the columns that the ranking combines by the rule ``aggregate``."""
     return names(column for column in RESULT_COLUMNS if column.aggregate == aggregate)
 
 

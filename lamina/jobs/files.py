@@ -134,7 +134,7 @@ def finite(data: Any) -> Any:
 
 
 def as_json(data: Mapping[str, object]) -> Json:
-    """Return data as they read after Lamina writes them to JSON."""
+    """Convert data to JSON and read the result again, with None for NaN and infinities."""
     return json.loads(json.dumps(finite(data)))
 
 
@@ -151,7 +151,7 @@ def read_result(folder: Path) -> Json | None:
 
 
 def read_seal(path: Path, data: Json) -> Json | None:
-    """Return the hashes of other files that a JSON file lists, or None if it has no checksum.
+    """Return the hashes of other files that a JSON file lists, or None for a JSON file without a checksum.
 
     Raises UserError if the JSON file was altered.
     """
@@ -206,7 +206,7 @@ def disk_full(error: BaseException | None) -> bool:
 
 
 def full_disk(path: Path) -> OSError:
-    """Return the error for a full disk. Its message names the folder."""
+    """Return the error for a full disk, with a message that names the path."""
     return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 

@@ -113,8 +113,8 @@ def hold(
 ) -> Iterator[bool]:
     """Lock a job's folder for writing. Yield whether the folder holds a job to resume.
 
-    With ``overwrite``, Lamina renames a non-empty folder to NAME.old. It deletes NAME.old when the new job has a
-    checkpoint or a result. If the job ends without either, Lamina keeps NAME.old and logs a warning.
+    With ``overwrite``, Lamina renames a non-empty folder to NAME.old. When the new job has a checkpoint or a
+    result, Lamina deletes NAME.old. If the job ends without checkpoint and result, Lamina keeps NAME.old and warns.
 
     If a new job fails before its first record, Lamina deletes the job's files.
 
@@ -228,7 +228,7 @@ def _is_ours(folder: Path) -> bool:
 
 @contextmanager
 def lock(folder: Path, *, wait: float = 0.0) -> Iterator[None]:
-    """Lock the folder against other processes. Wait up to ``wait`` seconds for another process to release it.
+    """Lock the folder against other processes. Wait up to ``wait`` seconds until another process ends its lock.
 
     Raises UserError if another process keeps the lock, if the folder can't be created, or if its file ``.lock`` or
     ``.replaces`` is a link. On Windows, Lamina creates the folder and checks for links, but does not lock.

@@ -43,8 +43,8 @@ class ResumePolicy:
     ) -> dict[str, object]:
         """Return the stored settings with the user's changes.
 
-        For a setting that may not change, ``auto`` means the stored value. Raises UserError if the user changed such a
-        setting.
+        For a setting that may not change, ``auto`` means the stored value. Raises UserError if the user
+        changed a setting that may not change.
 
         Args:
             stored: the settings in the folder.

@@ -67,8 +67,8 @@ def seal(folder: Path, listed: Mapping[str, Entry] | None = None) -> None:
 
 
 def listed(folder: Path) -> dict[str, Entry]:
-    """Return the files in a manifest. Raises OSError if it is unreadable, or one of NOT_A_MANIFEST if it was
-    altered.
+    """Return the files in a manifest. Raises OSError for an unreadable manifest, and an exception of NOT_A_MANIFEST
+    for an altered manifest.
     """
     if is_special(folder / MANIFEST):
         raise OSError(errno.EINVAL, SPECIAL)
@@ -132,7 +132,7 @@ def _damage(folder: Path, files: tuple[tuple[str, int, int, int], ...]) -> str |
 
 
 def _of_another_run(folder: Path) -> str | None:
-    """Return a text if the result.json beside a model has another model's hash, otherwise None."""
+    """Return a text if the result.json beside a model belongs to another run's model, otherwise None."""
     try:
         sealed = json.loads((folder.parent / RESULT).read_text(encoding="utf-8"))["seal"]["files"]
     except (OSError, *NOT_A_MANIFEST):  # no run's, or an older version's
@@ -159,7 +159,7 @@ def how_to_load(folder: str | Path) -> str:
 
 
 def content_hash(path: str | Path) -> str:
-    """Return a hash of a saved model from its manifest, or else from its files, or else from its name on the hub."""
+    """Return a hash of a saved model's manifest. Without a manifest, hash the files, or else the name on the hub."""
     folder = model_folder(path)
     if (folder / MANIFEST).is_file():
         return sha256(folder / MANIFEST)

@@ -62,10 +62,10 @@ class JobRow:
         function: the Python function's name, if it differs from the command's name.
         kind: the kind of the job's folder.
         summary: a line for ``lamina --help``.
-        about: the text for the command's help. Its first paragraph is also the Python function's docstring.
+        about: the text for the command's help, whose first paragraph is also the Python function's docstring.
         settings: a function that returns the class of the job's settings.
-        run: the function that runs the job. Its keyword arguments are the settings, resume, overwrite, bar, and each
-            switch whose ``passed`` is true.
+        run: the function that runs the job. The keyword arguments are the settings, ``resume``, ``overwrite``, ``bar``,
+            and each switch whose ``passed`` is true.
         returns: one or two sentences about the Python function's result.
         outcome: the result's type: a class of ``lamina.api.results``, or "pd.DataFrame".
         raises: the errors for the Python function's docstring.

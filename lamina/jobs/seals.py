@@ -81,7 +81,7 @@ def seal_tables(folder: Path) -> None:
 
 
 def lift_seal(folder: Path) -> bool:
-    """Delete seal.json before a job rewrites its tables. Return whether the tables were unchanged.
+    """Delete seal.json before a job rewrites its tables. Return whether the tables still match seal.json.
 
     If a table was altered, log the table's name, and keep seal.json until the job has rewritten the table. Raises
     UserError if study.yaml was altered, because the job can't rewrite that file.
@@ -120,8 +120,8 @@ def hashes(folder: Path, patterns: Iterable[str]) -> dict[str, str]:
 def altered(folder: Path, by: str = RESULT, *, missing: bool = True) -> dict[str, str]:
     """Return the altered or missing records of a folder, with a text about each fault.
 
-    Lamina compares the records with the hashes in the file ``by``. A missing record is a fault only if ``missing`` is
-    true. Raises UserError if the file ``by`` itself was altered.
+    ``by`` is the name of the file that lists the records' hashes. A missing record is a fault only if ``missing`` is
+    true. Raises UserError if the file with the hashes was altered.
     """
     seal = read_seal(folder / by, noted(folder / by)) or {}
     faults = {}
@@ -178,7 +178,7 @@ def grown_records(folder: Path) -> dict[str, tuple[int, str]]:
 
 
 def refuse_regrown(folder: Path, known: Mapping[str, tuple[int, str]], checkpoint: str) -> None:
-    """Raise UserError if the part of a record file that a checkpoint hashed has changed.
+    """Raise UserError if a record file has changed in the part that existed at the checkpoint.
 
     Accept a missing record, and a metrics.jsonl without its last lines, because the resumed run writes them again.
     """

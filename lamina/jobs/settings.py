@@ -49,14 +49,14 @@ def setting(default: T, help: str, check: Check | None = None, *, decides: bool 
     Args:
         default: the field's default.
         help: the field's help text.
-        check: the check of the value. Numeric fields need a check. For other fields, the type decides by default.
+        check: the check of the value. Numeric fields need a check. The default check of other fields tests the type.
         decides: whether the field affects the job's numbers. If false, a resumed job may change the field.
     """
     return _field(default, {"help": help, "check": check, "decides": decides})
 
 
 def changed(default: T, *, help: str | None = None, check: Check | None = None, decides: bool | None = None) -> T:
-    """Change the default of an inherited field, and also its help text, check or ``decides`` if you give them."""
+    """Change the default of an inherited field, and the help text, check or ``decides`` that you give."""
     given = {"help": help, "check": check, "decides": decides, "changed": True}
     return _field(default, {key: value for key, value in given.items() if value is not None})
 
@@ -97,7 +97,7 @@ class Settings:
         group: the heading of the flags in ``--help all``, a keyword of the class statement.
         main: the settings that the short ``--help`` shows.
         needed: the settings that a job must have before it begins.
-        without: the inherited fields to omit. They keep their defaults, and have no flag and no YAML key.
+        without: the inherited fields to omit. Omitted fields keep their defaults, and have no flag and no YAML key.
         order: the fields that come first in files and help texts.
         outside: a mapping from a setting that takes another library's options to these options, or to the source files
             that declare them.
@@ -185,7 +185,7 @@ class Settings:
                 raise UserError(f"{name.removesuffix('_model')}: none given. Add --{flag}: {self.help(name)}")
 
     def refuse_unused(self, *names: str, allowed: str, here: str = "here") -> None:
-        """Raise UserError if one of the named settings has a value other than its default, because it has no effect."""
+        """Raise UserError if the user changed one of the named settings, because these settings have no effect."""
         for name in names:
             if (value := getattr(self, name)) != self.default(name):
                 raise UserError(
@@ -212,7 +212,7 @@ class Settings:
         return cls(**data)
 
     def shared_with(self, other: type[Settings]) -> Json:
-        """Return the values of the fields that ``other`` also has."""
+        """Return the values of the fields that the settings class ``other`` also has."""
         names = other.names()
         return {name: value for name, value in self.to_dict().items() if name in names}
 

@@ -15,7 +15,7 @@ WARNING_SIGNALS = tuple(getattr(signal, name) for name in ("SIGUSR1",) if hasatt
 
 @contextmanager
 def interruptible_imports(leave: Callable[[], int]) -> Iterator[None]:
-    """Inside the context, Ctrl-C during an import ends the process. The exit code is the result of ``leave``.
+    """Inside the context, Ctrl-C during an import calls ``leave``, and ends the process with the returned exit code.
 
     Without this context, an import can lose the KeyboardInterrupt: some libraries convert it to another exception, or
     only print it. If the process ignores SIGINT or has its own handler, this context does nothing.
@@ -61,7 +61,7 @@ _parent: int | None = None
 
 
 def watch_parent(parent: int | None) -> None:
-    """Set the parent process that ``orphaned`` watches. None means no parent, and -1 means that it has ended."""
+    """Set the parent process that ``orphaned`` watches: None for no parent, and -1 for a parent that has ended."""
     global _parent
     _parent = parent
 

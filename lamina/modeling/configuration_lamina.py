@@ -30,7 +30,7 @@ _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")  # of the model, whic
 
 
 class LogitsStyle(NamedTuple):
-    """What a backbone does to its logits: Cohere's factor, Granite's divisor and Gemma 2's soft-cap (None: nothing).
+    """How a backbone changes its logits: by Cohere's factor, Granite's divisor or Gemma 2's soft-cap (None: no change).
 
     MiniCPM divides the head's input by ``states``.
     """
@@ -68,12 +68,12 @@ class LaminaConfig(PreTrainedConfig):
 
     Fields of the backbone, such as ``config.hidden_size``, are also fields of this configuration. ``backbone_of``
     returns the backbone's configuration. For serving engines, config.json also has copies of the fields in ``FLAT``,
-    and ``logit_scale``, the total factor on the head's output. A copy that differs raises ValueError.
+    and ``logit_scale``, the total factor on the head's output. A copy that differs from the field raises ValueError.
 
     Args:
         backbone_config: the transformers configuration of the backbone, or its dict (with ``model_type``).
-        plan: the norm placement, as ``lamina.placements.Plan.to_dict`` writes it. Raises ValueError if its number of
-            layers is not ``num_hidden_layers``.
+        plan: the norm placement, as ``lamina.placements.Plan.to_dict`` writes it. Raises ValueError if the
+            placement's number of layers is not ``num_hidden_layers``.
     """
 
     model_type = "lamina"

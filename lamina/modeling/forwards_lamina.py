@@ -44,7 +44,7 @@ class _Calls(ast.NodeTransformer):
 
 
 def with_calls(base: type[nn.Module], before: Mapping[str, str], after: Mapping[str, str]) -> FunctionType:
-    """Return a module's forward with calls of the module's methods before or after inner modules.
+    """Return a module's forward that also calls methods of the module, before or after inner modules.
 
     ``before`` maps an inner module's name to a method for its input. ``after`` maps the name to a method for its
     output. Raises ValueError if the forward does not call an inner module, or if its source is not available.

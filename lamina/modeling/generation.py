@@ -41,14 +41,14 @@ class Teller(TextStreamer):
 
 
 def until(text: str, stops: Sequence[str], begin: int = 0) -> int:
-    """Return the position of the first stop text from ``begin`` on, or the text's length if there is none."""
+    """Return the position of the first stop text, or the text's length. The search starts at ``begin``."""
     return min((end for stop in stops if (end := text.find(stop, begin)) >= 0), default=len(text))
 
 
 class Speaker:
     """A saved model that continues a text, or answers a user in its chat template (see ``lamina.generate``).
 
-    Raises UserError if the folder has no such model, or if a text fills the model's context.
+    Raises UserError if the folder holds no model that continues texts, or if a text fills the model's context.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class Speaker:
             ) from error
 
     def _has_a_last_position(self, longest: int) -> bool:
-        """Return whether a table of limited length gives the positions. (OPT's table has two extra rows.)"""
+        """Return whether the model has a table with a row for each position. (OPT's table has two extra rows.)"""
         tables = (m for m in self.model.modules() if isinstance(m, torch.nn.Embedding))
         words = self.model.get_input_embeddings()
         return any(longest <= table.num_embeddings <= longest + 2 for table in tables if table is not words)

@@ -35,7 +35,7 @@ ChunkKernel = Callable[[torch.Tensor, torch.Tensor, float | None], tuple[torch.T
 
 
 class LinearLoss:
-    """The ``linear_loss`` of a LaminaForCausalLM. On a GPU, it uses Liger's kernels if they are installed.
+    """The ``linear_loss`` of a LaminaForCausalLM. On a GPU, LinearLoss uses Liger's kernels if they are installed.
 
     If all logits fit into a chunk, LinearLoss returns None, and the model computes the usual loss. Compiled training on
     a GPU always uses chunks, which are faster there.
@@ -73,18 +73,18 @@ class LinearLoss:
         shift_labels: torch.Tensor | None = None,
         **more: Any,
     ) -> torch.Tensor | None:
-        """Return the mean loss in float32, like transformers' ForCausalLMLoss. None lets the model compute the loss.
+        """Return the mean loss in float32, like transformers' ForCausalLMLoss, or None if the model must compute it.
 
         Args:
             states: [batch, tokens, hidden_size]. The state of token i predicts label i + 1.
-            head: the output head. The result is None unless it is an nn.Linear without bias and adapter, whose weight
-                is neither quantized nor sharded.
+            head: the output head. The result is None for a head that is no nn.Linear, or has a bias, an adapter, or
+                a quantized or sharded weight.
             labels: [batch, tokens], with -100 for tokens without a label.
             scale: the factor on the logits.
             softcap: the logits' soft-cap c in c tanh(z / c).
             num_items_in_batch: the divisor of the summed losses (default: the number of labels that are not -100).
             shift_labels: labels that are already shifted.
-            more: other arguments of the loss. With any of them, the result is None.
+            more: other arguments of the loss. If you give such an argument, the result is None.
         """
         if type(head) is not nn.Linear or head.bias is not None or type(head.weight) is not nn.Parameter or more:
             return None

@@ -162,7 +162,7 @@ def adapter_of(config: PreTrainedConfig) -> Adapter:
 
 
 def build_backbone(config: LaminaConfig) -> tuple[PreTrainedModel, LaminaNorm | None]:
-    """Build a transformers model with the norm placement of ``config.plan``. Return it and the embedding norm.
+    """Build a transformers model with the norms of ``config.plan``. Return the model and its embedding norm.
 
     Raises ValueError if Lamina can't change the layers, or if a projection that needs a norm does not exist.
     """
@@ -209,7 +209,7 @@ def build_backbone(config: LaminaConfig) -> tuple[PreTrainedModel, LaminaNorm | 
 def _backbone_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """Return a subclass of the backbone's model that records Blocks as its hidden states.
 
-    transformers finds its recorders by class, so the class must exist first. To pickle models, this module stores it.
+    transformers looks up by class which outputs to record. This module stores the class, so that models can be pickled.
     """
     try:
         base = cast(type[PreTrainedModel], MODEL_MAPPING[type(config)])
@@ -486,7 +486,8 @@ class LaminaForCausalLM(LaminaWithHead, GenerationMixin):
     """A LaminaModel with a language-model head: logits [batch, tokens, vocab_size], and the loss if there are labels.
 
     If ``linear_loss`` is set, it computes the loss from the last states [batch, tokens, hidden_size], the head and the
-    labels, and the output has no logits. If it returns None, the model computes the loss from the logits.
+    labels, and the output has no logits. If ``linear_loss`` returns None, the model computes the loss from
+    the logits.
     """
 
     linear_loss: Callable[..., torch.Tensor | None] | None = None

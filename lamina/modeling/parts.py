@@ -71,7 +71,7 @@ def patched(holder: object, **attributes: object) -> Iterator[None]:
 
 @contextmanager
 def uncompiled(model: nn.Module) -> Iterator[None]:
-    """Run compiled modules eagerly inside the context. They would skip inner hooks and recompile for each shape."""
+    """Run compiled modules eagerly in the context. Compiled modules skip inner hooks and recompile for each shape."""
     calls = {module: call for module in model.modules() if (call := module._compiled_call_impl) is not None}
     for module in calls:
         module._compiled_call_impl = None
@@ -105,8 +105,8 @@ def decaying(model: nn.Module) -> list[str]:
 def drop_branches(model: PreTrainedModel, rate: float) -> None:
     """Drop branches at random for each item of a batch, as in DeiT and ConvNeXt.
 
-    Layer l of N (from 0) has the probability rate * l / (N - 1). Lamina divides the other branches by 1 - probability.
-    It drops a branch after its output norm. The model gets no new weights, and evaluation does not change.
+    Layer l of N (from 0) has the probability rate * l / (N - 1). Lamina divides the kept branches by 1 - probability.
+    Lamina drops a branch after the branch's output norm. The model gets no new weights, and evaluation does not change.
     """
     body = body_of(model, "drop_path")
     last = max(1, len(body.layers) - 1)

@@ -100,7 +100,7 @@ def open_text(path: Path, start: int = 0) -> Iterator[TextIO]:
     ``start`` is the first byte to read, counted in the decompressed text.
 
     Raises:
-        NotTextError: the file is binary, not UTF-8 or damaged. Reading inside the with block may also raise it.
+        NotTextError: the file is binary, not UTF-8 or damaged. A read in the with block may also raise this error.
         UserError: the file needs zstandard, which is not installed, or the user may not read the file.
     """
     damaged = _decompression_errors()
@@ -142,8 +142,8 @@ def encodable_text(text: str) -> str:
 def walk(root: Path, linked: list[Path] | None = None) -> list[Path]:
     """Return the files below a folder, sorted by relative name, without hidden files and folders.
 
-    Lamina follows links to files, but not links to folders, which may form a loop. It collects
-    links to folders in ``linked``.
+    Lamina follows links to files, but not links to folders, which may form a loop. Lamina adds
+    links to folders to the list ``linked``.
 
     Raises UserError for a folder that Lamina may not read.
     """
@@ -182,7 +182,7 @@ def state_of(path: Path) -> FileState:
 
 
 def fingerprint_of_large(root: Path, paths: Sequence[Path], states: Sequence[FileState], text_field: str) -> str | None:
-    """Return a hash of the names, sizes and modification times of files that exceed 1 GiB together.
+    """Return a hash of the files' names, sizes and modification times if the files exceed 1 GiB in total.
 
     Return None for smaller files, because Lamina can hash their content.
     """
@@ -216,7 +216,7 @@ def read_file(
     """Yield each document of a file, with the position after the document. Start at the position ``start``.
 
     Args:
-        path: the file. Its suffix decides whether Lamina reads rows or plain text.
+        path: the file, whose suffix decides whether Lamina reads rows or plain text.
         text_field: the field of a row that holds its text.
         start: the position of the first document.
         part_chars: the number of characters per part of a plain text.

@@ -1,6 +1,6 @@
 """Convert checkpoints between transformers and Lamina, with the same logits.
 
-Lamina uses each tensor exactly once. Otherwise, it raises a UserError that names the tensor.
+A UserError names any tensor that Lamina can't use exactly once.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class Equivalent:
         gate_and_up: whether a single projection computes the feed-forward's gate and input.
         one_norm: whether attention and feed-forward share the attention's norm.
         gain_offset: the difference between a gain and the stored weight (see ``Conversion``).
-        scales_branches: whether the configuration has a field for the branches' factor. Without it, Lamina multiplies
-            the weights by the factor.
+        scales_branches: whether the configuration has a field for the branches' factor. Without this
+            field, Lamina multiplies the weights by the factor.
         fields: fields of the configuration other than the sizes.
     """
 
@@ -160,8 +160,8 @@ def _shifted(gain: torch.Tensor, offset: float) -> torch.Tensor:
 def copy_buffers(names: Mapping[str, str], source: PreTrainedModel, target: PreTrainedModel) -> None:
     """Copy buffers that checkpoints do not store, such as rotary frequencies.
 
-    Casting a model rounds such buffers, but loading it does not. ``names`` maps the target's names to the source's
-    names.
+    A cast of the model rounds such buffers, but a load does not round them. ``names`` maps the target's names to the
+    source's names.
     """
     buffers = dict(source.named_buffers())
     for name, buffer in target.named_buffers():
@@ -179,8 +179,8 @@ def from_transformers(
         dtype: the dtype of the weights from a path. "auto" keeps the checkpoint's dtype.
 
     Returns:
-        A LaminaForCausalLM in evaluation mode that shares no weights with the source. For model types with
-        ``Conversion.rounds``, its logits differ from the source's logits by rounding. For other types, they are equal.
+        A LaminaForCausalLM in evaluation mode that shares no weights with the source. The two models'
+        logits are equal, or differ by rounding for model types with ``Conversion.rounds``.
 
     Raises:
         UserError: for a model type that Lamina can't convert, for weights in another format than safetensors, or for a
@@ -263,9 +263,9 @@ def _has_one_norm(conversion: Conversion, plan: Plan) -> bool:
 
 
 def _with_one_norm(ours: dict[str, torch.Tensor], model: LaminaForCausalLM) -> None:
-    """Replace two unequal pre-norms of a layer with a norm of gain 1 and bias 0.
+    """If a layer's two pre-norms differ, move gains and biases into the next projections, leaving gain 1 and bias 0.
 
-    The next projection W n + c takes the norm's gain g and bias b: W (g n + b) + c = (W g) n + (W b + c).
+    A projection W n + c takes the norm's gain g and bias b: W (g n + b) + c = (W g) n + (W b + c).
     """
     for index, block in enumerate(model.model.layers):
         layer_path = f"model.backbone.{adapter_of(backbone_of(model.config)).layers}.{index}"
@@ -299,7 +299,7 @@ def _with_one_norm(ours: dict[str, torch.Tensor], model: LaminaForCausalLM) -> N
 
 
 def _theirs(model: LaminaForCausalLM) -> tuple[PreTrainedConfig, Equivalent]:
-    """Return the configuration and the ``Equivalent`` of the transformers model with the same placement."""
+    """Return the configuration of the transformers model with the same placement, and its ``Equivalent``."""
     backbone, plan = backbone_of(model.config), Plan.from_dict(model.config.plan or {})
     conversion = conversions().get(backbone.model_type)
     if conversion is not None and computed(plan) == computed(own_plan(backbone)):
@@ -376,7 +376,7 @@ def in_pairs(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
 
 
 def _find(model: LaminaForCausalLM, plan: Plan, config: PreTrainedConfig) -> str:
-    """Return the model type of transformers with the same norm placement. Raises UserError if there is none."""
+    """Return transformers' model type with the same norm placement. Raises UserError if no type has this placement."""
     if config.model_type not in LLAMAS:
         raise UserError(
             f"plan: no model of transformers has this placement ({plan.placement!r}) on the backbone "
@@ -580,7 +580,7 @@ def convert(
 
 @contextmanager
 def written_model(source: str, output: Path, *, overwrite: bool) -> Iterator[Path]:
-    """Yield an empty folder for a model's files. At the end, move them and the source's tokenizer to ``output``.
+    """Yield an empty folder for a model's files. Then move the files and the source's tokenizer to ``output``.
 
     After an error, ``output`` is unchanged.
     """
@@ -636,7 +636,7 @@ def largest_difference(first: PreTrainedModel, second: PreTrainedModel) -> tuple
 
 
 def _verified_difference(model: PreTrainedModel, again: PreTrainedModel, backbone: str) -> float:
-    """Return the largest difference of the logits, to the source model. Raises UserError if it is too large."""
+    """Return the largest difference between two models' logits. Raises UserError for too large a difference."""
     difference, largest = largest_difference(model, again)
     if math.isnan(difference):
         raise UserError(

@@ -84,8 +84,8 @@ def read_config(
 ) -> PreTrainedConfig:
     """Read the configuration of a saved model from a folder or the hub, and check the folder.
 
-    This function compares the files with the manifest, and the tensors' formats with the configuration. It rejects
-    configurations that make transformers fetch code.
+    This function compares the files with the manifest, and the tensors' formats with the configuration. Lamina
+    rejects configurations that make transformers fetch code.
 
     Args:
         path: a folder with config.json, or a name on the hub.
@@ -254,7 +254,7 @@ def _falls_back(name: str) -> bool:
 
 
 def _texts(data: object, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield each text in JSON data with its path, without the indices of lists."""
+    """Yield the path of each text in JSON data, and the text. Paths have no indices of lists."""
     if isinstance(data, str):
         yield path, data
     elif isinstance(data, Mapping):
@@ -296,7 +296,7 @@ def load_weights(
         dtype: the dtype of the weights. "auto" keeps the checkpoint's dtype.
         pickles: whether to read the tensors of a .bin file if there is no safetensors file.
         trust_remote_code: whether to run the checkpoint's code.
-        optional: a function of the model and a tensor's name: may the checkpoint lack the tensor (default: no)?
+        optional: whether the checkpoint may lack a tensor, as a function of the model and the name (default: no).
         extra: whether to ignore a head in the checkpoint that the model does not have.
         more: further arguments of ``from_pretrained``.
 
@@ -386,7 +386,7 @@ def _check_room(config: PreTrainedConfig, cls: ModelClass, tensors: Mapping[str,
 
 
 def check_finite(model: nn.Module, field: str) -> None:
-    """Raise UserError for NaN or infinite weights. The message gives the first such weight and its position."""
+    """Raise UserError for NaN or infinite values. The message gives the weight and the first value's position."""
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and not bool(torch.isfinite(parameter.detach()).all()):
             bad = ~torch.isfinite(parameter.detach())
@@ -400,7 +400,7 @@ def check_finite(model: nn.Module, field: str) -> None:
 def load_tokenizer(
     path: str | Path, config: PreTrainedConfig, field: str, *, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """Load the tokenizer in a model's folder. Raises UserError if it is missing, or has more tokens than the model."""
+    """Load the tokenizer in a model's folder. Raises UserError for no tokenizer, or more tokens than the model has."""
     name, folder = str(path), Path(path)
     if folder.is_dir():
         present = [file for file in TOKENIZER_FILES if (folder / file).is_file()]

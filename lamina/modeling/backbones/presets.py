@@ -122,9 +122,7 @@ def with_fields(config: PreTrainedConfig, changes: Mapping[str, object]) -> PreT
 
 
 def cut_config(config: PreTrainedConfig, kept: Sequence[int], count: int) -> None:
-    """Reduce a configuration of ``count`` layers, and its lists with an entry for each layer, to the layers
-    ``kept``.
-    """
+    """Remove all layers except ``kept`` from the lists of a configuration that have an entry for each layer."""
     if isinstance(config, LaminaConfig) and config.plan is not None:
         config.plan = {**config.plan, "layers": [config.plan["layers"][index] for index in kept]}
     text = backbone_of(config)
@@ -147,7 +145,7 @@ def _heads(width: int, head_dim: int) -> int:
 
 
 def _fitting_heads(width: int) -> list[int]:
-    """Return the numbers of heads with an even width, as rotary embeddings need. Raises UserError if there are none."""
+    """Return the numbers of heads with an even width, for rotary embeddings. Raises UserError for an odd ``width``."""
     fitting = [h for h in range(1, width + 1) if width % h == 0 and width // h % 2 == 0]
     if not fitting:
         raise UserError(f"hidden_size: {width} is odd, but each head needs an even width. Give an even number.")

@@ -37,7 +37,7 @@ Tensors = dict[str, Stored]
 
 
 def read_json(path: Path, source: str) -> dict[str, object]:
-    """Read a JSON file that holds an object. Raises UserError for other content. ``source`` begins the message."""
+    """Read a JSON object from a file. Raises UserError for any other file. ``source`` begins the message."""
     if path.stat().st_size > _LARGEST_JSON:
         raise UserError(
             f"{source} has {path.stat().st_size} bytes, more than the {_LARGEST_JSON} that Lamina reads. Give the "
