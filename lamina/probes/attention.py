@@ -166,7 +166,7 @@ class Attention(Probe):
 def of_heads(
     logits: torch.Tensor, weights: torch.Tensor, mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the ``METRICS`` [sequences, heads, metrics] and the largest logit of each head.
+    """Return each head's ``METRICS`` on each sequence, [sequences, heads, metrics], and each head's largest logit.
 
     Args:
         logits: the softmax's input, [sequences, heads, queries, keys]

@@ -82,7 +82,7 @@ def variance_sides(block: LayerCall, num_layers: int, constant: float) -> list[S
 
 
 def identity_sides(block: LayerCall, tolerance: float) -> Sides:
-    """Return the quantities of FuseNorm's Eq 9: J's distance from the identity, and the input's standard deviation."""
+    """Return the Jacobian's distance from the identity, and the input's standard deviation (FuseNorm's Eq 9)."""
     distance = Jacobian(block, block.stream).norm(batch_dims=1, identity=1.0, tolerance=tolerance).value
     return Sides(block.site.index, "block", "fusenorm_eq_9", distance, _variance(block.stream).sqrt())
 
@@ -136,7 +136,7 @@ def jacobian_sides(block: LayerCall, tolerance: float) -> list[Sides]:
 
 
 def fused(block: LayerCall) -> bool:
-    """Return whether a norm follows both sums of a block, and the feed-forward's skip carries the block's input."""
+    """Return whether norms follow both sums of a block, and the feed-forward's skip is the block's input."""
     wirings = wirings_of(block.site)
     return len(wirings) == 2 and all(w.post_gain is not None for w in wirings) and wirings[1].skip == "block_input"
 
@@ -209,23 +209,23 @@ class Bounds(ShortProbe):
     ``peri_ln_c2``: a norm on the output of W_2.
     ``peri_ln_c3``: a norm on the sum of the skip and the output.
     ``peri_ln_c2_c3``: both norms.
-    ``peri_ln_c1_token`` (and so on): the single token with the largest ratio, which is at most 1.
+    ``peri_ln_c1_token`` (and so on): both sides at the token with the largest ratio, which is at most 1.
 
     FuseNorm's Theorem 1 gives these roles at each layer. J is the block's Jacobian, and F is a sub-layer's output.
 
-    ``fusenorm_eq_9``: the distance of J from the identity, against c / sigma. sigma is the standard deviation of the
-        block's input. Lamina chooses the constant c so that the geometric mean of the ratios is 1. The block must have
-        no norm on the residual stream.
-    ``fusenorm_eq_21``: the variance of F, against the option ``constant`` divided by the number of blocks. The paper
-        states only the order of magnitude, so the ratio must not grow with the number of blocks. Layer -1 holds the
-        mean over the layers.
-    ``fusenorm_eq_20``: the variance of a sub-layer's sum, against the variance of the skip plus the variance of F. Both
-        sides are equal if skip and F are uncorrelated. A norm must follow the sum.
-    ``fusenorm_eq_19``: the spectral norm of J, against the paper's approximate bound. The block must have FuseNorm's
-        structure.
-    ``fusenorm_eq_19_chain``: the spectral norm of J, against the chain rule's bound. The ratio is at most 1.
+    ``fusenorm_eq_9``: the distance of J from the identity (left), and c / sigma (right). sigma is the standard
+        deviation of the block's input. Lamina chooses the constant c so that the geometric mean of the ratios is 1. The
+        block must have no norm on the residual stream.
+    ``fusenorm_eq_21``: the variance of F (left), and the option ``constant`` divided by the number of blocks (right).
+        The paper states only the order of magnitude, so the ratio must not grow with the number of blocks. Layer -1
+        holds the mean over the layers.
+    ``fusenorm_eq_20``: the variance of a sub-layer's sum (left), and the variance of the skip plus the variance of F
+        (right). Both sides are equal if skip and F are uncorrelated. A norm must follow the sum.
+    ``fusenorm_eq_19``: the spectral norm of J (left), and the paper's approximate bound (right). The block must have
+        FuseNorm's structure.
+    ``fusenorm_eq_19_chain``: the spectral norm of J (left), and the chain rule's bound (right). The ratio is at most 1.
 
-    Two rows of layer -1 compare exponents in log-log plots of the distance of J from the identity. The left side is the
+    Two rows of layer -1 compare slopes in log-log plots of J's distance from the identity. The left side is the
     measured slope, and the right side is the paper's slope.
 
     ``fusenorm_eq_9``: the slope against sigma. The paper's slope is -1.
@@ -441,8 +441,8 @@ def last_layer_sides(context: Context, last: LastLayer, inputs: Mapping[str, tor
     """Measure both sides of Peri-LN's Proposition 3.1 on one batch.
 
     The left side is the Frobenius norm of the loss's gradient with respect to the last down-projection W. The right
-    side is a sum over tokens. Each token contributes the norm of W's input, times the norm of the loss's gradient with
-    respect to the layer's output, times a factor for each norm after W. The factor is twice the norm's largest gain,
+    side is a sum over tokens. Each token contributes a product: the norm of W's input, the norm of the loss's gradient
+    with respect to the layer's output, and a factor for each norm after W. The factor is twice the norm's largest gain,
     divided by the root mean square of the norm's input at this token.
 
     Peri-LN's Eq 21 and 37 replace the norm of the gradient with respect to the output by 2, because the output is the

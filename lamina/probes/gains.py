@@ -34,8 +34,8 @@ class Gains(Probe):
     have layer -1 and sublayer "model".
 
     Lamina computes gain_mean, gain_std (population), gain_rms, gain_min and gain_max over the vector in float64. The
-    gain is the value that the norm applies: Gemma stores the gain minus 1. Norms without a gain have no rows. The probe
-    reads no text, so the values have no standard error.
+    gain is the factor that the norm applies, although Gemma stores the gain minus 1. Norms without a gain have no rows.
+    The probe reads no text, so the values have no standard error.
     """
 
     name = "gains"

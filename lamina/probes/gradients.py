@@ -37,13 +37,13 @@ class Gradients(Probe):
         (OLMo 2). A spike is at least 7 standard deviations above the mean of the 1,000 values before it.
 
     The column ``role`` names the parameters or tensors that a row covers. In a sub-layer, a role is a kind of
-    parameter, such as query or pre_norm, or the module's path. Role ``all`` covers a whole sub-layer. With sublayer
-    ``block``, it covers a whole layer. With layer -1, it covers the whole model, as torch.nn.utils.get_total_norm does.
-    Outside the layers (sublayer ``model``), the roles are embedding, readout (the output head) and final_norm.
+    parameter, such as query or pre_norm, or the module's path. Role ``all`` covers a whole sub-layer, a whole layer
+    (sublayer ``block``) or the whole model (layer -1, as torch.nn.utils.get_total_norm). Outside the layers (sublayer
+    ``model``), the roles are embedding, readout (the output head) and final_norm.
 
     Role ``state`` (sublayer ``block``) is the gradient with respect to the residual stream before layer l, or after the
-    last layer for l = N. It covers all tokens and streams. The loss is a mean over tokens, so this gradient shrinks
-    with the number of tokens. Compare only values on the same text.
+    last layer for l = N. Role ``state`` covers all tokens and streams. The loss is a mean over tokens, so this gradient
+    shrinks with the number of tokens. Compare only values on the same text.
 
     If layers share parameters (ALBERT), Lamina sums their gradients and shows the sum at the first layer. If the output
     head is the embedding, Lamina shows the sum at the embedding. On a short text, noise makes the gradient norm larger.
@@ -194,7 +194,7 @@ class _Moments:
 
 
 def _accumulate(context: Context, states: list[_Moments], batches: Sequence[Mapping[str, torch.Tensor]]) -> float:
-    """Fill the parameters' gradients. Multiply them by the returned factor to get the mean loss's gradients.
+    """Fill the parameters' gradients. Multiply the gradients by the returned factor to get the mean loss's gradients.
 
     The factor is 1 if all sequences have equally many predicted tokens.
     """

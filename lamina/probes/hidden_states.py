@@ -44,11 +44,11 @@ class HiddenStates(Probe):
     ``token_variance``: the variance over a token's channels, averaged over tokens.
     ``mean``, ``abs_mean``, ``rms``: the mean of x, the mean of |x|, and the root mean square of x.
     ``variance_step``: the variance after layer l minus the variance before layer l (Peri-LN Eq 4).
-    ``abs_max``: the largest |x|. The columns channel, position and token locate this value.
+    ``abs_max``: the largest |x|. The columns channel, position and token locate the largest |x|.
     ``top100_max``, ``top100_min``: the largest and the smallest of the 100 largest |x| (Peri-LN Fig 11).
     ``headroom_factor``: FP16's limit, 65504, divided by abs_max. Its base-2 logarithm is ``headroom_bits``.
 
-    These metrics are means over sequences:
+    The following metrics are means over sequences:
 
     ``top_magnitude``: the largest |x| of a sequence. ``index`` 2 is the second largest, and so on.
     ``median``: the median |x| of a sequence (the lower of two middle values).
@@ -64,7 +64,7 @@ class HiddenStates(Probe):
     "after" describe the residual stream after the addition and any post_norm.
 
     Rows with a norm's role (such as pre_norm) describe the norm's input. The metric sigma is the standard deviation
-    over the channels (Mix-LN Eq 5-7), and rms is the root mean square. Both are means over tokens.
+    over the channels (Mix-LN Eq 5-7), and rms is the root mean square. Lamina averages sigma and rms over tokens.
 
     In a model with several streams, x^l is the mean of the streams. In rows with role "streams", stream_cosine is the
     mean cosine of two streams at a token, and stream_rms is the rms of stream number ``index``.
@@ -499,7 +499,7 @@ class StateTotals(Totals):
 
 
 def _identifier(input_ids: torch.Tensor | None, peaks: torch.Tensor, sequence: int, token: int) -> int | None:
-    """Return a token's id, or None if the hidden state's tokens are not the input's tokens."""
+    """Return a token's id, or None if the input's tokens do not match the hidden state's tokens."""
     if input_ids is None or input_ids.shape != peaks.shape:
         return None
     return int(input_ids[sequence, token])

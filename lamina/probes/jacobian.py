@@ -73,11 +73,11 @@ class JacobianProbe(ShortProbe):
     follow:
 
     ``stream``: from stream number ``index`` before the block to the same stream after the block.
-    ``collapsed``: from an equal change of all streams to the change of the streams' mean.
+    ``collapsed``: from the same change of every stream to the change of the streams' mean after the block.
 
     Rows of a sub-layer with role post_norm hold sigma, the number by which the post-norm divides, averaged over tokens.
     Rows of layer -1 hold the product over all layers. The metric log10_total (role jacobian) is log10 of the spectral
-    norm of the whole model's Jacobian, which is at most the product.
+    norm of the whole model's Jacobian, which is at most the product of all layers' spectral norms.
 
     Options:
 

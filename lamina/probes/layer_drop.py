@@ -71,8 +71,8 @@ class LayerDrop(Probe):
 
     ``loss_increase``: the increase of the loss in nats per predicted token.
     ``perplexity_increase``: the increase of exp(loss).
-    ``accuracy_drop``: the decrease of a task's value (lm-eval). The standard error is usually too large, because it
-        assumes that the two values are independent.
+    ``accuracy_drop``: the decrease of the model's score on an lm-eval task. The standard error is usually too large,
+        because it assumes that the scores with and without the layers are independent.
     ``score_drop``: the decrease of your own score, or its increase if a lower score is better.
     ``angular_distance``: the angle between the hidden states before and after the layers (see the probe
         angular_distance).
@@ -303,7 +303,7 @@ def _which(layer: float, size: int) -> str:
 
 
 def _could_go(group: Frame, whole: float, unit: str) -> list[str]:
-    """Name the layers whose harm is below 1 % of the whole model's value, or below two standard errors."""
+    """Name the layers whose removal costs less than 1 % of the whole model's value or two standard errors."""
     errors = group["standard_error"].replace(math.inf, math.nan)  # of one sequence it is unknown
     border = (2 * errors.fillna(0.0)).clip(lower=0.01 * abs(whole))
     harmless = group[group["value"] < border]
@@ -376,7 +376,7 @@ def _error(values: np.ndarray) -> float:
 
 
 class _Unchanged(Exception):
-    """Stop the forward pass, because a layer without its sub-layers returns its input unchanged."""
+    """Raised to stop the forward pass if a layer without its sub-layers returns its input unchanged."""
 
 
 class PassesWithoutLayers(ExitStack):
@@ -426,7 +426,7 @@ class PassesWithoutLayers(ExitStack):
         return self.run()
 
     def without_branches(self, start: int, size: int) -> torch.Tensor | None:
-        """Return the result if the sub-layers add zero, or None if the layers then return their input unchanged."""
+        """Return the result if the sub-layers add zero, or None if the layers' output then equals their input."""
         if not self.chained:
             return self._hooked(start, size, BRANCH)
         assert start == self._start

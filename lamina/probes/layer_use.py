@@ -37,8 +37,8 @@ class LayerUse(Probe):
         the later layer ``index`` is its output minus its input. Lamina takes norms over a token's channels, and
         averages over tokens.
     ``permutation_score``: the absolute change of the loss if layer ``layer`` and the next layer change places, divided
-        by the loss. Each layer takes its weights, norms, scales and kind along. A mask for one position in the stack
-        stays.
+        by the loss. The weights, norms, scales and kind of a layer move with the layer. A mask that belongs to a
+        position in the stack does not move.
     ``linear_loss_increase``: the increase of the loss in nats per token if the best linear map replaces the layer.
         Lamina fits the map by least squares, without an intercept, on the second half of the sequences. Lamina measures
         the loss on the first half.

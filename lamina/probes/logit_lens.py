@@ -32,7 +32,7 @@ _TRIED = 8  # tokens on which the tail is compared with the model itself
 
 @probe
 class LogitLens(Probe):
-    """Predict tokens from each hidden state x^l as if it were the last one (the logit lens).
+    """Predict tokens from each hidden state x^l as if x^l were the last hidden state (the logit lens).
 
     Lamina applies all operations after the layers to x^l: the final norm, the output head, and any scale or soft-cap.
     Here, x^l is the residual stream before layer l, and x^N gives the model's own predictions. Rows have role "state"

@@ -38,8 +38,8 @@ def round_trip(x: torch.Tensor, kind: str, *, scaled: bool = True) -> torch.Tens
     """Round a tensor [..., tokens, channels] to a format, and convert it back to float32. An overflow becomes inf.
 
     The formats fp16 and bf16 round to nearest even. The format fp8_e4m3 is OCP e4m3fn. If ``scaled`` is true, Lamina
-    first scales the tensor's largest magnitude to the FP8 format's largest value. INT8 is symmetric. Its scale is the
-    largest magnitude of a sequence (int8_tensor) or of a token (int8_token), divided by 127.
+    first scales the tensor's largest magnitude to the FP8 format's largest value. INT8 is symmetric. The scale of INT8
+    is the largest magnitude of a sequence (int8_tensor) or of a token (int8_token), divided by 127.
     """
     x = x.float()
     if kind.startswith("int8"):
@@ -238,7 +238,7 @@ class LowPrecision(Probe):
 
 
 def _norms(x: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
-    """Return the L2 norms of each sequence and then of its tokens, [sequences, 1 + tokens], with NaN for padding."""
+    """Return each sequence's L2 norm, then its tokens' L2 norms: [sequences, 1 + tokens], with NaN for padding."""
     each = torch.linalg.vector_norm(x, 2, -1).double()
     whole = each.square().sum(1, keepdim=True).sqrt()
     return torch.cat([whole, each if valid is None else each.where(valid, math.nan)], dim=1)

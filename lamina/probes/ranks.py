@@ -33,7 +33,7 @@ class Ranks(Probe):
 
     In a model with n streams, each layer mixes the streams with a matrix [n, n]. Rows with role streams hold the
     effective rank of the product of these matrices over layers 0 to ``layer``, averaged over tokens. A rank of 1 means
-    that only one mean of the streams remains. A rank of n means that all streams stay distinct. Lamina ignores norms on
+    that the streams are no longer distinct. A rank of n means that all streams stay distinct. Lamina ignores norms on
     the streams.
 
     A rank is at most the number of tokens, so compare sequences of one length.

@@ -60,17 +60,17 @@ class Spectra(Probe):
     eigenvalues of the activations' covariance. Rows of layer -1 hold the means over the layers (FuseNorm Fig 11) and
     the number of tokens.
 
-    ``hard_rank``: the participation ratio of the eigenvalues, divided by their number.
-    ``soft_rank``: the exponential of the eigenvalues' entropy, divided by their number.
+    ``hard_rank``: the participation ratio of the eigenvalues, divided by the number of eigenvalues.
+    ``soft_rank``: the exponential of the eigenvalues' entropy, divided by the number of eigenvalues.
     ``edr``: the effective dimension ratio, 100 times the harmonic mean of hard and soft rank.
     ``eee``: the concentration of the spectrum in the top eigenvalues. Lamina defines edr and eee itself, because the
         paper does not.
 
     Lamina centers the covariance, so massive activations do not dominate the eigenvalues. With few tokens, the ranks
-    are too low. If there are no more tokens than channels, Lamina stops with an error, or adds a note with
-    ``few_tokens`` "warn". If all covariances need more than ``memory`` GiB, Lamina reads the same text several times.
-    Experts have no ranks, because each expert sees few tokens. ``tokens_per_channel`` is the number of tokens to read
-    per channel of the feed-forward (0 for all). The default is all of your own text, or 4 tokens per channel of a
+    are too low. Lamina stops with an error if there are no more tokens than channels. If ``few_tokens`` is "warn",
+    Lamina adds a note instead. If all covariances need more than ``memory`` GiB, Lamina reads the same text several
+    times. Experts have no ranks, because each expert sees few tokens. ``tokens_per_channel`` is the number of tokens to
+    read per channel of the feed-forward (0 for all). The default is all of your own text, or 4 tokens per channel of a
     corpus.
     """
 
@@ -191,7 +191,7 @@ class Spectra(Probe):
         return frame.assign(sequences=ranks * sequences, tokens=ranks * self._tokens)
 
     def measured(self, context: Context) -> None:
-        """Return None, because rows about weights belong to no text. ``finish`` adds the columns."""
+        """Return None, because the rows about weights do not depend on text. ``finish`` adds the columns."""
 
     def _rank_rows(self, context: Context) -> list[Row]:
         self._reduce()
@@ -374,7 +374,7 @@ def effective_dimension_ratio(hard: float, soft: float) -> float:
 
 
 def early_enrichment(eigenvalues: torch.Tensor) -> float:
-    """Return how much of the spectrum the top eigenvalues hold: 0 if all are equal, and at most 1 - 1 / D for D values.
+    """Return how much of the spectrum the top eigenvalues hold, from 0 (all equal) to 1 - 1 / D for D eigenvalues.
 
     The paper gives no definition, so Lamina follows Marbut et al. 2023.
     """

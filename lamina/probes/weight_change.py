@@ -30,7 +30,7 @@ class WeightChange(Probe):
     ``change_ratio``: the norm of the change divided by the norm of the initial weights, or NaN if these are all 0.
 
     The column ``role`` names the parameters that a row covers (see ``gradients``). Role ``all`` covers a whole
-    sub-layer. With sublayer ``block``, it covers a whole layer. With layer -1, it covers the whole model.
+    sub-layer, a whole layer (sublayer ``block``) or the whole model (layer -1).
 
     The option ``reference`` is a checkpoint of the same architecture with the initial weights. During training, the
     default is the weights before the first step.

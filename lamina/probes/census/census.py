@@ -399,7 +399,7 @@ def _facts(group: LayerGroup, usual: str) -> dict[str, object]:
 
 
 def _inner_facts(group: LayerGroup, usual: str) -> dict[str, object]:
-    """Return the norms before the last projection of attention and feed-forward, but not of other mixers."""
+    """Return the norms before the last projections of attention and feed-forward. Other mixers do not count."""
     places = {norm.inside: norm.kind for norm in group.inner if norm.on == OUTPUT and norm.inside in SUBLAYERS}
     return {f"{part}.inner_norm": _as_fact(kind, usual) for part, kind in places.items()}
 
@@ -430,7 +430,7 @@ def _sublayer_facts(total: Sum, branch: BranchTerm, usual: str) -> dict[str, obj
 
 
 def _usual_kind(groups: Sequence[LayerGroup]) -> str:
-    """Return the most frequent kind of norm in the sub-layers. Placements write "norm" for this kind."""
+    """Return the most frequent kind of norm in the sub-layers. Placements write "norm" for the most frequent kind."""
     counts: dict[str, int] = {}
     for group in groups:
         for total in group.sums:

@@ -317,7 +317,7 @@ def norm_kind(norm: nn.Module, x: torch.Tensor, y: torch.Tensor) -> str:
 
 
 def _learned(before: _Fit, after: _Fit, found: Sum) -> Sum:
-    """Mark a factor as learned if it changed after Lamina changed the layer's scales."""
+    """Mark the factors that changed together with the layer's scales as learned."""
     if not (before.factors and after.factors and before.names == after.names):
         return found
     skip = {

@@ -43,7 +43,7 @@ def inner_norms(sublayer: SublayerSite, root: nn.Module, inputs: Mapping[str, to
 
 
 def mixes(entry: Point, out: Point, root: nn.Module, inputs: Mapping[str, torch.Tensor]) -> bool:
-    """Return whether a sub-layer's output at a token depends on other tokens. A feed-forward's output does not."""
+    """Return whether a sub-layer's output at a token depends on other tokens, unlike a feed-forward's output."""
     seen: list[torch.Tensor] = []
     middle = next(iter(inputs.values())).shape[1] // 2
 

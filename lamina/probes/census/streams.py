@@ -177,7 +177,7 @@ class StreamLayers:
         return Structure(tuple(layers), self.width, embedding, before, behind, head=None)
 
     def _widths(self, value: int) -> int:
-        """Return a tensor's number of channels per token, divided by the hidden size, or 0 if it is no whole number."""
+        """Return a tensor's number of channels per token, divided by the hidden size, or 0 for a fractional result."""
         shape = torch.Size(self.record.shapes[value]) if value >= 0 and self.record.floating[value] else torch.Size()
         fits = len(shape) > 2 and shape[:2] == self.size and shape[-1] % self.width == 0
         return shape.numel() // (self.size.numel() * self.width) if fits else 0
@@ -297,7 +297,7 @@ class StreamLayers:
 
 
 def by_token(total: torch.Tensor, terms: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """Fit factors of the terms to each total, at each token. Return factors [tokens, terms, totals] and the error."""
+    """Fit each total as a weighted sum of terms at each token. Return factors [tokens, terms, totals] and the error."""
     largest = float(max(total.abs().max(), terms.abs().max())) or 1.0
     if not math.isfinite(largest):
         return torch.zeros(len(total), terms.shape[1], total.shape[1], dtype=total.dtype), math.inf

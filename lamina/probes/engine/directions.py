@@ -36,9 +36,9 @@ class DirectionsProbe(Probe):
     """A probe that compares the directions of any two hidden states at the same tokens.
 
     The probe keeps all hidden states of one batch as unit vectors in float32. If a batch has more tokens than the probe
-    keeps, Lamina draws random positions for each batch, the same in all sequences. By default, the probe keeps all
-    tokens of the user's own text. For a corpus, it keeps as many tokens as fit in a quarter of the model's memory (at
-    least 64 MiB).
+    keeps, Lamina draws random positions for each batch. All sequences of a batch use the same positions. By default,
+    the probe keeps all tokens of the user's own text. For a corpus, it keeps as many tokens as fit in a quarter of the
+    model's memory (at least 64 MiB).
     """
 
     of_streams = True

@@ -27,9 +27,9 @@ def is_causal(model: nn.Module, ids: torch.Tensor) -> bool:
     """Return whether a model is causal: no token's output depends on a later token. Lamina caches the answer.
 
     Lamina takes the gradient of the earlier outputs with respect to the last token's embedding. If there is no
-    gradient, Lamina changes the last token and compares the earlier outputs. The effect on the earlier outputs must be
-    below 1e-4 of the effect on the last output, because rounding has a small effect. ``ids`` has the shape [sequences,
-    tokens].
+    gradient, Lamina changes the last token and compares the earlier outputs. The model is causal if the effect on the
+    earlier outputs is below 1e-4 of the effect on the last output. Rounding alone can have a small effect. ``ids`` has
+    the shape [sequences, tokens].
     """
     if model not in _causal:
         ids = ids[:1, :_TOKENS]

@@ -106,7 +106,7 @@ def run(
 
 @contextmanager
 def _attempted(context: Context, probe: Probe, broken: Callable[[Probe, Exception], None] | None) -> Iterator[None]:
-    """Run a part of a probe. Add a note if the probe does not apply to the model, or call ``broken`` if it fails."""
+    """Run a part of a probe. Add a note if the probe does not apply. If the probe fails, call ``broken``."""
     try:
         yield
     except UserError as error:

@@ -98,7 +98,7 @@ class Probe(ABC):
         return None
 
     def measured(self, context: Context) -> Sample | None:
-        """Return the number of measured sequences and tokens, or None if it is unknown or differs between rows."""
+        """Return the numbers of measured sequences and tokens, or None if they are unknown or differ between rows."""
         return sample_of(context.batches[: context.forwards]) if self.streams else None
 
     @property
@@ -258,7 +258,7 @@ def _options(node: ast.ClassDef) -> dict[str, str]:
 
 
 def listing(*, full: bool = False) -> str:
-    """Return the probes with one phrase each, and with ``full`` also their options and sources. Does not load torch."""
+    """Return the probes with one phrase each. If ``full`` is true, add options and sources. Does not load torch."""
     lines = []
     for probe in listed().values():
         if not full:

@@ -143,7 +143,7 @@ def intercept(
 
 @contextmanager
 def layers_running(layers: Sequence[LayerSite]) -> Iterator[list[int]]:
-    """Yield a list that always holds the indices of the running layers, with the innermost layer last."""
+    """Yield a list of the running layers' indices, innermost last. Lamina keeps the list up to date."""
     sites: dict[nn.Module, list[int]] = {}
     for site in layers:
         sites.setdefault(site.module, []).append(site.index)
@@ -188,7 +188,7 @@ def takes_cache(cls: type[nn.Module]) -> bool:
 def base_of(model: nn.Module, structure: Structure, inputs: Mapping[str, torch.Tensor]) -> nn.Module:
     """Return the model without its head.
 
-    If the model without its head takes other inputs or lacks layers, return the whole model.
+    If the model without its head does not accept all inputs, or lacks layers, return the whole model.
     """
     base = getattr(model, "base_model", model)
     if not isinstance(base, nn.Module) or base is model:

@@ -31,13 +31,13 @@ def prove(structure: Structure, inputs: Batch, root: nn.Module, *, reads_tokens:
     If the outputs of a layer's sub-layers do not add up to the layer's output, Lamina removes the layer's sub-layers.
     The passes also show that the hidden states have the shape [batch, tokens, width], repeat exactly, depend on their
     own token, and do not depend on other sequences. If an input is not a tensor (such as a block mask), Lamina makes
-    only the two passes without changed inputs.
+    only the two passes whose inputs are unchanged.
 
     Args:
         structure: the layers to check.
         inputs: a batch for the module ``root``, which is the model or the model without its head.
-        reads_tokens: whether the hidden states belong to the main input's tokens. Set this to false for a decoder after
-            an encoder, and for a second tower.
+        reads_tokens: whether the hidden states belong to the main input's tokens. Set ``reads_tokens`` to false for a
+            decoder after an encoder, and for a second tower.
 
     Raises:
         UserError: if the traced tensors are not the residual stream.
@@ -176,8 +176,7 @@ def _adds_up(site: LayerSite, tensors: Tensors) -> bool:
     """Return whether each sum on the residual stream equals the skip plus the outputs of the sub-layers.
 
     The sums are the layer's output and the input of each norm on the stream. Some placements scale the skip, so Lamina
-    fits
-    a factor per channel. Such a factor cannot hide a missing output.
+    fits a factor per channel. A factor per channel cannot hide a missing output.
     """
     x = tensors[site.index].double().flatten(0, -2)
     output = tensors["output", site.index].double()
@@ -263,7 +262,7 @@ def _without_others(site: LayerSite, mixing: set[tuple[int, int]], tensors: Tens
 
 
 def _is_sum(total: torch.Tensor, added: torch.Tensor, skips: Sequence[torch.Tensor], precision: float) -> bool:
-    """Return whether ``total - added`` is a sum of the skips, with one factor per channel."""
+    """Return whether the skips, each with one factor per channel, add up to ``total - added``."""
     rest = total - added
     if not bool(rest.isfinite().all()):
         return True  # nothing can be said of what overflowed; the probes say that it did

@@ -101,7 +101,7 @@ class NormSite:
 
 @dataclass(frozen=True, eq=False)
 class FeedForward:
-    """The parts of a dense feed-forward. A single expert is no dense feed-forward, because it sees few tokens."""
+    """The parts of a dense feed-forward. A single expert does not count as dense, because an expert sees few tokens."""
 
     up: tuple[tuple[str, nn.Module], ...]  # path and module of the up-projection and any gate, as they run
     down: tuple[str, nn.Module]
@@ -126,7 +126,7 @@ class FeedForward:
 
 @dataclass(frozen=True, eq=False)
 class SublayerSite:
-    """One addition to the residual stream. Parallel attention and feed-forward (GPT-J) are two sites."""
+    """One addition to the residual stream. Parallel attention and feed-forward (GPT-J) are two additions."""
 
     kind: str  # attention | feed_forward | mixer (any other module)
     contribution: Point  # the added tensor, after any out_norm
