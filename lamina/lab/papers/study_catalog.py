@@ -104,7 +104,7 @@ class Tuning:
         rates: the learning rates to try.
         seeds: the seeds of the search: either the number of the study's first seeds, or a list of other seeds.
         rule: "best" for the learning rate with the lowest loss, or "one-se" for the lowest learning rate whose loss is
-            within one standard error of it.
+            within one standard error of the lowest loss.
         widen: how often Lamina adds a learning rate when the best one is the lowest or highest.
         also: pairs of labels. A configuration with the first label also trains at the best learning rate of the
             configuration with the second label.
@@ -127,7 +127,7 @@ class Tuning:
         return seeds[: self.seeds] if isinstance(self.seeds, int) else self.seeds
 
     def other(self, values: Mapping[str, str]) -> dict[str, str] | None:
-        """Return the configuration from which a configuration takes its second learning rate, or None."""
+        """Return the other configuration whose best learning rate a configuration also uses, or None."""
         for axis, label in values.items():
             if label in self.also:
                 return {**values, axis: self.also[label]}
@@ -460,7 +460,7 @@ def _rates(entries: _Entries, values: object) -> tuple[float, ...]:
 
 
 def check_seeds(where: str, tuning: Tuning | None, seeds: tuple[int, ...]) -> None:
-    """Raise UserError if the search for learning rates uses seeds that the study must not use for it."""
+    """Raise UserError if the search for learning rates lists seeds of the study, or has too few seeds."""
     if tuning is None:
         return
     if isinstance(tuning.seeds, tuple) and (both := [seed for seed in tuning.seeds if seed in seeds]):
@@ -472,7 +472,7 @@ def check_seeds(where: str, tuning: Tuning | None, seeds: tuple[int, ...]) -> No
 
 
 def _check_also(entries: _Entries, tuning: Tuning, axes: Axes) -> None:
-    """Raise UserError unless each pair of labels under "also" has two different labels of one compared setting."""
+    """Raise UserError unless each pair under "also" names two different labels of one compared setting."""
     every = {name: labels for labels in reversed([*axes.values()]) for name in labels}
     for label, other in tuning.also.items():
         entries.among("label", [label], every, "learning_rate: also")

@@ -32,7 +32,7 @@ _EXTREMES = {"min_reward": min, "max_reward": max}
 
 
 class Measured(NamedTuple):
-    """TRL's loss and metrics on a batch, with the number of pairs or tokens in each average."""
+    """TRL's loss and metrics on a batch, and the number of pairs or tokens that each of them averages over."""
 
     metrics: Mapping[str, float]
     weights: Mapping[str, int]

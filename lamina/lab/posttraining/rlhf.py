@@ -415,8 +415,8 @@ class PolicyOptimization(TuningStage[RlhfSettings]):
 class PromptOrder(TrainOrder):
     """Order the prompts for TRL's online trainers.
 
-    These trainers generate answers for a group of micro-batches at once. They read the prompts of the whole group with
-    its first micro-batch.
+    These trainers generate answers for a group of micro-batches at once. At a group's first micro-batch, the trainers
+    read the prompts of the whole group.
 
     Args:
         copies: how often each prompt occurs in a row.

@@ -228,7 +228,7 @@ class TuningSettings(
             self.refuse_unused(*lora, here="without LoRA", allowed="with --lora-rank")
 
     def as_run(self) -> PretrainSettings:
-        """Return the settings that pretraining has too, as PretrainSettings."""
+        """Return the settings that this job shares with pretraining, as PretrainSettings."""
         other = ("from_model", "packing")  # which are about other things there
         shared = {name: value for name, value in self.shared_with(PretrainSettings).items() if name not in other}
         shared["sequence_length"] = self.sequence_length or PretrainSettings.sequence_length

@@ -75,7 +75,7 @@ class Start:
     attention: str = "auto"
 
     def policy(self, ends: Sequence[int] = ()) -> PreTrainedModel:
-        """Load the policy. Further token ids may end an answer, besides the model's and the tokenizer's."""
+        """Load the policy. The ids ``ends`` end an answer, as the model's and the tokenizer's end tokens do."""
         if self.plan is not None:
             model = source.load(self.path, self.config, "causal_lm", self.dtype)
         else:
@@ -122,7 +122,7 @@ class Start:
         return model.train()
 
     def _attending(self, model: PreTrainedModel) -> PreTrainedModel:
-        """Set the attention kernel. Raises UserError if transformers or this machine lacks the kernel."""
+        """Set the attention kernel. Raises UserError if transformers or this machine lacks the attention kernel."""
         if self.attention != "auto":
             try:
                 with quiet():
@@ -135,7 +135,7 @@ class Start:
 
 
 def find_start(settings: TuningSettings, head: str = "causal_lm") -> Start:
-    """Inspect the starting model. Raises UserError if its files or its tokenizer are unusable."""
+    """Inspect the starting model. Raises UserError if the model's files or tokenizer are unusable."""
     path = str(settings.from_model)
     refuse_as_output(str(settings.output), path)
     folder = model_folder(path)
@@ -176,7 +176,7 @@ def find_start(settings: TuningSettings, head: str = "causal_lm") -> Start:
 
 
 def _check_writes(config: PreTrainedConfig, plan: Plan | None, path: str, head: str) -> None:
-    """Raise UserError if the model cannot generate text, or if transformers lacks the needed head for it."""
+    """Raise UserError if the model cannot generate text, is quantized, or has no class with the needed head."""
     if plan is None:  # of BERT and the like transformers has a model with a readout, too, which sees what comes next
         causal = getattr(config, "is_decoder", True) or any("CausalLM" in name for name in config.architectures or ())
         writes = causal and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING

@@ -118,7 +118,7 @@ class TuningRecorder(RunRecorder):
         return self.trainer.tokens_seen
 
     def measured(self, logs: Json) -> Json:
-        """Return the trainer's metrics. In their names, "_" replaces "/"."""
+        """Return the trainer's metrics. In the metrics' names, "_" replaces "/"."""
         return _numbers(logs)
 
     def evaluated(self, metrics: Json, loss: float) -> Json:
@@ -320,7 +320,7 @@ class TuningStage(TrainingStage[S]):
         return conform(rows, self.forms, turns=turns)
 
     def counts(self, *parts: Dataset | None) -> Json:
-        """Return more counts for result.json, from the prepared rows before Lamina shortens them."""
+        """Return additional counts for result.json, taken before Lamina shortens the prepared rows."""
         return {}
 
     def rewards(self) -> str:
@@ -624,7 +624,7 @@ class TuningIdentity:
     rewards: str = ""
 
     def state_dict(self) -> Json:
-        """Return the settings and the hashes, with the names of a pretraining run's checkpoint."""
+        """Return the settings and the hashes, under the names that a pretraining run's checkpoint uses."""
         return {"settings": self.stage.settings.to_dict(), **self.text}
 
     def load_state_dict(self, state: RunState) -> None:

@@ -75,8 +75,8 @@ class Augmentation:
     ) -> torch.Tensor:
         """Flip, distort and erase normalized pixel values [channels, height, width].
 
-        The mean and the standard deviation [channels, 1, 1] undo the normalization, because RandAugment needs values
-        from 0 to 1.
+        RandAugment needs values from 0 to 1, so Lamina undoes the normalization with the mean and the standard
+        deviation [channels, 1, 1].
         """
         if self.flip and _uniform(generator) < self.flip:
             pixels = pixels.flip(-1)

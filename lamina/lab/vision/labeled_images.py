@@ -106,7 +106,7 @@ def split(images: LabeledImages, eval_fraction: float) -> tuple[np.ndarray, np.n
 
 
 def class_entropy(train: Sequence[int] | np.ndarray, held_out: Sequence[int] | np.ndarray, classes: int) -> float:
-    """Return the cross-entropy of the held-out classes in nats, under the training classes' frequencies.
+    """Return the cross-entropy in nats if the training classes' frequencies predict the held-out classes.
 
     The frequencies have add-one smoothing.
     """

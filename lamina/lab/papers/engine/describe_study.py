@@ -19,7 +19,7 @@ from lamina.training.settings import PretrainSettings
 
 
 def description(settings: StudySettings) -> str:
-    """Describe a study in one size: its question, its settings, its runs, and the recorded verdicts."""
+    """Describe a study of one size (cpu, gpu or paper): its question, settings, runs and recorded verdicts."""
     assert settings.study is not None
     study = read_study(settings.study)
     plan = study_plan(study, settings)
@@ -70,7 +70,7 @@ def _tuned(tuning: Tuning, seeds: tuple[int, ...]) -> str:
 
 
 def dry_run_text(settings: StudySettings) -> str:
-    """Describe a study's cost: parameters, tokens, FLOPs and GPU-hours. The size cpu also has minutes."""
+    """Describe a study's cost: parameters, tokens, FLOPs and GPU-hours. For the size cpu, add the minutes."""
     from lamina.lab.papers.dry_run import dry_run, minutes_here, table
 
     assert settings.study is not None

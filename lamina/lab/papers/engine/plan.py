@@ -113,8 +113,8 @@ class StudyPlan:
     def dry(self) -> dict[str, dict[str, Settings]]:
         """Return the settings of every run, by configuration and by the run's name.
 
-        The search's seeds have runs at all learning rates. The other seeds have runs at one learning rate. A search
-        with other settings is listed as a separate configuration.
+        Each seed of the search has a run at every learning rate. Any other seed has a run at one learning rate. If the
+        search has other settings than the training, Lamina lists its runs as a separate configuration.
         """
         scale, trials = self.scale, {}
         sweep = scale.seeds if scale.tuning is None else scale.tuning_seeds
@@ -128,7 +128,7 @@ class StudyPlan:
         return trials
 
     def stages(self) -> dict[str, int]:
-        """Return how many runs each further job has."""
+        """Return how many runs each job after the first job has."""
         every = set(range(len(self.arms)))
         arms, counts = {self.scale.job: every}, dict[str, int]()
         for stage in self.scale.stages:
@@ -189,14 +189,14 @@ class StudyPlan:
         return {number: self.chosen[other] for number, other in partners.items() if other in self.chosen}
 
     def _chain(self, number: int, rate: float | None, seed: int) -> list[StudyTrial]:
-        """Return a configuration's first run, and the known runs of its further jobs."""
+        """Return a configuration's first run, and the runs of its later jobs that are already known."""
         stages = (self._staged(stage, number, rate, seed) for stage in self.scale.stages)
         return [self._trial(number, rate, seed, measured=True), *(trial for trial in stages if trial is not None)]
 
     def _staged(self, stage: Stage, number: int, rate: float | None, seed: int) -> StudyTrial | None:
-        """Return the run of a further job.
+        """Return the run of a job after the first job.
 
-        Returns None if the configuration skips the job, or the learning rate of the input model is still unknown.
+        Returns None if the configuration skips the job, or if the input model's learning rate is still unknown.
         """
         if stage.of:
             values = {**self.arms[number].values, **stage.of}
@@ -263,7 +263,7 @@ def _label(arm: Arm, scale: Scale) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Best:
-    """The best learning rate of a search ("lowest" loss), and the learning rate that Lamina chose for training."""
+    """The best learning rate of a search (``lowest``), and the learning rate that Lamina chose (``chosen``)."""
 
     lowest: float
     chosen: float

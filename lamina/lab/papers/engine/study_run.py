@@ -43,9 +43,9 @@ Known = Callable[[StudyTrial], Json | None]
 
 
 def runnable(trials: Iterable[StudyTrial], store: Store, known: Known) -> dict[str, StudyTrial]:
-    """Return the runs that can start now, by key. Instead of a run that lacks an input model, return the input's run.
+    """Return the runs that can start now, by key. If a run lacks an input model, return the run that trains this model.
 
-    Recorded results come without models. If another run needs such a model, Lamina trains it again.
+    Recorded results do not include models. If another run needs a recorded run's model, Lamina trains the model again.
     """
     ready: dict[str, StudyTrial] = {}
 

@@ -67,7 +67,7 @@ def judge_study(
 
 
 def _reader(scale: Scale, store: Store) -> Reader:
-    """Return a function that reads a run's table by its name in the YAML file, or by the probe's name."""
+    """Return a function that reads a run's table. You give the table's name in the YAML file, or the probe's name."""
 
     def read(key: str, name: str, at: str) -> Frame | None:
         listed = scale.all_measures.get(at, ())
@@ -83,7 +83,7 @@ def _unjudged(claim: Claim, verdict: Verdict, note: str) -> Json:
 
 
 def looks_of(record: Path, trials: Collection[str]) -> list[int]:
-    """Return how many runs each earlier judgment of the claims used, and how many this one uses.
+    """Return the numbers of runs in the earlier judgments of the claims and in this judgment.
 
     A record without any of the same runs is ignored, because it belongs to another experiment.
     """

@@ -53,7 +53,7 @@ _GAINS = ("accuracy", "score", "eval_reward")
 
 
 def _worst(column: str) -> float:
-    """Return the value that ranks a failed run last, or NaN if neither high nor low values are better."""
+    """Return a value that ranks a failed run last, or NaN for a column in which no direction is better."""
     if column in _LOSSES:
         return math.inf
     return -math.inf if column.startswith(_GAINS) else math.nan
@@ -265,7 +265,7 @@ def _read(trials: Trials, arm: Arm, column: str, *, any_status: bool = False) ->
 def _by_failures(a: _Arm, b: _Arm, column: str, region: Region) -> Finding | None:
     """Compare the failure rates by Fisher's exact test if most runs of a configuration failed.
 
-    Returns None if both configurations train. If neither has learned yet, the verdict is inconclusive.
+    Returns None if both configurations train. If neither configuration has learned yet, the verdict is inconclusive.
     """
     seeds = min(a.runs, b.runs)
     if all(arm.values and arm.short >= MOST * len(arm.values) for arm in (a, b)):

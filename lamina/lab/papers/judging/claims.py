@@ -30,9 +30,9 @@ _SCORE, _GAIN = "score", "reward_gain"
 def judgeable(results: Frame, axes: Sequence[str], tuning: Sequence[int], seeds: Sequence[int]) -> Frame:
     """Return the rows that claims may read after a search for learning rates.
 
-    For the chosen learning rates, these are the seeds that the search did not use. With fewer than 5 such seeds, the
-    result has all rows, and the column "tuned_on" marks the search's seeds. The column "rates" counts the learning
-    rates that ran for the row's configuration.
+    At the chosen learning rates, claims may read only the seeds that the search did not use. If the study has fewer
+    than 5 such seeds, claims may read all rows. The column "tuned_on" then marks the search's seeds. The column "rates"
+    counts the learning rates that ran for the row's configuration.
 
     Args:
         tuning: the seeds of the search.
@@ -93,7 +93,7 @@ def limited(
 def _unlearned(rows: Frame, results: Frame, arms: list[str], *, enough: bool) -> Iterator[str]:
     """Name the configurations whose loss is not below a bigram table's loss.
 
-    With ``enough``, name none if one configuration's loss is below the table's loss.
+    If ``enough`` is true and one configuration's loss is below the table's loss, name no configuration.
     """
     if "bigram_entropy" not in results or "eval_loss" not in results or not len(rows):
         return
@@ -189,7 +189,7 @@ class Judged(Finding):
     """A claim's finding, corrected for the number of claims and judgments in the study.
 
     Attributes:
-        p: the p value for the claim, or against it if the verdict is against it.
+        p: the p value against the claim if the verdict is against the claim, otherwise the p value for the claim.
         p_holm: the corrected p value.
     """
 
@@ -273,8 +273,8 @@ def load_claims(path: Path, *, trusted: bool = False) -> list[Claim]:
 def judge(claims: Sequence[Claim], trials: Trials, *, looks: int = 1) -> list[Judged]:
     """Judge all claims of a study, and correct the p values for the number of claims.
 
-    The correction is Holm's, separately for and against the claims. A claim without a test has p = 1. If a claim's code
-    fails, or reads something that was not measured, its verdict is inconclusive with a note.
+    By Holm's method, Lamina corrects the p values for and against the claims separately. A claim without a test has p =
+    1. If a claim's code fails, or reads something that was not measured, its verdict is inconclusive with a note.
 
     Args:
         looks: how often the claims have been judged with increasing numbers of seeds. Lamina multiplies the corrected p

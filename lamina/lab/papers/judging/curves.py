@@ -16,7 +16,7 @@ BySeed = dict[int, float]
 
 
 def split(trials: Trials, axis: str) -> list[Trials]:
-    """Split runs by a compared setting. Without this setting, the only part has all runs."""
+    """Split runs by a compared setting. If the study does not compare this setting, return one part with all runs."""
     if axis not in trials.axes:
         return [trials]
     return [trials.where(**{axis: value}) for value in trials.values(axis)]
@@ -36,7 +36,7 @@ def trained(trials: Trials) -> Trials:
 
 
 def at_rate_of(trials: Trials, arm: Arm, like: Arm) -> Trials:
-    """Return a configuration's runs at another configuration's chosen learning rate, or at the nearest one it has.
+    """Return a configuration's runs at the learning rate nearest to another configuration's chosen learning rate.
 
     Args:
         like: the configuration whose learning rate to use.

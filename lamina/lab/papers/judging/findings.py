@@ -75,7 +75,7 @@ IN_WORDS: dict[str, str] = {
 
 
 def in_words(text: object) -> str:
-    """Translate a recorded verdict into the words of report pages, also in a text "VERDICT: values"."""
+    """Translate the verdict in a text such as "VERDICT" or "VERDICT: values" into the words of report pages."""
     verdict, colon, rest = str(text).partition(": ")
     return f"{IN_WORDS.get(verdict, verdict)}{colon}{rest}"
 
@@ -138,9 +138,9 @@ def all_of(*findings: Finding) -> Finding:
     """Combine findings by "and": the claim holds if all findings hold, and fails if one finding fails.
 
     The p value for the claim is the largest p value of the parts (an intersection-union test). The p value against the
-    claim is the smallest one, times the number of parts (Bonferroni). If a part fails only without this correction, the
-    result is inconclusive. Margin and interval come from the first part that fails or is undecided, or from the part
-    with the largest p value if all parts hold.
+    claim is the smallest p value against a part, times the number of parts (Bonferroni). If a part fails before this
+    Bonferroni correction but not after it, the result is inconclusive. Margin and interval come from the first part
+    that fails or is undecided. If all parts hold, margin and interval come from the part with the largest p value.
     """
     p, p_not = _largest([each.p for each in findings]), _smallest([each.p_not for each in findings])
     failed = [each for each in findings if each.verdict.failed]
@@ -166,7 +166,7 @@ def any_of(*findings: Finding) -> Finding:
     """Combine findings by "or": the claim holds if one finding holds, and fails if all fail.
 
     The p value for the claim is the smallest p value of the parts, times their number. The p value against the claim is
-    the largest one.
+    the largest p value against a part.
     """
     p, p_not = _smallest([each.p for each in findings]), _largest([each.p_not for each in findings])
     shown = (Verdict.HOLDS_AT_ISO_LOSS, Verdict.HOLDS, Verdict.EXPLAINED)
@@ -240,11 +240,11 @@ class Region:
     def find(self, values: Sequence[float], *, name: str) -> Finding:
         """Judge the mean of at least three values, one per seed. An infinite value marks a failed run.
 
-        A one-sided test at 2.5 % must show on which side of a limit the mean is, and the mean must be at least
+        A one-sided test at 2.5 % must show on which side of a limit the mean is. The mean must also be at least
         ``least`` away from the limit. If the mean is on the claimed side of every limit, the claim holds. If it is on
         the wrong side of a limit, the verdict is `reversed`, or `fails` with two limits. If a test rules out that the
-        mean is on the claimed side by ``least``, the verdict is `excluded`. If a value is infinite, Lamina uses
-        Wilcoxon's signed ranks and the median instead of the t test and the mean.
+        mean is on the claimed side and at least ``least`` away from the limit, the verdict is `excluded`. If a value is
+        infinite, Lamina uses Wilcoxon's signed ranks and the median instead of the t test and the mean.
         """
         finite, slack = all(map(math.isfinite, values)), 1e-9
         low, high = statistics.median_low(values), statistics.median_high(values)

@@ -64,13 +64,13 @@ def better_at_equal_loss(
 
 
 def at_other_budgets(trials: Trials, arm: Mapping[str, object]) -> list[Arm]:
-    """Return a configuration with every other length of pretraining in the study."""
+    """Return the same configuration once for each other length of pretraining in the study."""
     fixed = {name: value for name, value in arm.items() if name != "budget"}
     return [{**fixed, "budget": value} for value in trials.where(**fixed).values("budget") if value != arm["budget"]]
 
 
 def iso_loss(raw: Finding, ours: Budget, others: Sequence[Budget], *, by: float, names: tuple[str, str]) -> Finding:
-    """Judge at equal loss too whether our values are higher than another configuration's values.
+    """Judge whether our values are higher than another configuration's values, also at equal loss.
 
     Args:
         raw: the finding that our values are higher, from runs of equal length.
@@ -80,9 +80,9 @@ def iso_loss(raw: Finding, ours: Budget, others: Sequence[Budget], *, by: float,
         names: the names of both configurations.
 
     Returns:
-        The given finding, if it does not hold. Otherwise, the verdict is `holds at iso-loss` if our values are also
-            higher at equal loss, and `explained by loss` if a test rules out a difference of ``by`` there. If this test
-            cannot tell, the verdict is `holds`. A verdict from two tests has the larger p value.
+        The given finding if its verdict is not `holds`. Otherwise, the verdict is `holds at iso-loss` if our values are
+            also higher at equal loss, and `explained by loss` if a test rules out a difference of ``by`` there. If this
+            test cannot tell, the verdict is `holds`. A verdict from two tests has the larger p value.
     """
     matched = at_loss(others, ours.losses)
     equal = compare_values(ours.values, matched, lower=False, by=by, names=(names[0], f"{names[1]} at equal loss"))
@@ -104,9 +104,9 @@ def iso_loss(raw: Finding, ours: Budget, others: Sequence[Budget], *, by: float,
 def at_loss(budgets: Sequence[Budget], losses: BySeed) -> BySeed:
     """Interpolate a configuration's value at a given loss, for each seed.
 
-    Lamina interpolates between the lengths of pretraining with the nearest losses. A loss above all of them gets the
-    value of the highest one, which can only favor the configuration. A seed whose loss is below all of them is left
-    out.
+    Lamina interpolates between the lengths of pretraining with the nearest losses. If the given loss is above all the
+    configuration's losses, the result is the value at the highest loss, which can only favor the configuration. If the
+    given loss is below all of them, Lamina leaves the seed out.
     """
     scores: dict[int, float] = {}
     for seed, loss in losses.items():
@@ -118,7 +118,7 @@ def at_loss(budgets: Sequence[Budget], losses: BySeed) -> BySeed:
 
 
 def interpolated(points: Sequence[tuple[float, float]], x: float) -> float:
-    """Interpolate linearly between sorted points. Outside them, return the nearest point's value."""
+    """Interpolate linearly between sorted points. Outside the points, return the nearest point's value."""
     if x <= points[0][0]:
         return points[0][1]
     for (left, low), (right, high) in itertools.pairwise(points):

@@ -62,7 +62,7 @@ class Trials:
 
     @property
     def table(self) -> Frame:
-        """The rows of all runs. A claim that uses this property has read all columns."""
+        """The rows of all runs. If a claim uses this property, Lamina records that the claim has read all columns."""
         self._note("*")
         return self._table
 
@@ -133,7 +133,7 @@ class Trials:
         return sorted(int(seed) for seed in self._table["seed"].unique())
 
     def arm(self, arm: Arm) -> Trials:
-        """Return the runs of one configuration. A text is a value of "placement", or of the first setting that has it.
+        """Return a configuration's runs. A text is a value of "placement", or of the first setting with this value.
 
         Raises NotMeasured if no run has this configuration.
         """
@@ -167,8 +167,8 @@ class Trials:
     def measure(self, name: str, at: str = "end") -> Frame:
         """Return a probe's table for all runs that have it.
 
-        Each row begins with the run's compared settings, placement, learning_rate, seed and key. A probe's column of
-        the same name gets the probe's name as a prefix. Raises NotMeasured if no run has the table.
+        Each row begins with the run's compared settings, placement, learning_rate, seed and key. If a probe's column
+        has one of these names, Lamina adds the probe's name as a prefix. Raises NotMeasured if no run has the table.
 
         Args:
             name: the name in the study's YAML file, or only the probe's name.

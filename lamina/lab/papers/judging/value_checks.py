@@ -40,7 +40,7 @@ def compare_values(
         by: the smallest difference that counts, in the values' unit. Give either ``by`` or ``share``.
         share: the smallest difference that counts, as a fraction of the mean of "b". This suits quantities whose size
             depends on the model, such as an angle per layer.
-        lower: whether to test for below. False tests for above.
+        lower: true tests whether "a" is below "b", and false tests whether "a" is above "b".
     """
     assert (by is None) != (share is None)
     if share is not None:

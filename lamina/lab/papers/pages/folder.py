@@ -124,7 +124,7 @@ class StudyFolder:
 
     @cached_property
     def measured_axes(self) -> tuple[str, ...]:
-        """The compared settings with several values. The learning rate is included if a configuration has several."""
+        """The settings with several values, with the learning rate if a configuration has several learning rates."""
         rates = self.tuned.groupby(list(self.varied))["learning_rate"].nunique()
         return (*self.varied, *(("learning_rate",) if (rates > 1).any() else ()))
 
@@ -140,7 +140,7 @@ class StudyFolder:
 
 
 def column_of(table: Frame, name: str) -> str:
-    """Return the name of a measurement's column in ``StudyFolder.table``."""
+    """Return a column's name in ``StudyFolder.table``, with a prefix if a compared setting has the same name."""
     return f"{_MEASURED}{name}" if f"{_MEASURED}{name}" in table else name
 
 
@@ -200,7 +200,7 @@ def by_stage(rows: Frame) -> list[Frame]:
 
 
 def value_of(rows: Frame, usual: str) -> str:
-    """Return the main result's column for a job after pretraining, or the usual column."""
+    """Return the column with the main result of a job after pretraining, or ``usual`` if there is none."""
     columns_here = (name for name in _OF_A_STAGE if name in rows and rows[name].notna().any())
     return usual if STAGE not in rows else next(columns_here, usual)
 

@@ -54,7 +54,7 @@ def table(folder: Path, measure: str) -> pd.DataFrame | None:
 
 
 def read_table(path: Path) -> pd.DataFrame:
-    """Read a Parquet file. Raises UserError if it is unreadable."""
+    """Read a Parquet file. Raises UserError if the file is unreadable."""
     import pandas as pd
 
     try:

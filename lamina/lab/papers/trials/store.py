@@ -39,8 +39,8 @@ class Records:
 
     Args:
         folder: the folder with a subfolder of records for each study. It may be missing.
-        own: the name of this study's subfolder. If several subfolders have a run, Lamina uses this one, because a run's
-            loss depends slightly on the machine.
+        own: the name of this study's subfolder. If several subfolders have a run, Lamina uses the result in this
+            study's subfolder, because a run's loss depends slightly on the machine.
     """
 
     def __init__(self, folder: Path, own: str = ""):
@@ -98,7 +98,7 @@ class Records:
         return self._tables[measure].get(key)
 
     def _files(self, name: str) -> list[Path]:
-        """List the files of one name in all subfolders, with this study's file last."""
+        """List the files with the given name in all subfolders, with this study's file last."""
         study_file = self.folder / self.own / name
         paths = sorted(self.folder.glob(f"*/{name}"), key=lambda path: (path == study_file, path))
         for path in paths:
@@ -177,7 +177,7 @@ class StoredTask(Task):
 
 
 def refuse_another(folder: Path) -> None:
-    """Raise UserError if a folder holds another run than its name states."""
+    """Raise UserError if a folder's name is not the key of the run in the folder."""
     path = folder / TRIAL
     status = (read_result(folder) or {}).get("status")
     if not path.is_file() and status not in ENDED and (status is None or not (folder / CONFIG).is_file()):
@@ -217,7 +217,7 @@ class Store:
         self._verified: set[str] = set()
 
     def place(self, key: str) -> Path:
-        """Return a run's folder. Raises UserError if the folder holds another run or an unreadable one."""
+        """Return a run's folder. Raises UserError if the folder holds another run or an unreadable run."""
         folder = self.folder / key
         if key not in self._verified and folder.is_dir():
             refuse_special("store", folder)
@@ -312,6 +312,6 @@ class Store:
         return result
 
     def table(self, key: str, measure: str) -> pd.DataFrame | None:
-        """Read the table of a run's measurement. Returns None if it is missing."""
+        """Read the table of a run's measurement. Returns None if the table is missing."""
         table = measures.table(self.place(key), measure)
         return table if table is not None else self.records.table(key, measure)

@@ -153,7 +153,7 @@ def _files(folder: str, ignored: tuple[str, ...]) -> str:
 
 @lru_cache(maxsize=1024)
 def _plan(placement: str, num_layers: int) -> tuple[str, str]:
-    """Return a hash of a norm placement's computations, and its recommended initializer."""
+    """Return two texts: a hash of a norm placement's computations, and the recommended initializer."""
     plan = resolve(placement, num_layers)
     unnamed = {name: value for name, value in _changed(plan).items() if name not in _NAMES}
     return _hash(unnamed), plan.initialization or "normal"
@@ -175,7 +175,7 @@ def _changed(value: object) -> Json:
 
 
 def _content(source: str) -> str:
-    """Return a file's hash, the version of generated data, or any other name unchanged."""
+    """Return a file's hash, or generated data's name and version. Return any other source unchanged."""
     file, _, rest = source.rpartition(":") if ".py:" in source else (source, "", "")
     if (path := Path(file).expanduser()).is_file():
         return f"{sha256(path)} {rest}".strip()
@@ -213,7 +213,7 @@ class StudyTrial:
         identity: everything that determines the run's numbers.
         key: a hash of the identity.
         inputs: the runs whose models this run needs, by the setting that takes the model.
-        root: the pretraining run from which this run descends, or None for such a run itself.
+        root: the pretraining run from which this run descends, or None for a pretraining run.
     """
 
     job: str
@@ -250,7 +250,7 @@ class StudyTrial:
 
 
 def may_be(trial: StudyTrial, placement: str) -> bool:
-    """Return whether a placement may be the run's placement. Returns True if Lamina cannot read the placement."""
+    """Return whether a run may have the given placement. Returns True if Lamina cannot read the placement."""
     try:
         settings = replace(trial.settings, placement=placement)
         return identity(trial.job, settings)["plan"] == trial.identity["plan"]
