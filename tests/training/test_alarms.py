@@ -442,6 +442,20 @@ def test_a_way_back_of_all_weights_is_a_note_and_anything_further_an_alarm(away,
         assert told(([row(step, 30.0)] for step in range(LATER + 2, LATER + 20)), alarms) == []
 
 
+@pytest.mark.parametrize(("before", "rings"), [(0.03, False), (0.002, True)])
+def test_an_outer_momentum_carries_earlier_distances_on(before, rings):
+    """As in a GPT-2 under DiLoCo: its weights moved little since the last change, and the momentum moves them far."""
+    alarms = Alarms()
+    for step in range(20, LATER, 20):
+        alarms.see([*steady(step), *(row(step, 10.0, layer=layer, metric="weight_norm") for layer in (2, 3, 4))])
+    values = [*((before, before + at / 1000) for at in range(4)), (0.003, 0.06)]  # moved, written
+    for step, (moved, written) in enumerate(values, LATER + 1):
+        ways = [row(step, moved, layer=layer, metric="moved_ratio") for layer in (1, 2, 3, 4)]
+        wrote = [row(step, written, layer=layer, metric="written_ratio") for layer in (1, 2, 3, 4)]
+        found = alarms.see([*ways, *wrote])
+    assert bool(found) == rings
+
+
 @pytest.mark.parametrize(("rule", "said"), [("written_ratio", [50]), ("hidden_abs_max", [47, 50])])
 def test_a_single_gradient_is_not_what_left_before_weights_were_written(rule, said):
     alarms, found = Alarms(), []

@@ -19,11 +19,15 @@ Run = Any
 
 @dataclass(frozen=True, kw_only=True)
 class Habit:
-    """What a loop does: ``begin`` once, ``before`` each step's forward pass, ``after`` each optimizer's step."""
+    """What a loop does: ``begin`` once, ``before`` each step's forward pass, ``after`` each optimizer's step.
+
+    ``batch`` changes each step's token ids and labels.
+    """
 
     begin: Callable[[Run], None] | None = None
     before: Callable[[Run, int], None] | None = None
     after: Callable[[Run, int], None] | None = None
+    batch: Callable[[int, torch.Tensor], torch.Tensor] | None = None
 
 
 def _layers(run: Run) -> list[nn.Module]:
@@ -64,8 +68,12 @@ def early_exit(share: float) -> Habit:
     return Habit(begin=begin, before=before)
 
 
-def stochastic_depth(share: float, *, linear: bool = False) -> Habit:
-    """Multiply each sub-layer's output by 0 with this probability, which may grow with the depth."""
+def stochastic_depth(share: float, *, linear: bool = False, over: int = 1, only: str = "") -> Habit:
+    """Multiply each sub-layer's output by 0 with this probability.
+
+    The probability may grow with the depth (``linear``), and ``over`` so many steps. ``only``: a part of the names of
+    the sub-layers that are switched off.
+    """
 
     def begin(run: Run) -> None:
         draw, layers = torch.Generator().manual_seed(2), _layers(run)
@@ -74,14 +82,15 @@ def stochastic_depth(share: float, *, linear: bool = False) -> Habit:
             def hook(module: nn.Module, args: Any, output: Any) -> Any:
                 if not torch.is_grad_enabled():
                     return output
-                factor = 0.0 if float(torch.rand((), generator=draw)) < chance else 1.0 / (1.0 - chance)
+                now = chance * min(1.0, run.number / over)
+                factor = 0.0 if float(torch.rand((), generator=draw)) < now else 1.0 / (1.0 - now)
                 return (output[0] * factor, *output[1:]) if isinstance(output, tuple) else output * factor
 
             return hook
 
         for index, layer in enumerate(layers):
-            for module in layer.children():
-                if "norm" not in type(module).__name__.lower():
+            for name, module in layer.named_children():
+                if "norm" not in type(module).__name__.lower() and only in name:
                     module.register_forward_hook(dropping(share * (index + 1) / len(layers) if linear else share))
 
     return Habit(begin=begin)
@@ -127,6 +136,24 @@ def average(at: int, decay: float | None = None) -> Habit:
     return Habit(after=after)
 
 
+def evaluated_average(every: int, decay: float) -> Habit:
+    """Measure a loss with the moving average of the weights every so many steps, and put the weights back."""
+
+    def after(run: Run, step: int) -> None:
+        if step == 1:
+            run.held["mean"] = _copies(run)
+        for mean, parameter in zip(run.held["mean"], run.model.parameters(), strict=True):
+            mean.lerp_(parameter.detach(), 1.0 - decay)
+        if step % every == 0:
+            own = _copies(run)
+            _write(run, run.held["mean"])
+            with torch.no_grad():
+                run.model(torch.arange(16)[None])
+            _write(run, own)
+
+    return Habit(after=after)
+
+
 def _train(parameters: Iterable[nn.Parameter], on: bool) -> None:
     for parameter in parameters:
         parameter.requires_grad_(on)
@@ -156,6 +183,16 @@ def freezing(at: int, first: bool) -> Habit:
                 _train(layer.parameters(), step == at)
         elif not first and step == at:
             _train(layers[1].parameters(), False)
+
+    return Habit(before=before)
+
+
+def freezing_upward(every: int) -> Habit:
+    """Freeze one layer more every so many steps, the first one first."""
+
+    def before(run: Run, step: int) -> None:
+        if step % every == 0 and step // every < run.setup.layers:
+            _train(_layers(run)[step // every - 1].parameters(), False)
 
     return Habit(before=before)
 
@@ -203,6 +240,16 @@ def added_group(at: int) -> Habit:
     return Habit(begin=begin, before=before)
 
 
+def longer(least: int, over: int) -> Habit:
+    """Train with short sequences first, whose length grows over so many steps."""
+    return Habit(batch=lambda step, ids: ids[:, : least + (ids.shape[1] - least) * min(step, over) // over])
+
+
+def more(over: int) -> Habit:
+    """Train with one sequence first, and with all of a batch after so many steps."""
+    return Habit(batch=lambda step, ids: ids[: 1 + (len(ids) - 1) * min(step, over) // over])
+
+
 HABITS: Mapping[str, Habit] = {
     "layerdrop": layer_drop(0.2),
     "lookahead": outer_steps(5, 0.5),
@@ -224,9 +271,19 @@ HABITS: Mapping[str, Habit] = {
     "layerdrop-40": layer_drop(0.4),
     "stochastic-30": stochastic_depth(0.3),
     "early-exit": early_exit(0.5),
+    "stochastic-grows": stochastic_depth(0.4, over=120),
+    "stochastic-attention": stochastic_depth(0.3, only="att"),
+    "lookahead-10": outer_steps(10, 0.5),
+    "diloco-10": outer_steps(10, 0.7, 0.9),
+    "diloco-50": outer_steps(50, 0.7, 0.9),
+    "ema-evaluated": evaluated_average(15, 0.95),
+    "freezing-upward": freezing_upward(40),
+    "lisa-20": lisa(20),
+    "longer": longer(8, 100),
+    "more": more(100),
 }
 FITTED = ("layerdrop", "lookahead", "unfreezing")
-TRAINED = ("head-first", "freezing", "lisa", "embedding-later", "added-group")
-"""Habits of what is trained, which get another seed."""
+TRAINED = ("head-first", "freezing", "lisa", "embedding-later", "added-group", "freezing-upward", "lisa-20")
+"""Habits of what is trained."""
 SKIPPING = tuple(habit for habit in HABITS if habit.startswith(("layerdrop-", "stochastic-", "early-")))
 """Habits that leave out layers or sub-layers at random, which get two more families and as many seeds as most."""

@@ -39,7 +39,7 @@ from lamina.core.json_types import Json
 from lamina.data.corpus import single_corpus
 from lamina.data.tokenizers import load_tokenizer
 from lamina.training.monitor.gain_measures import tables_of
-from tools.calibration.alarm_habits import FITTED, HABITS, SKIPPING, TRAINED
+from tools.calibration.alarm_habits import FITTED, HABITS, SKIPPING
 
 STEPS, BREAKS, RATE = 200, 100, 2e-3
 LATER = 7  # steps by which the next seed's break comes later: most lie between two records
@@ -150,7 +150,7 @@ SETUPS |= {
         schedule="wsd",
         fitted=habit in FITTED,
         habit=habit,
-        seeds=4 if habit in SKIPPING else 2 if habit in TRAINED else 1,
+        seeds=4 if habit in SKIPPING else 1 if habit in FITTED else 3,
     )
     for habit in HABITS
     for family, layers, every in (("llama", 4, 10), ("gpt2", 4, 20), ("olmo2", 8, 20), ("qwen3", 6, 10))
@@ -527,6 +527,11 @@ class Run:
         kinds = {"bf16": torch.bfloat16, "fp16": torch.float16}
         return torch.autocast("cpu", kinds[self.setup.precision]) if self.setup.precision in kinds else nullcontext()
 
+    def _on_purpose(self, habit: Any, *batch: torch.Tensor) -> Any:
+        if habit.before is not None:
+            habit.before(self, self.number)
+        return batch if habit.batch is None else [habit.batch(self.number, each) for each in batch]
+
     def step(self, number: int, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Train a step; returns its loss."""
         self.number = number
@@ -537,8 +542,8 @@ class Run:
         for optimizer, peaks in zip(self.optimizers, self.peaks, strict=True):
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                 group["lr"] = peak * factor
-        if self.habit is not None and self.habit.before is not None:
-            self.habit.before(self, number)
+        if self.habit is not None:
+            ids, labels = self._on_purpose(self.habit, ids, labels)
         if failure is not None and broken:
             if failure.before is not None:
                 with torch.no_grad():

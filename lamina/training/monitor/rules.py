@@ -596,6 +596,7 @@ class Rules:
             "course": [list(self._losses), self._sums, self._skipped],
             "changed": [[*location, step] for location, step in self._changed.items()],
             "ways": [self._chance, self._writes.means, self._writes.total],
+            "carried": [[*location, way] for location, way in self._writes.carried.items()],
             "harmful": sorted(map(list, self._harmful)),
             "estimate": list(self._estimate),
             "peak": list(self._peak),
@@ -621,6 +622,7 @@ class Rules:
         }
         self._changed = {(layer, sublayer, role): at for layer, sublayer, role, at in state.get("changed", [])}
         self._chance, self._writes.means, self._writes.total = state.get("ways", (False, 0, 0.0))
+        self._writes.carried = {(layer, sublayer, role): way for layer, sublayer, role, way in state.get("carried", [])}
         self._zeros = {(layer, sublayer, role): counts for layer, sublayer, role, *counts in state.get("zeros", [])}
         self._harmful = {(layer, sublayer, role) for layer, sublayer, role in state.get("harmful", [])}
         silent = state.get("silent", [])

@@ -6,7 +6,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from lamina.training.monitor.writers import RATE, Row
@@ -18,9 +18,8 @@ WRITTEN, OWN_WAY = 0.02, 3.0
 FORGOTTEN = 0.5  # share of an optimizer's moments that is lost when it counts as reset
 HABIT, RECORDS = 0.3, 3  # the same share, if the loop changed these weights before each of so many records
 # A change counts as averaged weights, or as a return to earlier ones, if this fraction of the trained parts changes
-# together, by these multiples of the distance since the last change.
-MEANS, REACH, FAR = 0.8, 1.5, 8.0
-FIRST = 3  # changes of all weights; later ones may reach further
+# together, by this multiple of the distance since the last change. Momentum (DiLoCo) carries earlier distances on.
+MEANS, REACH, MOMENTUM = 0.8, 1.5, 0.9
 JUMP = 0.1  # if an averaging changes this share of the weights, earlier measurements no longer count
 RESTARTED = 2.0  # factor between two learning rates of a restart
 AVERAGED = (
@@ -43,6 +42,7 @@ class WrittenWeights:
 
     Attributes:
         means: the number of steps so far at which code other than the optimizer changed almost all weights.
+        carried: for each part, the distances before the changes so far, of which momentum carries on a share.
         total: the sum over all parts of the changes by other code at the last step.
         rate: the last known learning rate, or None.
         restarts: whether the last step lost its moments in a restart of the optimizer.
@@ -56,6 +56,7 @@ class WrittenWeights:
     restarts: bool = False
     elsewhere: bool = False
     note: str = ""
+    carried: dict[Place, float] = field(default_factory=dict)
 
     def see(
         self,
@@ -85,7 +86,6 @@ class WrittenWeights:
         whole_way = sum(place in written_now for place in trained) >= max(2, MEANS * len(trained))
         again, self.total = whole_way and sum(written_now.values()) != self.total, sum(written_now.values())
         self.means += again
-        reach = REACH if self.means <= FIRST else FAR  # momentum carries DiLoCo's steps further
 
         lost = sorted(row[6] for (_, metric), row in of.items() if metric == "forgotten_share" and row[6] > FORGOTTEN)
         many_lost = len(lost) > several
@@ -100,7 +100,9 @@ class WrittenWeights:
             could = (step - last) * update / norm if many and norm else 0.0
             usual = max(_usual(recent), could)
             if whole_way and (back := of.get((place, "moved_ratio"))) is not None:
-                usual = max(usual, reach * back[6])
+                if again:
+                    self.carried[place] = back[6] + MOMENTUM * self.carried.get(place, 0.0)
+                usual = max(usual, REACH * max(back[6], self.carried.get(place, 0.0)))
                 averaged |= written[6] > WRITTEN
             found.append(("written", written, usual, update > 0 and written[6] > usual and not restarts))
             if recorded:
