@@ -453,6 +453,7 @@ def test_an_outer_momentum_carries_earlier_distances_on(before, rings):
     for step, (moved, written) in enumerate(values, LATER + 1):
         ways = [row(step, moved, layer=layer, metric="moved_ratio") for layer in (1, 2, 3, 4)]
         wrote = [row(step, written, layer=layer, metric="written_ratio") for layer in (1, 2, 3, 4)]
+        alarms = resumed(alarms)  # a checkpoint holds the distances
         found = alarms.see([*ways, *wrote])
     assert bool(found) == rings
 

@@ -283,7 +283,5 @@ HABITS: Mapping[str, Habit] = {
     "more": more(100),
 }
 FITTED = ("layerdrop", "lookahead", "unfreezing")
-TRAINED = ("head-first", "freezing", "lisa", "embedding-later", "added-group", "freezing-upward", "lisa-20")
-"""Habits of what is trained."""
 SKIPPING = tuple(habit for habit in HABITS if habit.startswith(("layerdrop-", "stochastic-", "early-")))
 """Habits that leave out layers or sub-layers at random, which get two more families and as many seeds as most."""
