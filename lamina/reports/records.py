@@ -224,12 +224,15 @@ def flatten(mapping: Json, prefix: str = "") -> Json:
     return flat
 
 
-def read_parquet(path: Path) -> Frame:
+def read_parquet(path: Path, columns: Sequence[str] = ()) -> Frame:
     """Read a table by its absolute path, because a relative path with a colon looks like a URI.
 
-    Raises OSError or ValueError.
+    Raises OSError, or ValueError for another format or if the table lacks one of ``columns``.
     """
-    return pd.read_parquet(path.absolute())
+    table = pd.read_parquet(path.absolute())
+    if missing := [name for name in columns if name not in table]:
+        raise ValueError(f"{path.name} has no column {missing[0]}")
+    return table
 
 
 def whole_of(metric: str) -> tuple[str, ...]:

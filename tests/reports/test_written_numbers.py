@@ -9,6 +9,7 @@ import math
 import random
 import warnings
 
+import pandas as pd
 import pytest
 
 import lamina
@@ -16,6 +17,7 @@ from lamina.errors import UserError
 from lamina.reports.diagnosis import gather
 from lamina.reports.histories import import_history, read_history
 from lamina.reports.histories.numbers import with_commas
+from lamina.reports.records import read_parquet
 from lamina.training.monitor.writers import LOSS
 
 WHOLE = (-1, "model", "all")
@@ -220,3 +222,10 @@ def test_large_json_lines_are_read_one_after_another(tmp_path, monkeypatch):
     monkeypatch.setattr("lamina.reports.histories.sources._LARGE", 10)
     monkeypatch.setattr("pathlib.Path.read_bytes", lambda path: pytest.fail("reads the whole file"))
     assert losses(path) == pytest.approx(course())
+
+
+def test_a_table_without_a_column_is_named(tmp_path):
+    """As layers.parquet of a preflight, in which one damaged byte renames a column."""
+    pd.DataFrame({"step": [1], "netric": ["loss"]}).to_parquet(tmp_path / "layers.parquet")
+    with pytest.raises(ValueError, match=r"layers\.parquet has no column metric"):
+        read_parquet(tmp_path / "layers.parquet", ["step", "metric"])

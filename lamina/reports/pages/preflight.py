@@ -47,13 +47,16 @@ _FIGURES = (
 )  # fmt: skip
 
 
+_COLUMNS = ("placement", "learning_rate", "step", "layer", "sublayer", "role", "metric", "value")  # of layers.parquet
+
+
 @report_of(Kind.PREFLIGHT, needs="preflight")
 def preflight_report(folder: Path) -> Path:
     """Write ``folder/report.html`` from preflight.json and layers.parquet.
 
     preflight.json holds the command, the table's rows (one per planned run), and the training losses of each run.
     """
-    result, layers = read_json(folder / PREFLIGHT), read_parquet(folder / LAYERS)
+    result, layers = read_json(folder / PREFLIGHT), read_parquet(folder / LAYERS, _COLUMNS)
     rows: Frame = pd.DataFrame(result["rows"])
     records: list[Json] = [
         {name: math.nan if value is None else value for name, value in row.items()} for row in rows_of(rows)

@@ -135,7 +135,7 @@ def test_a_record_of_another_version_is_refused_but_does_not_end_a_training_that
         monitor = loop(NanoGpt(), tmp_path / "run", steps=2, resume="auto", step=2)
     (said,) = [r.getMessage() for r in caplog.records if "lamina.watch" in r.getMessage()]
     assert "records of version 99" in said
-    assert "new run. Training continues without records" in said
+    assert "another folder. Training continues without records" in said
     assert monitor.diverged is None
     assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
 
