@@ -44,7 +44,7 @@ Place: TypeAlias = tuple[int, str, str]
 """layer, sub-layer, role"""
 
 LIMITS = Path(__file__).parent / "limits.json"
-LEAST_FALL = 0.5  # nats: a loss of few classes falls from 0.7 in some steps once the model has learned them
+LEAST_FALL = 0.5  # nats: a loss of few classes falls from 0.7 in some steps; also how near to chance it may begin
 LOGIT = 50.0  # an attention logit of this size makes all others negligible
 FROM_FIRST = 8.0  # times a layer's first logit, which is large under query and key norms without a scale (Gemma 4)
 FP16_MAX = 65504.0
@@ -551,7 +551,7 @@ class Rules:
             noise = max(noise_of(before), LEAST_NOISE)
             level, earlier = statistics.median(before[-LAG:]), statistics.median(before[-3 * LAG : -LAG] or before)
             freed = row[0] < max(self._changed.values(), default=-2 * WINDOW) + 2 * WINDOW  # what begins to learn helps
-            at_chance = bool(self.vocabulary) and level > math.log(self.vocabulary or 1) - LEAST_FALL  # learning begins
+            at_chance = level > math.log(self.vocabulary or math.inf) - LEAST_FALL  # learning begins
             latest = sorted(before[-WINDOW:])  # it is higher where parts are left out, or after a way back
             varies = self._chance or self._writes.means
             usual = latest[-1 - len(latest) // HIGHEST] if varies else statistics.median(latest)

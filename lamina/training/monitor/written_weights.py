@@ -23,7 +23,7 @@ MEANS, REACH, MOMENTUM = 0.8, 1.5, 0.9
 JUMP = 0.1  # if an averaging changes this share of the weights, earlier measurements no longer count
 RESTARTED = 2.0  # factor between two learning rates of a restart
 AVERAGED = (
-    "code other than the optimizer changed all weights, but not more than the optimizer had changed the weights before "
+    "code other than the optimizer changed all weights, by about as much as the optimizer had changed them before "
     "(look-ahead, DiLoCo, weight averages, a loaded checkpoint). Lamina raises no alarm for such a change"
 )
 RESTARTS = (
