@@ -395,7 +395,8 @@ def _find(model: LaminaForCausalLM, plan: Plan, config: PreTrainedConfig) -> str
     if biased - {"q_proj", "k_proj", "v_proj"} or config.hidden_act != "silu" or any(LogitsStyle.of(config)):
         raise UserError(
             f"plan: transformers has no model of {plan.placement!r} with this backbone's biases, activation or scaled "
-            "logits. Choose a backbone such as llama."
+            "logits. Choose a backbone such as llama, with silu, unscaled logits, and no biases outside queries, keys "
+            "and values."
         )
     inner = _inner_norms(model, plan)
     for model_type, row in EQUIVALENTS.items():
