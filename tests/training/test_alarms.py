@@ -535,6 +535,24 @@ def test_a_loss_near_chance_may_begin_to_fall(vocabulary, said):
     assert [alarm.rule for alarm in found][:1] == said
 
 
+@pytest.mark.parametrize(("loss", "vocabulary", "rings"), [(5.4, 256, False), (3.0, 256, True), (5.4, None, True)])
+def test_a_gradient_may_rise_while_the_loss_is_near_chance(loss, vocabulary, rings):
+    """As in a healthy GPT-2 whose embedding is trained later: its first attention begins to learn at step 43."""
+    alarms, draw = Alarms(vocabulary=vocabulary), random.Random(0)
+    values = [*[0.04] * 30, *[0.5] * (LASTS + 1)]
+    steps = [
+        [
+            row(step, value * draw.uniform(0.9, 1.1)),
+            row(step, math.hypot(value, 0.1), sublayer="block"),
+            row(step, loss + 0.02 * draw.gauss(0.0, 1.0), **WHOLE, role="model", metric="step_loss"),
+        ]
+        for step, value in enumerate(values, 1)
+    ]
+    assert ("rise" in {alarm.rule for alarm in told(steps, alarms)}) == rings
+    far = [[row(step, 5.0), row(step, 5.0, sublayer="block")] for step in range(60, 61 + LASTS)]
+    assert rings or "rise" in {alarm.rule for alarm in told(far, alarms)}
+
+
 def test_a_loss_that_was_told_is_not_told_again_until_its_chart_is_at_zero():
     draw, moved = random.Random(1), dict.fromkeys((*range(100, 106), 112, 113), 8.0)
     losses = [40.0 + 0.1 * (draw.gauss(0.0, 1.0) + moved.get(step, 0.0)) for step in range(1, 150)]

@@ -352,10 +352,14 @@ class Samples:
         self._seen = sorted({groups[index]: index for index in by_size}.values())
 
     def before_step(self, optimizers: Optimizers) -> None:
-        """Compare the sample with its values at the end of the last step."""
+        """Expect a step of the optimizers, and compare the sample with its last values."""
         self._begun = True
+        self.resumed &= self._last is not None or not any(len(optimizer.state) for optimizer in optimizers)
+        self.compare(optimizers)
+
+    def compare(self, optimizers: Optimizers) -> None:
+        """Add the changes since the last call, or since the optimizers' last step, to what ``rows`` reports."""
         if self._last is None:
-            self.resumed &= not any(len(optimizer.state) for optimizer in optimizers)
             return
         now = self._take({(index, key): value for index, key, value in self._moments(optimizers)})
         if now is None or now.shape != self._last.shape:
@@ -369,6 +373,7 @@ class Samples:
             moved = (self._last[:count] - anchor).square() * wrote
             self._moved = moved if self._moved is None else self._moved + moved
             self._anchor = torch.where(wrote, now[:count], anchor)
+            self._last = now
 
     def after_step(self, optimizers: Optimizers) -> None:
         """Keep the sample's values after the step, if ``before_step`` was called for this step."""

@@ -49,6 +49,7 @@ LOGIT = 50.0  # an attention logit of this size makes all others negligible
 FROM_FIRST = 8.0  # times a layer's first logit, which is large under query and key norms without a scale (Gemma 4)
 FP16_MAX = 65504.0
 FEW = 0.25  # share of the layers whose weights may stand apart; more of them are another kind of layer
+BEGINS = 10.0  # near chance, a sub-layer's gradient may rise to this multiple of the model's usual gradient
 CERTAIN, ZEROS = 1e-7, 5  # zero gradients are no chance below this probability, with at least so many in a row
 KEPT = 0.1  # share of a gradient that earlier steps left in it
 RECENT, SAME_WAY = 10, 5  # a course is judged by so many records, so many of which must go the same way
@@ -388,7 +389,8 @@ class Rules:
         """Return the value that a rise must exceed to count.
 
         For gradients and moments, the value is the whole model's usual norm. A far smaller sub-layer can rise tenfold
-        without an effect. If the model skips layers at random, a gradient must also exceed its earlier peak.
+        without an effect. If the model skips layers at random, a gradient must also exceed its earlier peak. Near
+        chance, gradients may rise, because learning begins.
         """
         if row[5] not in GRADIENTS:
             return past.calm
@@ -400,7 +402,11 @@ class Rules:
             for (layer, sublayer, role, name), recent in self._recent.items()
             if name == row[5] and sublayer == "block" and (layer < 0 or role == "all") and recent
         ]
-        return max(earlier, math.hypot(*parts))
+        return max(earlier, math.hypot(*parts) * (BEGINS if self._near_chance() else 1.0))
+
+    def _near_chance(self) -> bool:
+        level = statistics.median([*self._losses][-LAG:] or [math.inf])
+        return abs(level - math.log(self.vocabulary or math.inf)) < LEAST_FALL
 
     def _rates(self, rows: Sequence[Row], found: Sequence[Found]) -> Iterator[Found]:
         """Judge parts with a separate learning rate, which muP, Muon and fine-tuning use on purpose.

@@ -536,6 +536,7 @@ class Instruments:
     def end_step(self, step: int) -> Taken:
         if self._updates is not None:
             self._updates.after_step(self._groups)  # if one of the optimizers left the step out
+            self._updates.samples.compare(self._groups)  # the rows of this step are of the weights as they are now
         squares, self._current = self._current, None
         norm = None if squares is None else squares.sum().sqrt()
         stepped = bool(self._began)

@@ -329,6 +329,21 @@ def test_what_somebody_else_writes_is_told_at_its_step_and_where(tmp_path, act, 
     assert not said or told[0].step == AT + (act is spoil)  # in the next pass
 
 
+@pytest.mark.parametrize("step", [AT, STEPS])
+def test_what_is_written_behind_the_optimizers_step_is_of_this_step(tmp_path, step):
+    """The last step included. What the step measures later, such as the gains, is of the weights as they are now."""
+    model = NanoGpt()
+
+    def halve(now):
+        if now == step:
+            with torch.no_grad():
+                model.h[1].attn.c_proj.weight.mul_(0.5)
+
+    loop(model, tmp_path / "run", STEPS, after=halve, every=5, on_divergence="note")
+    written = [alarm for alarm in read_alarms(tmp_path / "run") if alarm.rule == "written"]
+    assert [(alarm.step, alarm.layer, alarm.sublayer) for alarm in written] == [(step, 1, "attention")]
+
+
 class Shrinking(torch.optim.AdamW):
     """An optimizer whose step calls its base's step, whose hooks torch then calls, too."""
 
