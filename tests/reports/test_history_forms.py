@@ -229,6 +229,16 @@ def test_two_runs_in_a_file_are_not_one(tmp_path, kind, refused, capsys):
     assert any(text.startswith("The loss ") for text in lamina.diagnose(path, which=name).sentences)
 
 
+def test_a_short_run_beside_a_long_one_is_passed_over_aloud_and_can_be_chosen(tmp_path):
+    path = tmp_path / "history.jsonl"
+    short = [{"run_name": "short", "loss": loss} for loss in (3.0, 2.9, 2.8)]
+    long = [{"run_name": "long", "loss": row["loss"]} for row in rows()]
+    path.write_text(lines([*short, *long]))
+    assert "not read, because they have fewer than 5 rows: 'short' (choose with --run)" in str(read_history(path))
+    chosen = read_history(path, "short")
+    assert (len(chosen.steps), "not read" in str(chosen)) == (3, False)
+
+
 def test_a_run_that_went_back_goes_on_where_it_did(tmp_path):
     path = tmp_path / "history.jsonl"
     back = [{**row, "loss": 9.0} for row in rows()[:50]] + rows()[30:]

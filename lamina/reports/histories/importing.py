@@ -149,6 +149,7 @@ def read_history(path: Path, run: str = "") -> History:
             f"run: {str(source)!r} has at most {most} row{'s' * (most > 1)} for each of {len(useful)} runs, which is a "
             "summary and no history. Give a record with a row for each step (in W&B, export a chart as CSV)."
         )
+    short = [name for name in useful if long and name not in long and not run]
     useful = long or useful
     if len(useful) > 1 and not run:
         told = ", ".join(f"{name!r} ({_span(kept)})" for name, kept in list(useful.items())[:20])
@@ -160,6 +161,9 @@ def read_history(path: Path, run: str = "") -> History:
     if chosen is None:
         raise UserError(f"run: {str(source)!r} holds no records. Give a file with records.")
     history = _placed(chosen, source)
+    if short:
+        shown = f"{', '.join(map(repr, short[:_SHOWN]))}{', ...' * (len(short) > _SHOWN)}"
+        history.notes.append(f"not read, because they have fewer than {_FEW} rows: {shown} (choose with --run)")
     if source != path:
         history.form = f"{history.form} {source.relative_to(path)}"
         if others := [str(other.relative_to(path)) for other in runs_in(path)[1:]]:
