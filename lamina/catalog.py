@@ -1,4 +1,4 @@
-"""The lists of all jobs and commands. Each row in ROWS adds a function and a page. Names in GROUPS add commands."""
+"""The lists of all jobs and commands. ROWS has a row for each job. GROUPS has a help text for each command."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ JOBS.update({row.name: row for row in ROWS})
 
 GROUPS: dict[str, dict[str, str]] = {
     "watch and diagnose": {
-        "diagnose": "find out why a run went wrong: the likely cause, its step and layer, and what to change",
-        "report": "write the page of an output folder again",
+        "diagnose": "find out why a run went wrong: the likely cause, the step, the layer, and what to change",
+        "report": "write the report page of an output folder again",
     },
     "look inside": {
         "probe": JOBS["probe"].summary,
@@ -42,5 +42,5 @@ GROUPS: dict[str, dict[str, str]] = {
     "after pretraining": {name: JOBS[name].summary for name in ("sft", "reward", "dpo", "rlhf")},
     "the papers": {"study": JOBS["study"].summary},
 }
-"""The groups of `lamina --help`, each with its commands and what they do."""
+"""The groups of commands in `lamina --help`, with a help text for each command."""
 COMMANDS = {name: about for commands in GROUPS.values() for name, about in commands.items()}

@@ -1,7 +1,4 @@
-"""Parse the command line and call the command.
-
-Lamina imports no heavy package before it knows the command.
-"""
+"""Parse the command line and call the command. Lamina imports no heavy package before it knows the command."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from lamina.core.terminal import escape_everything, show_error
 from lamina.errors import UserError, is_reported, nearest, out_of_memory, shortened
 from lamina.jobs.signals import interruptible_imports
 
-# Errors of the user's paths and disk; any other is our fault and keeps its traceback.
+# Errors of the user's paths and disk. Any other error is a fault of Lamina, and Lamina prints the traceback.
 _USER_ERRORS = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EPERM),
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EEXIST, errno.EMFILE),
@@ -72,7 +69,7 @@ def _main(argv: list[str]) -> int:
         if name not in COMMANDS:
             quoted = shortened(repr(name), 200)
             raise UserError(f"unknown command {quoted}{nearest(name, COMMANDS)} (allowed: {', '.join(COMMANDS)})")
-        # Remarks of Trainer and the tokenizers are for developers; we print what users must know ourselves.
+        # Messages of Trainer and the tokenizers are for developers. Lamina prints everything that users must know.
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
         if name in JOBS and not JOBS[name].own_command:

@@ -1,4 +1,4 @@
-"""The error for mistakes that the user can fix, and helpers for its messages."""
+"""The error for mistakes that the user can fix, and helpers for error messages."""
 
 from __future__ import annotations
 
@@ -13,10 +13,7 @@ _JOINERS = "\u200c\u200d"  # formatting characters that scripts and emoji need
 
 
 def printable(text: str) -> str:
-    r"""Replace control, bidirectional and unpaired surrogate characters with ``\uXXXX``.
-
-    Such characters could change a terminal's colors, clear its lines, set its title or reverse its text.
-    """
+    r"""Replace control, bidirectional and surrogate characters, which can garble a terminal's text, with ``\uXXXX``."""
     return text if text.isascii() and text.isprintable() else "".join(map(_escaped, text))
 
 
@@ -42,8 +39,8 @@ class UserError(OneLine, ValueError):
     The command line prints the message as one line and exits with code 2. In Python, the error is also a ValueError.
 
     Args:
-        problem: the message, in which Lamina escapes control characters.
-        fix: a sentence that Lamina adds to the message, to tell the user what to do.
+        problem: the message. Lamina escapes control characters in the message.
+        fix: a sentence that tells the user what to do. Lamina adds this sentence to the message.
 
     Attributes:
         problem: the message without ``fix``.
@@ -64,7 +61,7 @@ def renamed_setting(old: str, new: str = "") -> Iterator[None]:
 
 
 class TrialsFailed(UserError):
-    """Every run of a study failed. The message tells why the first run failed.
+    """The error if every run of a study failed. The message gives the reason of the first failed run.
 
     The command line exits with code 1.
 
@@ -93,11 +90,7 @@ def nearest(name: str, allowed: Iterable[str]) -> str:
 
 
 def nearest_file(name: str, files: Iterable[str]) -> str:
-    """Return a hint such as ``; did you mean 'a.csv'?`` for a misspelled file name, or "" if no file has a similar
-    name.
-
-    Lamina ignores the file names' suffixes.
-    """
+    """Return a hint such as ``; did you mean 'a.csv'?``, or "" if no file has a similar name without suffix."""
     whole = {file.partition(".")[0]: file for file in files}
     return did_you_mean(whole.get(nearest_name(name.partition(".")[0], whole) or ""))
 
@@ -114,7 +107,7 @@ def unknown(field: str, value: str, allowed: Iterable[str], owner: str = "") -> 
         field: the noun for the name, such as "placement".
         value: the unknown name.
         allowed: the allowed names.
-        owner: a text to put at the message's beginning.
+        owner: a text at the beginning of the message.
     """
     names = sorted(allowed)
     listed = ", ".join(names) if len(names) <= 40 else f"one of {len(names)} names, {names[0]} to {names[-1]}"
@@ -132,7 +125,7 @@ def shortened(text: str, longest: int) -> str:
 
 
 def out_of_memory(error: BaseException | None) -> str | None:
-    """Return a phrase such as "out of memory" if a lack of memory caused the exception, otherwise None."""
+    """Return a phrase such as "out of memory" if a lack of memory caused the exception. Otherwise, return None."""
     while error is not None:
         text = f"{type(error).__name__}: {error}"
         if "CUDA out of memory" in text or "MPS backend out of memory" in text:

@@ -1,7 +1,7 @@
 """The model types of transformers that Lamina supports. This module does not load torch.
 
-The table lists the roles of each model type's weights, which initializers need. It also lists the norm placement of
-each type, which the conversion of checkpoints needs.
+For each model type, a table lists the roles of the weights, which initializers need. The table also lists the norm
+placement, which the conversion of checkpoints needs.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-Target = Literal["lamina", "transformers"]  # what a checkpoint is converted to
-TRAINERS = ("megatron", "nanogpt", "olmo-core", "torchtitan")  # whose checkpoints are converted, both ways
+Target = Literal["lamina", "transformers"]  # the format to which Lamina converts a checkpoint
+TRAINERS = ("megatron", "nanogpt", "olmo-core", "torchtitan")  # Lamina converts their checkpoints in both directions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,13 +20,13 @@ class Conversion:
 
     Args:
         placement: the norm placement with its options, such as "peri_ln(embedding_norm=false)".
-        norms: a mapping from the name of a norm or learned scale in transformers to its position in Lamina's block.
-        options: a mapping from an option of the placement to the field of transformers' configuration that has its
+        norms: a mapping from the name of a norm or learned scale in transformers to a position in Lamina's block.
+        options: a mapping from an option of the placement to the field of transformers' configuration with the option's
             value. The option ``wiring`` becomes "parallel" if the field is true.
         one_norm: whether the checkpoint stores a single norm for attention and feed-forward, under the attention's
             name.
-        gain_offset: the number to add to a stored gain. Gemma stores w and multiplies by 1 + w, so its offset is 1.
-        rounds: the reason why Lamina's outputs differ from transformers' in the last bits, as a clause for messages.
+        gain_offset: the number to add to a stored gain. Gemma stores w and multiplies by 1 + w, so the offset is 1.
+        rounds: a clause for messages that explains why Lamina's outputs differ from transformers' in the last bits.
         note: a remark for the table in docs/edit-layers.md.
     """
 
@@ -45,8 +45,8 @@ class Architecture:
 
     Args:
         title: the model type's name for messages and docs.
-        roles: a mapping from a module's attribute name to the role of its weight, such as "query". If attention and
-            feed-forward use the same attribute name, the key begins with the sub-layer's name ("attention.Wo").
+        roles: a mapping from a module's attribute name to the role of the module's weight, such as "query". If
+            attention and feed-forward use the same attribute name, the key names the sub-layer ("attention.Wo").
     """
 
     title: str
@@ -115,12 +115,12 @@ _COHERE = Conversion(
     note="attention and feed-forward share one norm, which Lamina stores twice",
 )
 _PHI = replace(_COHERE, rounds=_ADDS)
-# Why other types are neither wired nor converted.
+# The model types that Lamina neither builds nor converts, with the reason.
 UNCONVERTED = dict.fromkeys(
     ("codegen", "falcon", "gpt_neo", "gpt_neox_japanese", "gptj"),
     "the layers of this model type return more than the residual stream, so Lamina cannot replace the layers",
 )
-# The usual names in decoders, in those that are not in the table, too.
+# The usual names in decoders, including decoders that the table does not list.
 _DECODER = {
     "q_proj": "query",
     "k_proj": "key",
@@ -165,7 +165,7 @@ def _rows(conversion: Conversion, roles: Mapping[str, str] = _DECODER, /, **titl
     return {name: Architecture(title=title, roles=roles, conversion=conversion) for name, title in titles.items()}
 
 
-# Norms on queries and keys that are the attention module's own (OLMo 2, Qwen 3, Gemma 3) come along with the module.
+# Norms inside the attention module, such as OLMo 2's norms on queries and keys, stay in that module.
 ARCHITECTURES: dict[str, Architecture] = {
     **_rows(_PRE_LN, llama="Llama", mistral="Mistral", qwen2="Qwen 2", qwen3="Qwen 3", smollm3="SmolLM 3"),
     **_rows(_PRE_LN, ernie4_5="ERNIE 4.5", phi3="Phi-3", seed_oss="Seed-OSS", starcoder2="StarCoder2"),
@@ -201,7 +201,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 }
 _STARCODER2 = {"feed_forward.c_fc": "feed_forward_in", "feed_forward.c_proj": "feed_forward_out"}
 _STARCODER2 |= {"attention.out_proj": "attention_out"}  # of Mamba's relatives
-# The names of all rows: other backbones are likely to use them, too. No two rows disagree on a name.
+# The names of all rows, because other backbones may use the same names. No two rows disagree on a name.
 ROLES: dict[str, str] = {name: role for row in ARCHITECTURES.values() for name, role in row.roles.items()} | _STARCODER2
 HIDDEN = "hidden"  # a weight of a block whose name has no role
 

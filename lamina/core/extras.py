@@ -26,7 +26,7 @@ def require(what: str, extra: str) -> None:
 
 
 def missing_extra(what: str, error: ModuleNotFoundError) -> UserError | None:
-    """Return an error that tells which extra installs a missing module, or None if no extra installs it."""
+    """Return the error that names the extra with a missing module, or None if no extra has this module."""
     module = str(error.name).partition(".")[0]
     extra = next((extra for extra, modules in EXTRAS.items() if module in modules and extra != "report"), None)
     return None if extra is None else _missing(what, [module], extra)
@@ -37,9 +37,7 @@ def _missing(what: str, modules: list[str], extra: str) -> UserError:
 
 
 def install(extra: str) -> str:
-    """Return the pip command that installs an extra from the source of the installed Lamina: a checkout, a URL or an
-    index.
-    """
+    """Return the pip command that installs an extra from the checkout, URL or package index of the installed Lamina."""
     checkout, wanted = Path(__file__).resolve().parents[2], f"[{extra}]"
     if (checkout / "pyproject.toml").is_file():
         return f"pip install {shlex.quote(f'{checkout}{wanted}')}"

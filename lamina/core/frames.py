@@ -5,5 +5,4 @@ from __future__ import annotations
 from typing import Any, TypeAlias
 
 Frame: TypeAlias = Any
-"""A pandas DataFrame, or a selection of its rows or columns. A type checker can't follow pandas' own types.
-"""
+"""A pandas DataFrame, or a selection of rows or columns. A type checker can't follow pandas' own types."""

@@ -15,12 +15,10 @@ from lamina.errors import UserError
 
 
 def hub_resolves() -> bool:
-    """Return whether DNS can resolve the hub's host name. Behind a proxy, return True, because the proxy resolves
-    names.
-    """
+    """Return whether DNS can resolve the hub's host name."""
     from huggingface_hub import constants
 
-    if getproxies():
+    if getproxies():  # the proxy resolves names
         return True
     try:
         socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, None)
@@ -31,15 +29,13 @@ def hub_resolves() -> bool:
 
 @contextmanager
 def local_when_unreachable() -> Iterator[bool]:
-    """Restrict the hub's libraries to local files if the hub is unreachable. Yield whether the hub is reachable.
-
-    The libraries read the environment variable HF_HUB_OFFLINE only at import, so Lamina sets their internal switches.
-    """
+    """Restrict the hub's libraries to local files if the hub is unreachable. Yield whether the hub is reachable."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE or hub_resolves():
         yield not constants.HF_HUB_OFFLINE
         return
+    # After their import, the libraries no longer read the environment variable HF_HUB_OFFLINE.
     switches = [constants, *([sys.modules["datasets"].config] if "datasets" in sys.modules else [])]
     for switch in switches:
         switch.HF_HUB_OFFLINE = True
@@ -51,10 +47,7 @@ def local_when_unreachable() -> Iterator[bool]:
 
 
 def refuse_missing_model(field: str, name: str) -> None:
-    """Raise UserError if a saved model is neither on this machine nor on the hub. This function loads no torch.
-
-    From the hub, this function downloads config.json.
-    """
+    """Raise UserError if a saved model is neither on this machine nor on the hub. This function loads no torch."""
     if Path(name).exists():
         return
     from huggingface_hub import hf_hub_download

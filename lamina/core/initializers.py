@@ -1,7 +1,4 @@
-"""The initializers. An initializer gives the standard deviation of a weight's initial values.
-
-This module loads no torch. lamina/modeling/initialization.py draws the values.
-"""
+"""The initializers, which return the standard deviation of a weight's initial values. This module loads no torch."""
 
 from __future__ import annotations
 
@@ -15,10 +12,10 @@ from lamina.core import specs
 from lamina.core.values import is_finite
 from lamina.errors import UserError, unknown
 
-SAME = "same:"  # before the one initializer of all of a study's trials
+SAME = "same:"  # a prefix: all trials of a study use the initializer that follows
 BRANCH_OUT = ("attention_out", "feed_forward_out")
 _WITH_STD = ("normal", "scaled", "deepnorm", "xavier", "admin")
-SUITS = "small_scaled"  # the one that suits any width and depth: what the jobs that compare placements start from
+SUITS = "small_scaled"  # the initializer that suits any width and depth: the default of jobs that compare placements
 _LOWEST, _HIGHEST = math.sqrt(2 / 5) / 2, 2.0  # standard deviation times sqrt(width): half SmallInit's, twice LeCun's
 WITH_GAIN = ("value", "attention_out", "feed_forward_in", "feed_forward_out")
 
@@ -49,7 +46,7 @@ class Facts:
 
 
 Initializer = Callable[[Facts, float], float]
-"""Returns the standard deviation of a weight's initial values. The arguments are the weight and the setting std."""
+"""A function that returns the standard deviation of a weight's initial values, from the weight and the setting std."""
 
 
 def normal(weight: Facts, std: float) -> float:
@@ -58,14 +55,12 @@ def normal(weight: Facts, std: float) -> float:
 
 
 def scaled(weight: Facts, std: float) -> float:
-    """Megatron: N(0, std^2), with a standard deviation of std / sqrt(2 num_layers) for attention-out and FFN-out."""
+    """Megatron: N(0, std^2), but a standard deviation of std / sqrt(2 num_layers) for attention-out and FFN-out."""
     return std / math.sqrt(2 * weight.num_layers) if weight.role in BRANCH_OUT else std
 
 
 def deepnorm(weight: Facts, std: float) -> float:
-    """Xavier normal, with gain beta for value, attention-out and FFN weights, and gain 1 for other weights (DeepNet Fig
-    2).
-    """
+    """Xavier normal: gain beta for value, attention-out and FFN weights, gain 1 for other weights (DeepNet Fig 2)."""
     if weight.layer < 0:
         return std
     gain = 1.0
@@ -138,10 +133,9 @@ def check(init: str) -> tuple[str, float]:
 def unsuited(init: str, hidden_size: int) -> tuple[float, float] | None:
     """Return the standard deviations of an unsuitable initializer and of SmallInit at this width.
 
-    Return None if the initializer suits the width, or if its name is unknown. A suitable standard deviation is between
-    half of SmallInit's sqrt(2 / (5 d)) (Nguyen & Salazar 2019, arXiv 1910.05895, Sec 2.2) and twice LeCun's sqrt(1 / d)
-    (LeCun et al. 1998, Eq 16), where d is the width. GPT-2's standard deviation of 0.02 suits widths from 250 to
-    10,000.
+    Return None if the initializer is unknown or suits the width d. A suitable standard deviation is between half of
+    SmallInit's sqrt(2 / (5 d)) (Nguyen & Salazar 2019, arXiv 1910.05895, Sec 2.2) and twice LeCun's sqrt(1 / d) (LeCun
+    et al. 1998, Eq 16). GPT-2's standard deviation of 0.02 suits widths from 250 to 10,000.
     """
     try:
         name, base = check(init)

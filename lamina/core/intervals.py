@@ -19,7 +19,7 @@ def t_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """Return the mean of at least two values, and its standard error."""
+    """Return the mean of at least two values, and the mean's standard error."""
     mean = math.fsum(values) / len(values)
     squares = math.fsum((value - mean) ** 2 for value in values)
     return mean, math.sqrt(squares / (len(values) - 1) / len(values))

@@ -9,7 +9,7 @@ from typing import Any
 Json = dict[str, Any]
 """A JSON object whose values Lamina has not checked."""
 RunState = Mapping[str, Any]
-"""The content of a checkpoint's run_state.json. The mapping is empty at the beginning of a run."""
+"""The content of a checkpoint's run_state.json, or an empty mapping at the beginning of a run."""
 
 
 def parsed(text: str) -> Json:

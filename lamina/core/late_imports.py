@@ -1,7 +1,4 @@
-"""Run a callback as soon as another package is imported.
-
-So ``import lamina`` loads no other package, and users may import packages in any order.
-"""
+"""Run a callback after the import of another package, so that ``import lamina`` itself imports no other package."""
 
 from __future__ import annotations
 
@@ -13,8 +10,6 @@ from typing import Any, NamedTuple
 
 
 class _Finder(NamedTuple):
-    """An import finder that calls ``then`` after the import of ``module``."""
-
     module: str
     then: Callable[[ModuleType], None]
 
@@ -35,7 +30,7 @@ class _Finder(NamedTuple):
 
 
 def when_imported(module: str, then: Callable[[ModuleType], None]) -> None:
-    """Call ``then`` with a module after the module's import, or at once if the module is already imported."""
+    """Call ``then`` with the module after the module's import, or at once if the module is already imported."""
     finder = _Finder(module, then)
     if (imported := sys.modules.get(module)) is not None:
         then(imported)

@@ -1,8 +1,8 @@
 """Tell PEFT which modules of a Lamina model to adapt, so that ``LoraConfig()`` needs no ``target_modules``.
 
-PEFT has a table for each method, such as LoRA, that lists the modules to adapt for each model type. Lamina adds the
-type "lamina" to each table. The new entry lists the modules that PEFT adapts in a Llama. Lamina adds the names
-of these modules in every model that Lamina supports. PEFT skips the names that a model does not have.
+For each method, such as LoRA, PEFT has a table that lists the modules to adapt in each model type. Lamina adds the type
+"lamina" to each table. The new entry lists the modules that PEFT adapts in a Llama, with their names in all models that
+Lamina supports. PEFT skips names that a model does not have.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _STACKED = {
     "key_value": ("key", "value"),
     "gate_and_in": ("gate", "feed_forward_in"),
 }
-# Not the final norm: where a plan has none there is an Identity in its place, at which PEFT fails.
+# Without the final norm: a plan without a final norm has an Identity there, which PEFT can't adapt.
 _NORMS = ("pre_norm", "key_norm", "value_norm", "out_norm", "post_norm", "embedding_norm")
 
 
@@ -30,7 +30,7 @@ def targets(of_llama: Iterable[str]) -> list[str]:
     for adapted in of_llama:
         role = ROLES.get(adapted)
         if role is None:
-            names.update(_NORMS)  # Llama has nothing else but linear layers and norms
+            names.update(_NORMS)  # a Llama has only linear layers and norms
         for name, module_role in ROLES.items():
             if role in (module_role, *_STACKED.get(module_role, ())):
                 names.add(name.replace(".", ".module."))  # "attention.Wo": the module is inside the residual

@@ -12,7 +12,7 @@ from lamina.errors import printable
 EVERY = 10.0
 """Seconds between two progress lines."""
 PACED, PACED_STEPS = 1.0, 3
-"""Before this many seconds and steps, Lamina does not estimate the remaining time."""
+"""Lamina estimates the remaining time only after this many seconds and steps."""
 
 
 def has_bars() -> bool:
@@ -21,12 +21,12 @@ def has_bars() -> bool:
 
 
 class ProgressLines:
-    """Write the progress to a log: a line every few seconds, and a last line. With ``show=False``, write nothing."""
+    """Write progress lines: one every few seconds, and one at the end. With ``show=False``, write nothing."""
 
     def __init__(self, total: int, *, show: bool = True, every: float = EVERY):
         self.total, self.show, self.every = total, show, every
         self._begun, self._last, self._told = time.monotonic(), -float("inf"), -1
-        self._seen: deque[tuple[float, int]] = deque()  # when how much was done, since half of the time that passed
+        self._seen: deque[tuple[float, int]] = deque()  # (time, finished steps), in the later half of the elapsed time
 
     def see(self, done: int, numbers: Mapping[str, str] | None = None) -> None:
         """Write a line with the finished steps, the numbers and the time left, at most once per ``every`` seconds."""
@@ -46,7 +46,7 @@ class ProgressLines:
         sys.stderr.flush()
 
     def seconds_left(self, done: int, now: float) -> float | None:
-        """Estimate the seconds left from the recent speed. Return None before Lamina can estimate, and at the end."""
+        """Estimate the seconds left from the recent speed. Return None in the first steps, and at the end."""
         begun, first = self._seen[0] if self._seen else (now, done)
         if not first + PACED_STEPS <= done < self.total or now - begun < PACED:
             return None

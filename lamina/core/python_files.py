@@ -19,8 +19,8 @@ _SAID = "LAMINA_PYTHON_FILES"  # set so that a study's worker processes do not r
 def run_file(kind: str, path: Path, *, announced: bool = False) -> ModuleType:
     """Run a Python file and return its module. Raises UserError for any exception in the file, including ``sys.exit``.
 
-    Before Lamina first runs a user's file, it logs a warning that the file runs as code. ``announced`` omits the
-    warning. ``kind`` is the noun for the file's content in messages, such as "placement".
+    Before the first run of a user's file, Lamina logs a warning that the file runs as code. ``announced`` suppresses
+    this warning. ``kind`` is the noun for the file's content in messages, such as "placement".
     """
     if not announced:
         _say(kind, path)
@@ -40,7 +40,7 @@ def guarded(subject: str) -> Iterator[None]:
         yield
     except (UserError, KeyboardInterrupt):
         raise
-    except BaseException as error:  # SystemExit among them: a file that ends the process is no success
+    except BaseException as error:  # including SystemExit: a file must not end the process
         reason = shortened(" ".join(str(error).split()), 300)
         raise UserError(f"{subject} raised {type(error).__name__}: {reason}") from error
 

@@ -16,11 +16,8 @@ Entry = TypeVar("Entry")
 
 
 def refuse_namesake(kind: str, name: str, owner: str, holder: str | None) -> None:
-    """Raise UserError if another module has registered the name.
-
-    The same module may register a name again, because Lamina may read a file twice.
-    """
-    if holder not in (None, owner):
+    """Raise UserError if another module has registered the name."""
+    if holder not in (None, owner):  # a module may register a name again, because Lamina may read a file twice
         raise UserError(
             f"{kind} {name!r}: {owner} registers this name, but {holder} has registered it before. Choose another name."
         )
@@ -43,16 +40,13 @@ class Registry(Generic[Entry]):
         self._failure: UserError | None = None
 
     def add(self, name: str, entry: Entry, owner: str) -> None:
-        """Register an object that the module ``owner`` defines. This method imports no module, so decorators can call
-        it.
-
-        Raises UserError if another module has registered the name.
-        """
+        """Register an object of the module ``owner``. Raises UserError if another module has registered the name."""
+        # Without _load: decorators call this method while Lamina imports a module.
         refuse_namesake(self.kind, name, owner, self._entries.get(name, (None, None))[1])
         self._entries[name] = entry, owner
 
     def registered(self, name: str) -> Entry | None:
-        """Return the object with a name, or None. This method imports no module, so decorators can call it."""
+        """Return the object with a name, or None. Unlike ``get``, this method imports no modules."""
         return self._entries[name][0] if name in self._entries else None
 
     def names(self) -> list[str]:
@@ -67,10 +61,7 @@ class Registry(Generic[Entry]):
         return self._entries[name][0]
 
     def from_file(self, path: Path) -> Entry:
-        """Run a user's Python file and return the one object that the file registers. The registry stays unchanged.
-
-        Raises UserError for any exception in the file.
-        """
+        """Return the one object that a user's Python file registers. Raises UserError for any exception in the file."""
         if not path.is_file():
             raise UserError(f"{self.kind} {str(path)!r}: no such file")
         with self.isolated():
@@ -87,7 +78,7 @@ class Registry(Generic[Entry]):
     @contextmanager
     def isolated(self) -> Iterator[None]:
         """Undo all registrations made inside the context."""
-        self._load()  # first: a file may ask for what the package has, and must not lose it
+        self._load()  # before the copy: if a file made Lamina load its modules, their objects would be lost
         before = dict(self._entries)
         try:
             yield
@@ -95,14 +86,12 @@ class Registry(Generic[Entry]):
             self._entries = before
 
     def _load(self) -> None:
-        """Import Lamina's modules, then the plug-ins. If a plug-in fails to load, each later call raises the same
-        error.
-        """
+        """Import Lamina's modules, then the plug-ins. After a plug-in's failure, each call raises the same error."""
         if self._failure is not None:
             raise self._failure
         if self._state != "new":
             return
-        self._state = "loading"  # a plug-in may ask for what is registered already
+        self._state = "loading"  # a plug-in may use objects that are already registered
         try:
             for module in self._modules():
                 importlib.import_module(module)

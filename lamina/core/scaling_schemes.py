@@ -8,7 +8,9 @@ from typing import Literal, TypeAlias
 
 @dataclass(frozen=True, kw_only=True)
 class WidthScheme:
-    """The exponents e for the embedding, hidden weights and output head in scale factors n^e, where n is the width.
+    """The exponents e of scale factors n^e, where n is the width.
+
+    Each tuple has the exponents for the embedding, the hidden weights and the output head.
 
     Attributes:
         multiplier: the exponents for the weight in the forward pass (the paper's -a).
@@ -23,9 +25,9 @@ class WidthScheme:
 
 _STANDARD = WidthScheme(multiplier=(0, 0, 0), std=(0, -1 / 2, -1 / 2), rate=(0, -1, -1))
 _MUP = WidthScheme(multiplier=(1 / 2, 0, -1 / 2), std=(-1 / 2, -1 / 2, -1 / 2), rate=(-1 / 2, -1, -1 / 2))
-# Everett et al. 2024, the table of Adam's exponents. Its rates assume that updates align fully with the activations or,
-# in the schemes without alignment, that they do not align. With the multipliers folded in, the table's NTK is standard
-# and its mean field is muP: neither is a scheme.
+# Everett et al. 2024, the table of Adam's exponents. The learning rates assume that updates align fully with the
+# activations or, in the schemes without alignment, that updates do not align. If the weights include the multipliers,
+# the table's NTK equals standard, and the table's mean field equals muP. So NTK and mean field are no extra schemes.
 SCHEMES = {
     "standard": _STANDARD,
     "standard-no-alignment": replace(_STANDARD, rate=(0, -1 / 2, -1 / 2)),

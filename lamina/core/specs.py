@@ -1,6 +1,6 @@
-"""Read a name or file with options, and lists of such texts: ``name(layers=[0, 3], text='a, b')``.
+"""Read texts such as ``name(layers=[0, 3], text='a, b')``: a name or file with options. Also read lists of such texts.
 
-Write a value as in YAML. A comma inside brackets or quotes belongs to the value.
+Values are in YAML. A comma inside brackets or quotes belongs to the value.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from lamina.errors import UserError, shortened
 
 _SPEC = re.compile(r"\s*([^()]+?)\s*(?:\((.*)\))?\s*", re.S)
-_EXPONENT = re.compile(r"[-+]?[\d.]*\d[\d.]*[eE][-+]?\d+")  # 1e-3: a number, which YAML 1.1 takes for text
+_EXPONENT = re.compile(r"[-+]?[\d.]*\d[\d.]*[eE][-+]?\d+")  # a number such as 1e-3, which is text in YAML 1.1
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
 _QUOTES = "'\""
 
@@ -45,11 +45,10 @@ def split(text: str, kind: str) -> list[str]:
 
 
 def _parts(text: str, *, whole: bool) -> Iterator[str | None]:
-    """Split at commas outside brackets and quotes, and omit empty parts. If a bracket or quote stays open, yield None
-    last.
+    """Split at commas outside brackets and quotes, without empty parts.
 
-    If ``whole`` is true, the text is a list of options. If ``whole`` is false, the text is a list of names with options
-    in parentheses.
+    If ``whole`` is true, the text is a list of options, and the last item is None if a bracket or quote stays open. If
+    ``whole`` is false, the text is a list of names with options in parentheses.
     """
     expected: list[str] = []  # the closing characters of the open brackets, or of the open quote
     start, before = 0, "," if whole else ""
@@ -61,7 +60,7 @@ def _parts(text: str, *, whole: bool) -> Iterator[str | None]:
             pass
         elif character == "(" or (inside and character in _CLOSING):
             expected.append(_CLOSING[character])
-        elif inside and character in _QUOTES and before in ",=:([{":  # an apostrophe inside a word is none
+        elif inside and character in _QUOTES and before in ",=:([{":  # an apostrophe inside a word is no quote
             expected.append(character)
         elif character == "," and not expected:
             if part := text[start:position].strip():

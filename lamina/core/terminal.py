@@ -10,7 +10,7 @@ from types import TracebackType
 
 from lamina.errors import printable, shortened
 
-LONGEST_LINE = 2000  # of an error: the field stands at its beginning, what is allowed at its end
+LONGEST_LINE = 2000  # characters of an error message, with the field at the beginning and the allowed values at the end
 _formatter = logging.Formatter()
 
 
@@ -23,7 +23,7 @@ def escape_logs(prefix: str) -> None:
         if record.name.startswith(prefix):
             try:
                 record.msg, record.args = printable(record.getMessage()).replace("\n", "\\n"), None
-            except (TypeError, ValueError):  # a message that does not fit its arguments: logging says so
+            except (TypeError, ValueError):  # logging itself reports a message that does not match its arguments
                 return record
             if record.exc_info and record.exc_info[0] is not None:
                 record.exc_text = printable(_formatter.formatException(record.exc_info))
@@ -59,7 +59,7 @@ def show(text: object = "", end: str = "\n") -> None:
 def show_error(message: str) -> None:
     """Print a message on standard error as one line. Cut out the middle of a very long message."""
     line = f"lamina: {shortened(printable(' '.join(message.split())), LONGEST_LINE)}"
-    if "tqdm" in sys.modules:  # a library's progress bar may be open: the line does not go on with it
+    if "tqdm" in sys.modules:  # start a new line if a library's progress bar is open
         sys.modules["tqdm"].tqdm.write(line, file=sys.stderr)
     else:
         sys.stderr.write(f"{line}\n")

@@ -1,4 +1,4 @@
-"""Checks of users' values. Each check raises a UserError that names the field and the value, and tells what to give."""
+"""Checks of users' values. Each check raises a UserError that names the field, the value and what to give instead."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lamina.errors import UserError, nearest, nearest_file, shortened
 
 Number = TypeVar("Number", int, float)
 C = TypeVar("C", bound=Callable[[str, object], object])
-DTYPES = ("auto", "float32", "bfloat16", "float16")  # of a model that is loaded; auto: the checkpoint's
+DTYPES = ("auto", "float32", "bfloat16", "float16")  # of a loaded model. auto means the checkpoint's dtype
 
 
 @runtime_checkable
@@ -42,7 +42,7 @@ Examples: TypeAlias = PathLike | Sequence[Mapping[str, object]] | Rows
 
 
 def takes(kind: object) -> Callable[[C], C]:
-    """Return a decorator that stores which types Python callers may pass to a check."""
+    """Return a decorator that stores the types that Python callers may pass to a check."""
 
     def note(check: C) -> C:
         check.__dict__["takes"] = kind
@@ -57,9 +57,9 @@ def taken(check: object) -> Any:
 
 
 _ROWS = r"\.(jsonl|ndjson|json)(\.(gz|xz|zst))?$"  # the names of files with examples
-SEED_LIMIT = 2**32 - 1  # numpy's generators take no larger one
+SEED_LIMIT = 2**32 - 1  # the largest seed of numpy's generators
 MOST = 2**31 - 1  # of any count
-# A typing error (a zero too many, a value in the wrong place) must not fill the memory before anything is said.
+# With these limits, a typing error such as an additional zero gives an error message before the memory is full.
 LIMITS = {
     **dict.fromkeys(("num_layers", "base_depth", "depths"), 10_000),
     "size": 2**10,  # streams of a wiring, or layers in its blocks
@@ -77,10 +77,7 @@ LONGEST_NAME, LONGEST_PATH = 255, 3800  # bytes of a name in a folder, and of a 
 
 
 def whole_number(name: str, value: object, low: int = 1, *, says: str = "") -> int:
-    """Return a whole number from ``low`` to the field's limit in ``LIMITS``. The default limit is ``MOST``.
-
-    Raises UserError for other values, with a message that begins with ``says``.
-    """
+    """Return a whole number from ``low`` to the field's limit in ``LIMITS``. An error message begins with ``says``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise UserError(f"{says}{name}: {_shown(value)}. Give a whole number of at least {low}.")
     if value > (high := LIMITS.get(name, MOST)):
@@ -89,7 +86,7 @@ def whole_number(name: str, value: object, low: int = 1, *, says: str = "") -> i
 
 
 def seed_number(name: str, value: object) -> int:
-    """Return a whole number that every random generator accepts as a seed. Raises UserError for other values."""
+    """Return a whole number that every random generator accepts as a seed."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= SEED_LIMIT:
         raise UserError(f"{name}: {_shown(value)}. Give a whole number from 0 to {SEED_LIMIT}.")
     return value
@@ -98,10 +95,7 @@ def seed_number(name: str, value: object) -> int:
 def number(
     name: str, value: object, low: float, high: float = math.inf, *, open_low: bool = False, open_high: bool = False
 ) -> float:
-    """Return a finite number between ``low`` and ``high``. Raises UserError for other values.
-
-    ``open_low`` and ``open_high`` are true if the bound itself is not allowed.
-    """
+    """Return a finite number between ``low`` and ``high``. ``open_low`` and ``open_high`` exclude these bounds."""
     if is_finite(value):
         too_low = value <= low if open_low else value < low
         too_high = value >= high if open_high else value > high
@@ -114,10 +108,7 @@ def number(
 
 
 def steps_or_share(name: str, value: object, *, open_low: bool = False) -> float:
-    """Return a whole number of steps, or a share of all steps (below 1). ``open_low`` excludes 0.
-
-    Raises UserError for other values.
-    """
+    """Return a whole number of steps, or a fraction of all steps (below 1). ``open_low`` excludes 0."""
     span = number(name, value, 0.0, open_low=open_low)
     if span >= 1 and span != int(span):
         raise UserError(f"{name}: {_shown(value)}. Give a whole number of steps, or a share of all steps (below 1).")
@@ -125,7 +116,7 @@ def steps_or_share(name: str, value: object, *, open_low: bool = False) -> float
 
 
 def is_finite(value: object) -> TypeGuard[int | float]:
-    """Return whether a value is an int or float, but no bool, and finite as a float."""
+    """Return whether a value is an int or float (but no bool) that is finite as a float."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     try:
@@ -147,8 +138,8 @@ def is_special(place: str | Path) -> bool:
 
 
 def real_path(place: str | Path) -> Path:
-    """Return the absolute path with all links followed. (``Path.resolve`` raises RuntimeError for a loop of links.)"""
-    return Path(os.path.realpath(place))
+    """Return the absolute path without links."""
+    return Path(os.path.realpath(place))  # Path.resolve would raise RuntimeError for a loop of links
 
 
 def folder_beside(place: str | Path) -> Path:
@@ -164,7 +155,7 @@ _LEVELS, _ENTRIES = 3, 20_000  # of a folder that is given as an input
 
 
 def refuse_special(name: str, value: str | Path, *, levels: int = _LEVELS, entries: int = _ENTRIES) -> None:
-    """Raise UserError for a pipe, a socket or a device, which a reader might wait for forever. Accept a missing path.
+    """Raise UserError for a pipe, a socket or a device (see ``is_special``). Accept a missing path.
 
     In a folder, this function checks at most ``entries`` files, and goes at most ``levels`` folders deep.
     """
@@ -277,7 +268,7 @@ def text(name: str, value: object) -> str:
 
 @takes(PathLike)
 def place(name: str, value: object) -> str:
-    """Return a text that may be a name or a list of paths. Raises UserError if a name is too long for a file."""
+    """Check a text that may be a name, a path or a list of paths. Raises UserError if a name is too long for a file."""
     place = text(name, value)
     if any(len(part.encode(errors="replace")) > LONGEST_NAME for part in re.split(r"[/,:]", place)):
         raise UserError(f"{name}: {_shown(place)} is too long. Give names of at most {LONGEST_NAME} bytes.")
@@ -306,7 +297,6 @@ def one_of(name: str, value: object, allowed: Collection[str]) -> str:
 
 
 def mapping(name: str, value: object) -> Mapping[str, object]:
-    """Return the value if it is a mapping whose keys are all text."""
     if not (isinstance(value, Mapping) and all(isinstance(key, str) for key in value)):
         raise UserError(f"{name}: {_shown(value)}. Give a mapping of names to values.")
     return value
@@ -314,7 +304,7 @@ def mapping(name: str, value: object) -> Mapping[str, object]:
 
 @takes(Names)
 def comma_separated(name: str, value: object) -> str:
-    """Join a list with commas, as the command line takes it. Return a text unchanged, and convert a number to text."""
+    """Join a list with commas. Return a text unchanged, and convert a number to text."""
     if isinstance(value, str) or (isinstance(value, int | float) and not isinstance(value, bool)):
         return str(value)
     if isinstance(value, Mapping | bytes | bytearray | memoryview) or not isinstance(value, Iterable):
@@ -328,7 +318,7 @@ def entries(listed: str | None) -> list[str]:
 
 
 def factors(name: str, value: object) -> str | None:
-    """Return the value as text if it is a list of comma-separated finite numbers, which may repeat."""
+    """Check a list of comma-separated finite numbers, and return the list as text. Numbers may repeat."""
     if value is None:
         return None
     text = comma_separated(name, value)

@@ -21,9 +21,7 @@ class _Strict(_Loader):
     """A safe YAML loader that rejects repeated keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Json:
-        """Return a node's mapping. Raises ConstructorError for a repeated key, because YAML would keep only the last
-        value.
-        """
+        """Return a node's mapping. Raises ConstructorError for a repeated key, where YAML would keep the last value."""
         keys: set[tuple[str, str]] = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and (key.tag, key.value) in keys:
@@ -75,7 +73,7 @@ def read_mapping(path: Path, needed: str = "lines NAME: VALUE") -> Json:
 
 def _bounded(source: str, text: str) -> None:
     """Raise UserError if a YAML file is nested too deep or has too many values, before Lamina builds any value."""
-    sizes: dict[str, int] = {}  # of what an anchor names, its aliases written out
+    sizes: dict[str, int] = {}  # the number of values of each anchor, with all aliases expanded
     open_: list[tuple[str | None, int]] = [(None, 0)]
     for event in yaml.parse(text, Loader=_Loader):
         anchor, size = getattr(event, "anchor", None), 0

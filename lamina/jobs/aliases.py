@@ -1,4 +1,4 @@
-"""Other names for Lamina's settings: their names in transformers, TRL, lm-eval, litgpt and nanoGPT, and plurals."""
+"""Other names of Lamina's settings: the names in transformers, TRL, lm-eval, litgpt and nanoGPT, and plurals."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ def _table(rows: str) -> dict[str, list[str]]:
     return {ours.strip(): others.split() for ours, others in (row.split(":") for row in rows.split(";"))}
 
 
-# By our name, the names that mean the same and are taken. A command takes the first setting that it has.
+# For each setting, other names with the same meaning, which Lamina accepts. If a name stands for several settings, a
+# command uses the first setting that the command has.
 TAKEN = _table("""
 num_layers: num_hidden_layers n_layer n_layers; hidden_size: n_embd d_model; num_heads: num_attention_heads n_head;
 from_model: from model model_name_or_path; checkpoint: model model_name_or_path; models: model model_name_or_path;
@@ -31,7 +32,7 @@ label_smoothing: label_smoothing_factor; max_answer: max_completion_length max_n
 reward_model: reward_model_name_or_path; template: chat_template_path;
 gradient_checkpointing: activation_checkpointing; chat_template: apply_chat_template; system: system_instruction
 """)
-# By our name, the names that do not mean quite the same: the setting is suggested.
+# For each setting, the names with a similar meaning. Lamina rejects such a name and suggests the setting.
 NEAR = _table("""
 epochs: epoch num_epochs; steps: num_train_epochs epoch num_epochs iters;
 batch_size: per_device_train_batch_size micro_batch_size batch bs;
@@ -50,10 +51,7 @@ generation: gen_kwargs; data_dir: include_path
 
 
 def meaning(name: str, offered: Collection[str], *, near: bool = False) -> str | None:
-    """Return the allowed setting with the same meaning as another library's name, or None without such a setting.
-
-    ``offered`` has the allowed settings. With ``near``, a setting with a similar meaning also counts.
-    """
+    """Translate another library's name to a setting in ``offered``, or None. ``near`` also allows similar meanings."""
     rows = [*TAKEN.items(), *(NEAR.items() if near else ())]
     ours = (setting for setting, others in rows if name in others)
     return None if name in offered else next((setting for setting in ours if setting in offered), None)
@@ -61,9 +59,9 @@ def meaning(name: str, offered: Collection[str], *, near: bool = False) -> str |
 
 @cache
 def _declared(files: tuple[str, ...]) -> Mapping[str, str]:
-    """Map the options of other libraries to their types, as text, without importing the libraries.
+    """Map the options of other libraries to their types as text.
 
-    ``files`` has names of options, and source files whose classes declare options as fields.
+    Each text in ``files`` is an option, or a source file with classes that declare options. Lamina imports no file.
     """
     names = {file: "" for file in files if "/" not in file}
     for package, _, rest in (file.partition("/") for file in files if "/" in file):
@@ -75,15 +73,15 @@ def _declared(files: tuple[str, ...]) -> Mapping[str, str]:
 
 
 def is_text(option: str, files: tuple[str, ...]) -> bool:
-    """Return whether another library declares an option as text, so that Lamina must not read its value as a number."""
+    """Return whether another library declares an option as text. Lamina must not read such a value as a number."""
     return _declared(files).get(option, "").strip() in ("str", "str | None", "Optional[str]")
 
 
 def passed_on(name: str, offered: Collection[str], outside: Mapping[str, tuple[str, ...]]) -> tuple[str, str] | None:
-    """Return Lamina's setting that takes another library's option, and the option's name. Return None for unknown
-    options.
+    """Return the setting that passes an option on to another library, and the option's name in that library.
 
-    ``outside`` maps a setting to the options that it takes, or to the source files that declare these options.
+    Return None for an unknown option. ``outside`` maps settings to names of options, or to source files that declare
+    options.
     """
     if name not in offered and meaning(name, offered, near=True) is None:
         for setting, files in outside.items():
@@ -93,10 +91,10 @@ def passed_on(name: str, offered: Collection[str], outside: Mapping[str, tuple[s
 
 
 def suggestion(name: str, offered: Collection[str]) -> str | None:
-    """Return the allowed setting for an unknown or misspelled name, or None.
+    """Return the allowed setting that a user probably means by an unknown name, or None.
 
-    For a name from another library, return the setting with the same meaning. For any other name, return the setting
-    with the most similar name or alias.
+    For a name from another library, return the setting with that meaning. For any other name, return the setting with
+    the most similar name or alias.
     """
     others = {other for names in (*TAKEN.values(), *NEAR.values()) for other in names}
     settings_by_name = {

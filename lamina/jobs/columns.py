@@ -1,6 +1,6 @@
 """The columns of a run's result, for result.json, results.csv, the ranking and the report pages.
 
-To add a number, add its ``Column`` here and its value in ``lamina.training.pretrain``.
+To add a number, add a ``Column`` here, and compute the value in ``lamina.training.pretrain``.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ class Column:
         title: the column's heading on the report pages.
         format: the format of the number on the report pages, or None for a text.
         aggregate: how the ranking combines the runs with different seeds: "mean", "max", "first" (the first run's
-            text), or "own" (a rule in ``lamina.reports.ranking``). None omits the column from the ranking.
+            value), or "own" (a rule in ``lamina.reports.ranking``). None omits the column from the ranking.
         measured: whether every run measures the value.
-        in_ranking: the position from the left in the table of placements, or 0 to omit the column there.
+        in_ranking: the sort key of the column in the table of placements. 0 omits the column from this table.
         in_trials: whether the table of all runs has the column.
-        share: another column, whose number the pages print after this number, as a percentage.
+        share: another column with a fraction. After this number, the pages print that fraction as a percentage.
         optional: whether the pages omit the column if no run has a value.
     """
 
@@ -43,7 +43,7 @@ class Column:
 
 
 SCORES = {"accuracy": "accuracy", "top5_accuracy": "top-5 accuracy"}
-"""The held-out metrics besides the loss. Each metric has a heading."""
+"""The held-out metrics besides the loss, with their headings on the report pages."""
 
 
 def _spikes(name: str, title: str, place: int) -> tuple[Column, Column]:
@@ -87,10 +87,10 @@ RESULT_COLUMNS: tuple[Column, ...] = (
     Column("steps", "steps", ",.0f", "mean", in_trials=True),
     Column("seconds", "seconds", ",.0f", "mean", in_ranking=120, measured=False, in_trials=True),
     Column("tokens_per_second", "tokens/s", ",.0f", "mean", in_ranking=110),
-    Column("mfu", "MFU", ".1%", "mean", measured=False, in_ranking=115, optional=True),  # of known cards
+    Column("mfu", "MFU", ".1%", "mean", measured=False, in_ranking=115, optional=True),  # only for known GPUs
     Column("parameters", "parameters", ",.0f", "max"),
     Column("flops", "FLOPs", ".3g", "max"),
-    # Of the trials of `lamina max-lr` only: ``lamina.studies.max_rate_rules`` adds them.
+    # Only for trials of `lamina max-lr`: ``lamina.studies.max_rate_rules`` adds these columns.
     Column("max_learning_rate", "largest learning rate", ".3g", measured=False, optional=True),
     Column("stop_rule", "stopped by", measured=False, optional=True),
     Column("loss_at_stop", "loss at the largest learning rate", ".3f", measured=False, optional=True),
@@ -119,7 +119,7 @@ TRIALS = tuple(column for column in RESULT_COLUMNS if column.in_trials)
 
 
 def checked(result: dict[str, object]) -> dict[str, object]:
-    """Return a result unchanged. Raises KeyError for a missing value, and for a value that is no column."""
+    """Return a result. Raises KeyError if a measured column has no value, or if a value has no column."""
     measured = {column.name for column in RESULT_COLUMNS if column.measured}
     missing, extra = measured - set(result), set(result) - {*names(), *BESIDES}
     if missing or extra:

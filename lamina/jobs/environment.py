@@ -1,4 +1,4 @@
-"""environment.json: the job's kind, the machine, and the versions of the packages."""
+"""The content of environment.json: the job's kind, the machine, and the versions of the packages."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from pathlib import Path
 from lamina.core.json_types import Json
 
 _DRIVER = Path("/proc/driver/nvidia/gpus")
-_WRITTEN = ("studies/records", "docs/results")  # recording one study does not make the next one's code another
+_WRITTEN = ("studies/records", "docs/results")  # files that studies write, which do not make the revision dirty
 
 
 def environment(seed: int, kind: str = "") -> Json:
-    """Return the content of environment.json."""
-    versions = {"lamina": sys.modules["lamina"].__version__}  # of a checkout that is not installed, too
+    versions = {"lamina": sys.modules["lamina"].__version__}  # a checkout has a version even if it is not installed
     for package in ("torch", "transformers", "accelerate", "tokenizers", "numpy", "pyarrow", "trl", "peft"):
         try:
             versions[package] = metadata.version(package)
@@ -44,10 +43,7 @@ def cores() -> int:
 
 @cache
 def git_revision() -> str | None:
-    """Return the git revision of Lamina's source, or None outside a checkout.
-
-    The revision ends in "-dirty" if a tracked file has changes, except for the files that studies write.
-    """
+    """Return the git revision of Lamina's source, with "-dirty" if files have changed, or None outside a checkout."""
     command = ["git", "--no-optional-locks", "status", "--porcelain=v2", "--branch", "--untracked-files=no", "--"]
     command += [":(top)", *(f":(top,exclude){folder}" for folder in _WRITTEN)]
     try:

@@ -1,4 +1,4 @@
-"""Read and write the files of a job's folder. Lamina writes a temporary file first, so no file is ever half written."""
+"""Read and write the files of a job's folder. Lamina writes a temporary file first, so that no file is incomplete."""
 
 from __future__ import annotations
 
@@ -26,15 +26,12 @@ from lamina.jobs.manifest import sync
 from lamina.jobs.names import CLAIMS, CONFIG, RESULT
 
 DIGEST = "digest"
-SEAL = "seal"  # of result.json, see seals.py
+SEAL = "seal"  # the key of the checksum and the hashes in result.json, see seals.py
 
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path. At the end of the context, rename the temporary file to ``path``.
-
-    After an exception in the context, ``path`` has its old content. Raises OSError.
-    """
+    """Yield a temporary path, then rename the file to ``path``. An exception keeps the old file. Raises OSError."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.unlink(missing_ok=True)  # a link would be followed
     try:
@@ -105,12 +102,11 @@ def read_sealed(path: Path) -> Json:
 
 
 def _digest(data: object) -> str:
-    """Return the SHA-256 of a mapping."""
     return hashlib.sha256(json.dumps(data, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def is_table(path: Path) -> bool:
-    """Return whether the end of a Parquet or .npz file is intact. Raises UserError if pyarrow is needed but missing."""
+    """Return whether a Parquet or .npz file has an intact end. Raises UserError if pyarrow is needed but missing."""
     if path.suffix == ".npz":
         return zipfile.is_zipfile(path)
     try:
@@ -141,7 +137,7 @@ def as_json(data: Mapping[str, object]) -> Json:
 def read_result(folder: Path) -> Json | None:
     """Read a run's result.json, or return None if the run has not ended or the file is unreadable.
 
-    Raises UserError if the result was altered. Files from older versions of Lamina have no checksum.
+    Raises UserError if the file does not match its checksum. Older versions of Lamina wrote no checksum.
     """
     data = noted(folder / RESULT)
     if "status" not in data:
@@ -151,9 +147,9 @@ def read_result(folder: Path) -> Json | None:
 
 
 def read_seal(path: Path, data: Json) -> Json | None:
-    """Return the hashes of other files that a JSON file lists, or None for a JSON file without a checksum.
+    """Return a JSON file's list of other files' hashes, or None for a JSON file without a checksum.
 
-    Raises UserError if the JSON file was altered.
+    Raises UserError if the JSON file does not match its checksum.
     """
     seal = data.get(SEAL)
     if not data or (seal is None and not _is_sealed(path.parent)):
@@ -178,7 +174,6 @@ def _is_sealed(folder: Path) -> bool:
 
 
 def digest_of_json(data: Json) -> str:
-    """Return the SHA-256 of an object's JSON text."""
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
@@ -198,7 +193,7 @@ def disk_full(error: BaseException | None) -> bool:
             return True
         if "os error 28" in str(error) or "No space left on device" in str(error):
             return True
-        # torch.save's own stream keeps no errno: it only reports that a write fell short
+        # an error of torch.save's stream has no errno, and only reports an incomplete write
         if re.search(r"inline_container.*unexpected pos|PytorchStreamWriter failed|iostream error", str(error)):
             return True
         error = error.__cause__ or error.__context__
@@ -206,7 +201,6 @@ def disk_full(error: BaseException | None) -> bool:
 
 
 def full_disk(path: Path) -> OSError:
-    """Return the error for a full disk, with a message that names the path."""
     return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 

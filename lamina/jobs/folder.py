@@ -1,4 +1,4 @@
-"""A job's output folder: its lock, and the effect of --resume and --overwrite on its content."""
+"""A job's output folder: the lock, and what --resume and --overwrite do with the folder's content."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from lamina.jobs.status import ENDED
 logger = logging.getLogger(__name__)
 
 LOCK = ".lock"
-REPLACES = ".replaces"  # says that NAME.old is what --overwrite replaced, to be deleted at the first result
+REPLACES = ".replaces"  # marks that NAME.old has the replaced content, which Lamina deletes at the first result
 _APART = (LOCK, REPLACES)  # not part of a folder's content
 Resume: TypeAlias = bool | Literal["auto"]
 """Whether to resume the job in a folder. "auto" starts a new job if the folder is empty."""
-# Half-written files of a killed process, under names that nothing reads.
+# Incomplete files of a killed process. Lamina reads no files with these names.
 _DRAFTS = (
     ".gone-*",
     ".model-draft",
@@ -43,12 +43,12 @@ _DRAFTS = (
 
 
 def in_use(folder: Path) -> bool:
-    """Return whether the folder holds files, other than the files that a job writes at its start."""
+    """Return whether the folder holds files other than the files that a job writes at the start."""
     return folder.is_dir() and not all(map(_is_beginning, folder.iterdir()))
 
 
 def _is_beginning(child: Path) -> bool:
-    """Return whether a job writes this file at its start: a lock, environment.json, or an incomplete file."""
+    """Return whether a job writes this file at the start: a lock, environment.json, or an incomplete file."""
     if child.name in _APART or any(child.name.startswith(f".{name}.") for name in (ENVIRONMENT, CONFIG, STUDY)):
         return True
     return child.name == ENVIRONMENT and _is_environment(child)
@@ -62,9 +62,9 @@ def _is_environment(path: Path) -> bool:
 
 
 def refuse(folder: Path, *, resume: Resume, overwrite: bool, resumes: bool = True, flag: str = "--{}") -> None:
-    """Raise UserError if a job can't use the folder. Neither lock nor change the folder.
+    """Raise UserError if a job can't use the folder. This function neither locks nor changes the folder.
 
-    ``resumes`` is true if the command has --resume. ``flag`` is the format of an option in messages, such as ``--{}``.
+    ``resumes`` is true if the command has --resume. ``flag`` formats an option's name in messages.
     """
     if resume not in (True, False, "auto"):
         raise UserError(f"resume: {resume!r} (allowed: true, false, auto)")
@@ -100,7 +100,6 @@ def refuse(folder: Path, *, resume: Resume, overwrite: bool, resumes: bool = Tru
 
 
 def nothing_to_resume(folder: Path) -> UserError:
-    """Return the error for --resume in a folder without a job."""
     return UserError(
         f"output: {str(folder)!r} holds nothing to resume. Give the folder of an unfinished job, or --resume=auto "
         "to begin in an empty folder."
@@ -115,16 +114,9 @@ def hold(
 
     With ``overwrite``, Lamina renames a non-empty folder to NAME.old. When the new job has a checkpoint or a
     result, Lamina deletes NAME.old. If the job ends without checkpoint and result, Lamina keeps NAME.old and warns.
-
     If a new job fails before its first record, Lamina deletes the job's files.
 
-    Raises UserError in these cases:
-
-    - The path is not a folder.
-    - Another process holds the folder.
-    - The folder is not empty, and neither ``resume`` nor ``overwrite`` is set.
-    - The folder contains files that Lamina did not write.
-    - The folder has no job to resume.
+    Raises UserError if another process has locked the folder, and in all cases of ``refuse``.
     """
     if overwrite and in_use(folder):
         with lock(folder, wait=wait):
@@ -162,7 +154,7 @@ def old_content(folder: Path) -> Path:
 
 
 def drop_old(folder: Path) -> None:
-    """Delete the content that --overwrite replaced, if the folder has a checkpoint or a result."""
+    """Delete NAME.old, the content that --overwrite replaced."""
     if (folder / REPLACES).is_file():
         shutil.rmtree(old_content(folder), ignore_errors=True)
         (folder / REPLACES).unlink()
@@ -187,7 +179,7 @@ def _set_aside(folder: Path) -> None:
 
 
 def has_result(folder: Path) -> bool:
-    """Return whether a folder has a checkpoint, a run that ended, a finished probe, or a score."""
+    """Return whether a folder has a checkpoint, an ended run, a finished probe, or a score."""
     for run in [folder, *folder.glob("trials/*/")]:
         if any(run.glob(f"checkpoints/checkpoint-*/{MANIFEST}")):
             return True
@@ -201,7 +193,7 @@ def has_result(folder: Path) -> bool:
 
 
 def clear(folder: Path) -> None:
-    """Delete everything that a job has written into a folder. The caller must hold the lock."""
+    """Delete all content of a job's folder. The caller must hold the lock."""
     for child in folder.iterdir():
         if child.name not in _APART:
             shutil.rmtree(child) if child.is_dir() and not child.is_symlink() else child.unlink()
@@ -209,7 +201,7 @@ def clear(folder: Path) -> None:
 
 def _sweep(folder: Path) -> None:
     for pattern in _DRAFTS:
-        for draft in folder.glob(pattern):  # a link goes, not what it leads to
+        for draft in folder.glob(pattern):  # remove a link, not the link's target
             is_folder = draft.is_dir() and not draft.is_symlink()
             shutil.rmtree(draft, ignore_errors=True) if is_folder else draft.unlink(missing_ok=True)
     for draft in folder.glob(".*"):
@@ -228,10 +220,10 @@ def _is_ours(folder: Path) -> bool:
 
 @contextmanager
 def lock(folder: Path, *, wait: float = 0.0) -> Iterator[None]:
-    """Lock the folder against other processes. Wait up to ``wait`` seconds until another process ends its lock.
+    """Create and lock the folder. Wait up to ``wait`` seconds until another process releases the lock.
 
-    Raises UserError if another process keeps the lock, if the folder can't be created, or if its file ``.lock`` or
-    ``.replaces`` is a link. On Windows, Lamina creates the folder and checks for links, but does not lock.
+    Raises UserError if another process keeps the lock, if the folder can't be created, or if ``.lock`` or
+    ``.replaces`` is a link. On Windows, Lamina does not lock the folder.
     """
     _make(folder)
     for name in _APART:
@@ -295,7 +287,7 @@ def _flock(folder: Path, wait: float) -> Iterator[None]:
 
 
 def _open_lock(path: Path) -> int:
-    """Open the lock file without changing its content, because it may be a hard link to another program's file."""
+    """Open the lock file. Keep the file's content, because the file may be a hard link to another program's file."""
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
     except OSError as error:
@@ -314,8 +306,9 @@ def _is_link(path: Path) -> UserError:
 
 
 def source_beside(field: str, source: str, output: Path, *, overwrite: bool) -> str:
-    """Return the saved model that a command reads, before Lamina loads torch. Raises UserError for an output folder
-    with files or with the model, and for a model that does not exist.
+    """Return the path of the saved model that a command reads. This function loads no torch.
+
+    Raises UserError if the output folder has files or contains the model, or if the model does not exist.
     """
     refuse(output, resume=False, overwrite=overwrite, resumes=False)
     source = str(model_folder(source))

@@ -31,7 +31,7 @@ class ResumePolicy:
     Attributes:
         what: the noun for the job in messages, such as "run" or "study".
         free: the settings that may change.
-        compared: the settings with paths, which may change if the files have the same content.
+        compared: the settings with paths. A path may change if the new files have the same content.
     """
 
     what: str
@@ -41,15 +41,10 @@ class ResumePolicy:
     def merge(
         self, stored: Mapping[str, object], given: Mapping[str, object], defaults: Mapping[str, object]
     ) -> dict[str, object]:
-        """Return the stored settings with the user's changes.
+        """Return the folder's settings (``stored``) with the user's changes (``given``).
 
-        For a setting that may not change, ``auto`` means the stored value. Raises UserError if the user
-        changed a setting that may not change.
-
-        Args:
-            stored: the settings in the folder.
-            given: the user's settings now.
-            defaults: the values of the other settings.
+        ``auto`` means the stored value of a setting that may not change. Raises UserError for any other change of this
+        setting. ``defaults`` has the values of settings that the folder does not store.
         """
         given = {name: value for name, value in given.items() if value != "auto" or name in self.free}
         for name, value in given.items():
@@ -64,7 +59,7 @@ class ResumePolicy:
 
 
 class Job(Generic[S]):
-    """A job's settings and its folder. ``open_job`` creates a Job, and its ``with`` block locks the folder.
+    """A job's settings and folder. ``open_job`` creates a Job, and a ``with`` block locks the folder.
 
     Attributes:
         settings: all settings. A resumed job has the stored settings with the user's changes.
@@ -92,7 +87,7 @@ class Job(Generic[S]):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool | None:
         try:
-            if error is None or self._as_sealed:  # else the job may have failed before it wrote an altered table again
+            if error is None or self._as_sealed:  # otherwise, an altered table may still be in the failed job's folder
                 with suppress(*([OSError] if error else [])):
                     seal_tables(self.folder)
         finally:
@@ -120,17 +115,17 @@ def open_job(
     stored: Stored | None = None,
     wait: float = 0.0,
 ) -> Job[S]:
-    """Check the settings and the folder of a job. Lamina changes the folder only when the ``with`` block begins.
+    """Check a job's settings and folder. Lamina changes the folder only when the ``with`` block begins.
 
     Args:
         kind: the kind of job, for environment.json.
         settings: the class of the job's settings.
-        given: a complete settings object, or a mapping with the settings that the user gave.
+        given: a complete settings object, or a mapping with only the settings that the user gave.
         resume: whether to resume the job in the folder. "auto" resumes if the folder holds a job.
         overwrite: whether to replace the folder's content.
         policy: the settings that a resumed job may change.
         stored: a function that reads the settings of the job to resume.
-        wait: the seconds to wait for another process that holds the folder.
+        wait: the seconds to wait for another process that has locked the folder.
 
     Raises:
         UserError: a setting is invalid or may not change, the output folder holds files, or there is nothing to resume.

@@ -1,4 +1,4 @@
-"""The manifest of a folder that never changes, such as a checkpoint: a list of files with their sizes and hashes."""
+"""The manifest of a folder that never changes, such as a checkpoint. A manifest lists files, sizes and hashes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lamina.jobs.names import MANIFEST, RESULT
 MODEL = "model"  # the folder of a run's trained model
 NOT_A_MANIFEST = (ValueError, KeyError, TypeError, AttributeError)  # reading an altered manifest raises these
 
-_PLAIN = (".md", ".txt", ".log", ".html")  # nothing reads these beside a saved model
+_PLAIN = (".md", ".txt", ".log", ".html")  # allowed beside a saved model, because no library reads these files
 
 Entry = tuple[int, str]
 """A file's size in bytes, and its SHA-256."""
@@ -29,7 +29,7 @@ def sha256(path: Path) -> str:
 
 
 def sync(path: Path) -> None:
-    """Force a file's content or a folder's entries onto the disk."""
+    """Wait until a file's content, or a folder's list of files, is on the disk."""
     try:
         handle = os.open(path, os.O_RDONLY)
     except PermissionError:  # Windows cannot open folders
@@ -41,13 +41,12 @@ def sync(path: Path) -> None:
 
 
 def sync_and_hash(path: Path) -> Entry:
-    """Force a file onto the disk, and return its size and SHA-256."""
     sync(path)
     return path.stat().st_size, sha256(path)
 
 
 def checksum(listed: Mapping[str, Entry]) -> str:
-    """Return the checksum of a manifest: the SHA-256 of its list of files."""
+    """Return the checksum of a manifest: the SHA-256 of the listed files, sizes and hashes."""
     return hashlib.sha256(json.dumps(sorted((n, *e) for n, e in listed.items())).encode()).hexdigest()
 
 
@@ -57,7 +56,10 @@ def files_in(folder: Path) -> list[str]:
 
 
 def seal(folder: Path, listed: Mapping[str, Entry] | None = None) -> None:
-    """Write a folder's manifest and force all files onto the disk. ``listed`` has the entries of hashed files."""
+    """Write a folder's manifest, and wait until all files are on the disk.
+
+    ``listed`` has the manifest's entries, if the caller has already synced and hashed the files.
+    """
     listed = {name: sync_and_hash(folder / name) for name in files_in(folder)} if listed is None else listed
     manifest = {"checksum": checksum(listed), "files": listed}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
@@ -67,9 +69,7 @@ def seal(folder: Path, listed: Mapping[str, Entry] | None = None) -> None:
 
 
 def listed(folder: Path) -> dict[str, Entry]:
-    """Return the files in a manifest. Raises OSError for an unreadable manifest, and an exception of NOT_A_MANIFEST
-    for an altered manifest.
-    """
+    """Return a manifest's entries. Raises OSError for an unreadable manifest, or NOT_A_MANIFEST for an altered one."""
     if is_special(folder / MANIFEST):
         raise OSError(errno.EINVAL, SPECIAL)
     manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
@@ -80,9 +80,9 @@ def listed(folder: Path) -> dict[str, Entry]:
 
 
 def what_is_broken(folder: Path, *, content: bool = True) -> str | None:
-    """Return a text about the first missing, cut or altered file of a manifest, or None if all files are intact.
+    """Describe the first missing or altered file that a manifest lists. Return None if all listed files are intact.
 
-    If ``content`` is false, compare only the files' sizes. This function ignores files that the manifest does not list.
+    If ``content`` is false, compare only the files' sizes.
     """
     try:
         files = listed(folder)
@@ -123,7 +123,6 @@ def refuse_damaged(folder: Path) -> None:
 
 @lru_cache(maxsize=64)
 def _damage(folder: Path, files: tuple[tuple[str, int, int, int], ...]) -> str | None:
-    """Return a text about the fault of a saved model, or None if the model is intact."""
     broken = what_is_broken(folder)
     if broken is None:
         foreign = [n for n in strays(folder) if not (n.endswith(_PLAIN) or Path(n).name.startswith("."))]
@@ -132,10 +131,10 @@ def _damage(folder: Path, files: tuple[tuple[str, int, int, int], ...]) -> str |
 
 
 def _of_another_run(folder: Path) -> str | None:
-    """Return a text if the result.json beside a model belongs to another run's model, otherwise None."""
+    """Return a message if the result.json beside a model belongs to another model. Otherwise, return None."""
     try:
         sealed = json.loads((folder.parent / RESULT).read_text(encoding="utf-8"))["seal"]["files"]
-    except (OSError, *NOT_A_MANIFEST):  # no run's, or an older version's
+    except (OSError, *NOT_A_MANIFEST):  # not a run's model, or a run of an older version of Lamina
         return None
     digest = sealed.get(f"{folder.name}/{MANIFEST}")
     another = digest is not None and digest != sha256(folder / MANIFEST)
@@ -159,7 +158,7 @@ def how_to_load(folder: str | Path) -> str:
 
 
 def content_hash(path: str | Path) -> str:
-    """Return a hash of a saved model's manifest. Without a manifest, hash the files, or else the name on the hub."""
+    """Return a hash that identifies a saved model, from the manifest, the model's files, or the name on the hub."""
     folder = model_folder(path)
     if (folder / MANIFEST).is_file():
         return sha256(folder / MANIFEST)

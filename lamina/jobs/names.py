@@ -12,15 +12,15 @@ MANIFEST = "manifest.json"  # of a checkpoint, a model, an entry of the data cac
 PLAN = "plan.json"
 METRICS = "metrics.jsonl"
 ALARMS = "alarms.jsonl"
-NOTABLE_BATCHES = "notable.jsonl"  # batches that stood out, and that nothing followed
-BATCHES = "batches.jsonl"  # rows of the batches with an alarm, and of notable ones
+NOTABLE_BATCHES = "notable.jsonl"  # unusual batches without an alarm
+BATCHES = "batches.jsonl"  # rows of the batches with an alarm, and of unusual batches
 NOTES = "notes.jsonl"  # of a scheduled probe
 ABOUT = "about.json"  # of a scheduled probe
 
 # A study and the other jobs.
 STUDY = "study.yaml"
 MEASURES = "measures.json"  # of a trial in a store
-TRIAL = "trial.json"  # what decides the numbers of a trial in a store
+TRIAL = "trial.json"  # everything that determines the numbers of a trial in a store
 RESULTS = "results.csv"
 SEALED = "seal.json"  # the hashes of a job's tables, written at its end
 CLAIMS = "claims.json"

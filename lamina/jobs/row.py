@@ -1,7 +1,7 @@
-"""The description of a job as data (its ``JobRow``), from which Lamina makes the command and the Python function.
+"""The description of a job (``JobRow``). From this description, Lamina makes the job's command and Python function.
 
 A new job needs settings, a function, a page (``lamina.reports.registry.report_of``), the text to print (``ending_of``),
-and a ``JobRow`` in ``lamina.catalog``. The functions of a ``JobRow`` must import heavy packages when they run.
+and a ``JobRow`` in ``lamina.catalog``. A function of a ``JobRow`` must import heavy packages only when it runs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Given = Mapping[str, object]
 
 
 class Modes(TypedDict, total=False):
-    """The options of every job that are not settings."""
+    """The options that every job has in addition to its settings."""
 
     resume: Resume
     overwrite: bool
@@ -40,9 +40,9 @@ class Switch:
     Attributes:
         prints: whether the flag changes the text that the command prints at the end. To register this text, use
             ``ending_of(kind, switch=name)``.
-        draws: whether the flag also saves the page's figures as pictures. The Python function then has this flag.
-        passed: whether ``JobRow.run`` takes the flag. The Python function then has this flag.
-        fails: a function that takes the result and returns whether the exit code is 1.
+        draws: whether the flag saves the page's figures as pictures. If true, the Python function also has the flag.
+        passed: whether ``JobRow.run`` takes the flag. If true, the Python function also has the flag.
+        fails: a function that takes the result and returns whether the command exits with code 1.
     """
 
     name: str
@@ -62,22 +62,22 @@ class JobRow:
         function: the Python function's name, if it differs from the command's name.
         kind: the kind of the job's folder.
         summary: a line for ``lamina --help``.
-        about: the text for the command's help, whose first paragraph is also the Python function's docstring.
+        about: the text of the command's help. The first paragraph is also the Python function's docstring.
         settings: a function that returns the class of the job's settings.
         run: the function that runs the job. The keyword arguments are the settings, ``resume``, ``overwrite``, ``bar``,
             and each switch whose ``passed`` is true.
         returns: one or two sentences about the Python function's result.
         outcome: the result's type: a class of ``lamina.api.results``, or "pd.DataFrame".
-        raises: the errors for the Python function's docstring.
+        raises: the errors that the Python function's docstring lists.
         resumes: the help text of --resume, or "" if the job can't resume.
-        positional: the settings without a flag. A setting whose name ends in "..." takes any number of words.
+        positional: the settings that are positional arguments. A name that ends in "..." takes any number of words.
         listing: a function that returns a list for --help and --list to print, such as all probes.
         inputs: the settings that name models to start from. The main model comes first.
         files: the settings that name data or code.
-        fails: a function that takes the result and returns whether the exit code is 1.
-        folder: a function that returns the default output folder, if it depends on other settings.
+        fails: a function that takes the result and returns whether the command exits with code 1.
+        folder: a function that returns the output folder, if other settings determine the default folder.
         pages: a function that imports the modules of the job's page and printed text.
-        extra: the optional dependencies that the job needs, by their name in pyproject.toml.
+        extra: the extra in pyproject.toml that installs the job's dependencies.
         own_command: whether a module of ``lamina.commands`` implements the command.
     """
 

@@ -1,4 +1,4 @@
-"""Read a run's folder, even during the run or if some records are damaged."""
+"""Read a run's folder, even while the run trains or if some records are damaged."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class RunFolder:
             return 0
 
     def faults(self) -> list[str]:
-        """Return a text about each damaged record."""
+        """Describe each damaged record file."""
         lines = (METRICS, ALARMS, NOTABLE_BATCHES, BATCHES, f"probes/*/{NOTES}")
         faults = [parse_lines(path)[1] for pattern in lines for path in sorted(self.path.glob(pattern))]
         tables = ("layers/part-*.parquet", "layers/part-*.npz", "probes/*/part-*.parquet")
@@ -52,10 +52,10 @@ class RunFolder:
 
 
 def parse_lines(path: Path) -> tuple[list[Json], str | None]:
-    """Parse a file of JSON records that may still grow. Return the records, and a text about the file's first fault.
+    """Parse a file of JSON records that may still grow. Return the records, and a description of the first fault.
 
-    A line without a step is a fault, and Lamina omits the line. Steps that decrease are also a fault, except in a file
-    of rollbacks. An incomplete last line is no fault, because a killed run leaves such a line.
+    A line without a step is a fault, and Lamina omits the line. Decreasing steps are also a fault, except in records
+    of rollbacks. An incomplete last line is no fault, because a killed run can leave an incomplete line.
     """
     records: list[Json] = []
     fault, last = None, -1

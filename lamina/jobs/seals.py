@@ -1,4 +1,4 @@
-"""Detect altered records: result.json has a checksum, and the hashes of the record files."""
+"""Detect altered records: result.json contains a checksum of itself, and the hashes of the record files."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ from lamina.jobs.status import ENDED
 logger = logging.getLogger(__name__)
 
 GROWING = (METRICS, "layers/part-*", "probes/*/part-*")
-"""The records that grow during a run. A checkpoint stores a hash of each record's content up to the checkpoint."""
+"""The record files that grow during a run. A checkpoint stores the hash that each record file has at that time."""
 _MISSING = "missing"
 _FIRST = f"first line of {METRICS}"
 _RECORDS = (
     *(*GROWING, "*.yaml", "*.json", "*.jsonl", "*.parquet", f"{MODEL}/{MANIFEST}"),
     *("figures/*.json", "scores/*/*.json", "items/*/*.parquet"),  # of probes and evaluations
 )
-_APART = (RESULT, ENVIRONMENT, TRIAL, MEASURES)  # written again, or known by the key
+_APART = (RESULT, ENVIRONMENT, TRIAL, MEASURES)  # files that Lamina rewrites, or that the trial's key identifies
 _OF_PREFLIGHT = (PREFLIGHT, PREFLIGHT_ROWS, LAYERS)
 _TABLES = (
     *(STUDY, RESULTS, CLAIMS, TRANSFER, SLOPES, COORDINATES, "table.*", "tables/*.parquet"),
@@ -83,8 +83,8 @@ def seal_tables(folder: Path) -> None:
 def lift_seal(folder: Path) -> bool:
     """Delete seal.json before a job rewrites its tables. Return whether the tables still match seal.json.
 
-    If a table was altered, log the table's name, and keep seal.json until the job has rewritten the table. Raises
-    UserError if study.yaml was altered, because the job can't rewrite that file.
+    If a table was altered, log a warning, and keep seal.json until the job has rewritten the table. Raises UserError if
+    study.yaml was altered, because the job can't rewrite study.yaml.
     """
     try:
         faults = altered(folder, SEALED, missing=False)
@@ -100,12 +100,12 @@ def lift_seal(folder: Path) -> bool:
 
 
 def refuse_tables(folder: Path) -> None:
-    """Raise UserError if a job's table was altered after Lamina wrote seal.json. Accept a folder without seal.json."""
+    """Raise UserError if a table was altered after Lamina wrote seal.json. Accept a folder without seal.json."""
     refuse_altered(folder, SEALED, missing=False)
 
 
 def hashes(folder: Path, patterns: Iterable[str]) -> dict[str, str]:
-    """Return the SHA-256 of each file that matches a pattern, by the file's relative path."""
+    """Map the relative path of each file that matches a pattern to the file's SHA-256."""
     paths = sorted(
         {path for pattern in patterns for path in folder.glob(pattern) if path.is_file() and path.name not in _APART}
     )
@@ -118,7 +118,7 @@ def hashes(folder: Path, patterns: Iterable[str]) -> dict[str, str]:
 
 
 def altered(folder: Path, by: str = RESULT, *, missing: bool = True) -> dict[str, str]:
-    """Return the altered or missing records of a folder, with a text about each fault.
+    """Map each altered or missing record of a folder to a description of the fault.
 
     ``by`` is the name of the file that lists the records' hashes. A missing record is a fault only if ``missing`` is
     true. Raises UserError if the file with the hashes was altered.
@@ -133,7 +133,7 @@ def altered(folder: Path, by: str = RESULT, *, missing: bool = True) -> dict[str
         path = folder / name
         if not path.is_file():
             faults |= {name: _MISSING} if missing else {}
-        elif sha256(path) != digest and name == CONFIG:  # which has a digest of its own
+        elif sha256(path) != digest and name == CONFIG:  # config.yaml also contains a checksum
             faults[by] = f"from another run than the {CONFIG} in this folder, or one of these two files is altered"
         elif sha256(path) != digest and not (name == STUDY and _is_cut(path)):
             faults[name] = f"altered since Lamina wrote {by}, or from another run"
@@ -180,12 +180,12 @@ def grown_records(folder: Path) -> dict[str, tuple[int, str]]:
 def refuse_regrown(folder: Path, known: Mapping[str, tuple[int, str]], checkpoint: str) -> None:
     """Raise UserError if a record file has changed in the part that existed at the checkpoint.
 
-    Accept a missing record, and a metrics.jsonl without its last lines, because the resumed run writes them again.
+    Accept a missing file, and a metrics.jsonl without its last lines, because the resumed run writes the rest again.
     """
     for entry, (size, digest) in known.items():
         name = METRICS if entry == _FIRST else entry
         path = folder / name
-        if not path.is_file() and name.startswith("probes/"):  # the other writers name theirs
+        if not path.is_file() and name.startswith("probes/"):  # other code warns about other missing files
             logger.warning("%s: %s, so the page leaves this record out", path, _MISSING)
         if not path.is_file() or (name == METRICS and path.stat().st_size < size):
             continue

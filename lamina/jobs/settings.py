@@ -1,14 +1,14 @@
-"""The base of every job's settings: frozen dataclasses whose fields declare default, help text and limits.
+"""The base class of every job's settings. Each field declares a default, a help text and limits.
 
-From a field's declaration, Lamina derives the command-line flag with its help, the key in YAML files, the check of the
-value, and the command line that reproduces the settings:
+From a field, Lamina derives the command-line flag with its help, the key in YAML files, the check of the value, and the
+command line that reproduces the settings:
 
     class StepSettings(Settings, group="steps"):
         steps: int = setting(100, "optimizer steps", at_least(1))
         precision: Literal["auto", "fp32"] = setting("auto", "precision of the computation")
 
-A class can inherit the fields of other settings classes. It can change the default or help text of an inherited field
-with ``changed``, and omit an inherited field with ``without``.
+A class inherits the fields of its base classes. ``changed`` changes the default or help text of an inherited field, and
+``without`` omits an inherited field.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from lamina.errors import UserError, unknown
 
 T = TypeVar("T")
 _types_of = cache(get_type_hints)
-# Takes a field's name and a value, returns the value to store; raises UserError for a value that is not allowed.
+# A function of a field's name and a value. It returns the value to store, or raises UserError for an invalid value.
 Check = Callable[[str, object], object]
 
 
@@ -49,14 +49,14 @@ def setting(default: T, help: str, check: Check | None = None, *, decides: bool 
     Args:
         default: the field's default.
         help: the field's help text.
-        check: the check of the value. Numeric fields need a check. The default check of other fields tests the type.
+        check: the check of the value. Numeric fields need a check. Without a check, Lamina tests only the value's type.
         decides: whether the field affects the job's numbers. If false, a resumed job may change the field.
     """
     return _field(default, {"help": help, "check": check, "decides": decides})
 
 
 def changed(default: T, *, help: str | None = None, check: Check | None = None, decides: bool | None = None) -> T:
-    """Change the default of an inherited field, and the help text, check or ``decides`` that you give."""
+    """Change the default of an inherited field. The help text, check and ``decides`` change only if you give them."""
     given = {"help": help, "check": check, "decides": decides, "changed": True}
     return _field(default, {key: value for key, value in given.items() if value is not None})
 
@@ -68,7 +68,7 @@ def _field(default: Any, metadata: dict[str, object]) -> Any:
 
 
 def at_least(low: int) -> Check:
-    """Return a check for whole numbers from ``low`` to the field's limit."""
+    """Return a check for whole numbers from ``low`` to the field's limit in ``values.LIMITS``."""
     return partial(whole_number, low=low)
 
 
@@ -99,8 +99,8 @@ class Settings:
         needed: the settings that a job must have before it begins.
         without: the inherited fields to omit. Omitted fields keep their defaults, and have no flag and no YAML key.
         order: the fields that come first in files and help texts.
-        outside: a mapping from a setting that takes another library's options to these options, or to the source files
-            that declare them.
+        outside: a mapping for settings that pass options on to another library, from the setting to the options' names,
+            or to the source files that declare the options.
     """
 
     command_name: ClassVar[str] = ""
@@ -178,14 +178,13 @@ class Settings:
         return frozenset(name for name in cls.names() if not cls.__dataclass_fields__[name].metadata["decides"])
 
     def require(self, *names: str) -> None:
-        """Raise UserError if one of the named settings has no value."""
         for name in names:
             if getattr(self, name) is None:
                 flag = "from" if name == "from_model" else name.replace("_", "-")
                 raise UserError(f"{name.removesuffix('_model')}: none given. Add --{flag}: {self.help(name)}")
 
     def refuse_unused(self, *names: str, allowed: str, here: str = "here") -> None:
-        """Raise UserError if the user changed one of the named settings, because these settings have no effect."""
+        """Raise UserError if a named setting differs from its default, because the setting would have no effect."""
         for name in names:
             if (value := getattr(self, name)) != self.default(name):
                 raise UserError(
@@ -194,7 +193,7 @@ class Settings:
 
     @classmethod
     def group_of(cls, name: str) -> str:
-        """Return the heading of a field's flag in the help, or "" for a field of the command's own class."""
+        """Return the heading above a field's flag in the help, or "" for a field of the command's own class."""
         declaring = [base for base in cls.__mro__ if name in inspect.get_annotations(base)]
         return declaring[-1].group
 
@@ -212,7 +211,7 @@ class Settings:
         return cls(**data)
 
     def shared_with(self, other: type[Settings]) -> Json:
-        """Return the values of the fields that the settings class ``other`` also has."""
+        """Return the values of the fields that the class ``other`` has, too."""
         names = other.names()
         return {name: value for name, value in self.to_dict().items() if name in names}
 

@@ -9,16 +9,16 @@ from contextlib import contextmanager
 from types import FrameType
 
 STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM") if hasattr(signal, name))
-# Slurm can be configured to send this before a job's time is up.
+# Slurm can send this signal shortly before a job's time limit.
 WARNING_SIGNALS = tuple(getattr(signal, name) for name in ("SIGUSR1",) if hasattr(signal, name))
 
 
 @contextmanager
 def interruptible_imports(leave: Callable[[], int]) -> Iterator[None]:
-    """Inside the context, Ctrl-C during an import calls ``leave``, and ends the process with the returned exit code.
+    """Inside the context, Ctrl-C during an import calls ``leave`` and ends the process with the returned exit code.
 
-    Without this context, an import can lose the KeyboardInterrupt: some libraries convert it to another exception, or
-    only print it. If the process ignores SIGINT or has its own handler, this context does nothing.
+    Otherwise, an import can lose the KeyboardInterrupt, because some libraries convert or only print this exception.
+    If the process ignores SIGINT or has a custom handler, this context does nothing.
     """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -40,10 +40,7 @@ def interruptible_imports(leave: Callable[[], int]) -> Iterator[None]:
 
 @contextmanager
 def handled(signals: tuple[signal.Signals, ...], handle: Callable[[int], None]) -> Iterator[None]:
-    """Call ``handle`` with the number of each arriving signal. Outside the main thread, do nothing.
-
-    ``handle`` may raise KeyboardInterrupt.
-    """
+    """Call ``handle`` with each signal's number. It may raise KeyboardInterrupt. Do nothing outside the main thread."""
     before: dict[signal.Signals, object] = {}
     try:
         for number in signals:
@@ -61,7 +58,7 @@ _parent: int | None = None
 
 
 def watch_parent(parent: int | None) -> None:
-    """Set the parent process that ``orphaned`` watches: None for no parent, and -1 for a parent that has ended."""
+    """Set the process id that ``orphaned`` watches: None for no parent, and -1 for a parent that has already ended."""
     global _parent
     _parent = parent
 

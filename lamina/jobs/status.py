@@ -11,8 +11,9 @@ class Status(StrEnum):
     Attributes:
         FINISHED: the run trained to the last step and learned.
         SHORT: the run reached the last step without learning enough, but the loss was still falling.
-        STUCK: the run reached the last step, but its eval loss never fell ``stuck_margin`` below the unigram entropy.
-        INTERRUPTED: Ctrl-C, a signal, or the end of the study stopped the run. You can resume it.
+        STUCK: the run reached the last step, but the eval loss never fell below the unigram entropy minus
+            ``stuck_margin``.
+        INTERRUPTED: Ctrl-C, a signal, or the end of the study stopped the run. You can resume the run.
         DIVERGED: Lamina stopped the run because it diverged.
         FAILED: an error stopped the run.
     """

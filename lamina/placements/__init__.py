@@ -1,4 +1,4 @@
-"""Norm placements as data: where the norms sit in each layer. This package imports neither torch nor transformers."""
+"""Norm placements: where the norms sit in each layer, as data. This package imports neither torch nor transformers."""
 
 from lamina.placements.plan import Layer, Norm, Plan, Sublayer
 from lamina.placements.registry import Placement, get, names, placement

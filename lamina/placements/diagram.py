@@ -1,8 +1,8 @@
-"""Draw a norm placement as a picture (SVG), as a gallery of pictures, or as equations for a terminal.
+"""Draw norm placements as SVG pictures, or write a norm placement as equations for a terminal.
 
-In the picture, the residual stream is the vertical line, from bottom to top. Each module is on a branch to its right.
-Norms on the line normalize the residual stream. A placement with several residual streams has several lines. A small
-square is a state that the block stores for later blocks, or reads.
+In a picture, the vertical line shows the residual stream, from bottom to top. Attention and feed-forward are on
+branches to the right of this line. A norm on the line normalizes the residual stream. Several vertical lines show
+several residual streams. A small square shows a hidden state that the block reads, or stores for later blocks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lamina.placements.registry import get
 
 MOST_KINDS = 4  # of layers that are shown one by one
 KIND_NAMES = {"backbone": "LN", "rms": "RMSNorm", "layer": "LayerNorm", "group": "GroupNorm{}"}
-KIND_NAMES |= {"l2": "L2", "dyt": "DyT", "derf": "Derf"}  # one's own has its kind's name
+KIND_NAMES |= {"l2": "L2", "dyt": "DyT", "derf": "Derf"}  # a user's own kind of norm has its registered name
 _LINE = "#3b4754"  # the color of lines
 _FONT = "system-ui, -apple-system, 'Segoe UI', 'Helvetica Neue', Arial, sans-serif"
 _MONO = "ui-monospace, 'SF Mono', Menlo, Consolas, 'DejaVu Sans Mono', monospace"
@@ -42,7 +42,7 @@ def title_of(plan: Plan) -> str:
 
 
 def layer_groups(plan: Plan) -> list[tuple[list[Layer], list[int]]]:
-    """Group equal layers. If there are more than four groups, group layers that differ only in numbers."""
+    """Group equal layers. If that gives more than four groups, also join layers that differ only in numbers."""
     kinds = plan.kinds()
     if len(kinds) <= MOST_KINDS:
         return [([layer], indices) for layer, indices in kinds]
@@ -65,7 +65,7 @@ def sublayers(layers: Iterable[Layer]) -> list[Sublayer]:
 
 
 def block_label(indices: list[int]) -> str:
-    """Return the numbers of blocks as text, such as "block 0" or "blocks 0-3, 30-31"."""
+    """Format the numbers of blocks, such as "block 0" or "blocks 0-3, 30-31"."""
     spans = [f"{a}" if a == b else f"{a}-{b}" for a, b in runs(indices)]
     if len(spans) > 3:
         spans = [*spans[:2], "…", spans[-1]]
@@ -87,10 +87,7 @@ def norm_detail(norms: list[Norm]) -> str:
 
 
 def scale_label(values: Iterable[float], learned: Learned) -> str:
-    """Return a scale factor as text, such as "64", "64 learned", or "1 … 0.177" for the first and last layer.
-
-    The text for a factor of 1 is empty.
-    """
+    """Format a scale factor: "64", "64 learned", "1 … 0.177" (first and last layer), or "" for a fixed factor of 1."""
     distinct = list(dict.fromkeys(values))
     label = number(distinct[0]) if len(distinct) == 1 else f"{number(distinct[0])} … {number(distinct[-1])}"
     if learned == "no":
@@ -107,10 +104,9 @@ def embedding_scale(plan: Plan) -> str:
 
 
 def weight_notes(layers: list[Layer]) -> list[str]:
-    """Return notes on the factors of initial weights."""
     subs = sublayers(layers)
     gain, gate = scale_label([s.weight_gain for s in subs], "no"), scale_label([s.gate_gain for s in subs], "no")
-    notes = [f"initial value and output weights ×{gain}"] if gain else []
+    notes = [f"initial branch weights ×{gain} (not q, k, gate)"] if gain else []
     return [*notes, f"initial gate weights ×{gate}"] if gate else notes
 
 
@@ -123,7 +119,7 @@ def head_norms(plan: Plan) -> list[str]:
 
 
 def plan_notes(plan: Plan) -> list[str]:
-    """Return notes on parts that the picture does not show, such as norms inside the attention."""
+    """Return notes on what the picture does not show, such as norms on queries and keys."""
     notes, first = head_norms(plan), plan.layers[0].attention
     if first.streams:
         norms = f", norms: {', '.join(first.streams.norms)}" if first.streams.norms else ""
@@ -131,7 +127,7 @@ def plan_notes(plan: Plan) -> list[str]:
     if first.reads_memory:
         notes.append(
             "each sub-layer reads a softmax-weighted sum of the earlier blocks' outputs and the current block's "
-            "unfinished output"
+            "output so far"
         )
     elif plan.has_memory:
         states = [len(layer.sources.states) if layer.sources else 0 for layer in plan.layers]
@@ -144,14 +140,14 @@ def plan_notes(plan: Plan) -> list[str]:
 
 
 def svg(plan: Plan, title: str | None = None, equation: Sequence[str] = ()) -> str:
-    """Draw a norm placement as a self-contained SVG, with a column for each kind of layer.
+    """Draw a norm placement as SVG, with a column for each kind of layer.
 
-    If there are more than four kinds of layer, layers that differ only in numbers share a column, which shows ranges.
-    The SVG has no scripts, fonts or ids, so a page can hold several. Lamina escapes all text in it.
+    With more than four kinds of layer, one column shows all layers that differ only in numbers, with ranges of these
+    numbers. The SVG has no scripts, fonts or ids, so a page can contain several drawings. Lamina escapes all text.
 
     Args:
-        plan: the placement's layers.
-        title: the text above the drawing (default: the placement's title, "": no title).
+        plan: the norm placement.
+        title: the text above the drawing. None means the placement's title, and "" means no title.
         equation: the lines of text below the drawing.
     """
     drawing, width, height = _drawing(plan, title, equation)
@@ -159,7 +155,7 @@ def svg(plan: Plan, title: str | None = None, equation: Sequence[str] = ()) -> s
 
 
 def gallery(plans: Sequence[Plan], width: int = 1160) -> str:
-    """Return an SVG with the pictures of several norm placements, in rows of at most ``width`` pixels."""
+    """Draw several norm placements in one SVG, in rows that are at most ``width`` pixels wide."""
     drawings = [_drawing(plan, None, ()) for plan in plans]
     parts, x, y, row, widest = [], 0, 0, 0, 0
     for drawing, wide, high in drawings:
@@ -253,7 +249,7 @@ def _column(plan: Plan, layers: list[Layer], indices: list[int], bottom: int, la
 
 
 def _sublayer(name: str, subs: list[Sublayer], start: int, block_input: int) -> str:
-    """Draw a sub-layer upwards from ``start``. Lines from the block's input start at the height ``block_input``."""
+    """Draw a sub-layer upward from the height ``start``. ``block_input`` is the height of the block's input."""
     sub, x, b = subs[0], _STREAM, _BRANCH
     split, add = start - 9, start - 129
     pre, module, out, post = split - 25, split - 68, split - 102, add - 27
@@ -299,7 +295,6 @@ def _sublayer(name: str, subs: list[Sublayer], start: int, block_input: int) -> 
 
 
 def _reading(sub: Sublayer, split: int, block_input: int) -> str:
-    """Draw the line from a branch's input to the branch."""
     x, end = _STREAM, _BRANCH - 9
     if sub.read == "block_input":
         bypass = f"M{x} {block_input}H{_BYPASS + 9}q-9 0 -9 -9V{split + 9}q0 -9 9 -9H{end}"
@@ -310,13 +305,13 @@ def _reading(sub: Sublayer, split: int, block_input: int) -> str:
 
 
 def _skip_label(subs: list[Sublayer]) -> str:
-    """Return the skip's factor as text: a number, or a formula such as "1 - b" with the branch's factor b."""
+    """Format the skip's factor: a number, or "(1 - b)" or "√(1 - b²)", where b is the branch's factor."""
     coupled = {"lerp": "(1 - b)", "variance": "√(1 - b²)"}
     return coupled.get(subs[0].coupling) or scale_label([s.skip_scale for s in subs], subs[0].skip_scale_learned)
 
 
 def text(plan: Plan) -> str:
-    """Return a norm placement as a few lines for a terminal, with two equations for each kind of layer."""
+    """Format a norm placement for a terminal, with two equations for each kind of layer."""
     lines = [f"{plan.placement}, {plan.num_layers} layer{'s' * (plan.num_layers > 1)}"]
     scale = embedding_scale(plan)
     embedding = f"{scale} E" if scale else "E"
@@ -334,10 +329,10 @@ def text(plan: Plan) -> str:
 
 
 def equations(layers: list[Layer]) -> tuple[str, str]:
-    """Return the equations of the attention and the feed-forward, for layers that differ only in scale factors.
+    """Return the attention's equation and the feed-forward's equation, for layers that differ only in scale factors.
 
-    An example is ``y = LN( 64 x + A( LN x ) )``. ``[64 learned] x`` has a learned factor that starts at 64. ``LN[no
-    gain]`` is a norm without a learned gain.
+    An example is ``y = LN( 64 x + A( LN x ) )``. In ``[64 learned] x``, the learned factor starts at 64. The norm
+    ``LN[no gain]`` has no learned gain.
     """
     attention = _expression([layer.attention for layer in layers], "A", "x")
     return f"y  = {attention}", f"x' = {_expression([layer.feed_forward for layer in layers], 'F', 'y')}"
@@ -392,14 +387,12 @@ def _line(x1: float, y1: float, x2: float, y2: float, arrow: bool = False) -> st
 
 
 def _stream(n: int, x: float, y1: float, y2: float, arrow: bool = False) -> str:
-    """Draw a line for each residual stream. All lines meet the circle of a sum."""
-    beside = [x + (i - (n - 1) / 2) * min(4, 14 / n) for i in range(n)]
+    beside = [x + (i - (n - 1) / 2) * min(4, 14 / n) for i in range(n)]  # all lines meet the circle of a sum
     lines = "".join(_line(at, y1, at, y2) for at in (beside if n > 1 else [x]))
     return lines + (_arrowhead(x, y2, "up") if arrow else "")
 
 
 def _slots(count: int, x: float, y: float) -> str:
-    """Draw stored states as at most three squares, the first around (x, y)."""
     style = f'width="8" height="8" rx="1.5" fill="{_END[0]}" stroke="{_END[1]}" stroke-width="1.2"'
     return "".join(f'<rect x="{x - 4 + 10 * i:g}" y="{y - 4:g}" {style}/>' for i in range(min(count, 3)))
 

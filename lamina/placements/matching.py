@@ -1,4 +1,4 @@
-"""Find the registered norm placement with the same equations as a model. Lamina compares layers, not names."""
+"""Find the registered norm placement that computes the same as a model. Lamina compares layers, not names."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from lamina.placements.registry import get, names
 from lamina.placements.resolution import resolve
 from lamina.placements.wirings import WIRINGS
 
-Facts: TypeAlias = Mapping[str, object]  # of a layer: "attention.pre_norm" -> "norm"; of the ends: "final_norm" -> ...
-UNSEEN = "not seen"  # a fact that any plan agrees with
-UNSEEN_NUMBER = "a number that Lamina did not measure"  # one that any plan agrees with whose number is constant
-_UNMEASURED = ("weight_gain", "gate_gain", "gate_temperature")  # of the weights: no part of what is computed
+Facts: TypeAlias = Mapping[str, object]  # {"attention.pre_norm": "norm"} in a layer, {"final_norm": ...} outside layers
+UNSEEN = "not seen"  # agrees with any value of a plan
+UNSEEN_NUMBER = "a number that Lamina did not measure"  # agrees with any constant number of a plan
+_UNMEASURED = ("weight_gain", "gate_gain", "gate_temperature")  # about weights: the layer's equation does not have them
 SEQUENTIAL, PARALLEL = "attention, then feed-forward", "attention and feed-forward side by side"
 _ENDS = ("embedding_norm", "embedding_scale", "final_norm", "qk_norm", "v_norm")
 _MOST_VALUES = 4
 _DEEPER = 8
-_CLOSE = 1e-4  # of two scales, relative
+_CLOSE = 1e-4  # the relative difference of two equal scales
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +32,9 @@ class Match:
 
     Attributes:
         placement: the placement with its options.
-        differences: a phrase for each difference between the model and the placement, none for an exact match.
-        others: other placements that also match exactly at any depth.
-        here: other placements that match exactly at this depth. At other depths or after training, they may differ.
+        differences: a phrase for each difference between the model and the placement. Empty for an exact match.
+        others: other placements that match exactly at this depth and at larger depths.
+        here: other placements that match exactly at this depth, but may differ at other depths or after training.
     """
 
     placement: str
@@ -44,7 +44,7 @@ class Match:
 
     @property
     def notes(self) -> list[str]:
-        """Return a note on other placements with the same equations at this depth."""
+        """Return a note that names the placements in ``here``, or an empty list if there are none."""
         told = "are equal at this depth, but differ at other depths or after training"
         return (
             [f"{self.placement} and {', '.join(self.here)} {told}; Lamina names the simplest placement"]
@@ -54,7 +54,7 @@ class Match:
 
 
 def norm_fact(norm: Norm | None) -> str:
-    """Return a norm as text: "none", "norm" (the backbone's kind or RMSNorm), "layer norm" or "norm over G groups"."""
+    """Describe a norm: "none", "norm" (the backbone's kind or RMSNorm), "layer norm", "norm over G groups"."""
     if norm is None:
         return "none"
     if norm.kind == "group":
@@ -63,12 +63,11 @@ def norm_fact(norm: Norm | None) -> str:
 
 
 def learned_fact(shape: str) -> str:
-    """Return a learned scale as text, with its shape but not its value."""
-    return f"a learned {shape}"
+    return f"a learned {shape}"  # without the value, which training changes
 
 
 def layer_facts(layer: Layer) -> dict[str, object]:
-    """Return a layer's properties by field: ``{"attention.pre_norm": "norm", ...}``."""
+    """Map each field of a layer to its value: ``{"attention.pre_norm": "norm", ...}``."""
     facts: dict[str, object] = {"order": SEQUENTIAL}
     for part in SUBLAYERS:
         sublayer: Sublayer = getattr(layer, part)
@@ -86,23 +85,23 @@ def layer_facts(layer: Layer) -> dict[str, object]:
 
 
 def end_facts(plan: Plan) -> dict[str, object]:
-    """Return the norms and factors outside the layers by field, including the norms on queries, keys and values."""
+    """Map a placement's fields outside the layers to their values, such as the final norm and the norms on queries."""
     values = {name: getattr(plan, name) for name in _ENDS}
     return {name: norm_fact(v) if v is None or isinstance(v, Norm) else v for name, v in values.items()}
 
 
 def match(layers: Sequence[Facts], ends: Facts) -> Match:
-    """Return the registered norm placement most similar to a model, or the simplest of several exact matches.
+    """Return the registered norm placement that is most similar to a model.
 
-    The simplest placement has the fewest options. Among equals, it has the fewest norms and scales at a larger depth.
+    If several placements match exactly, Lamina prefers fewer options, and then fewer norms and scales in deeper models.
 
     Args:
-        layers: the measured properties of each layer. A missing field has its default value.
-        ends: the measured properties outside the layers, such as the final norm.
+        layers: the measured fields of each layer. A missing field stands for the field's default.
+        ends: the measured fields outside the layers, such as the final norm.
     """
     best: tuple[float, Match] | None = None
     exact: list[tuple[tuple[int, int, int], str]] = []
-    deep = _DEEPER * len(layers)  # Mix-LN is Pre-LN where a quarter of the layers is none
+    deep = _DEEPER * len(layers)  # in a model of few layers, Mix-LN may have no Post-LN layer and equal Pre-LN
     for spec, plan in _candidates(layers):
         distance, differences = _distance(layers, plan)
         spec, ended = _with_ends(spec, plan, ends)
@@ -123,14 +122,14 @@ def match(layers: Sequence[Facts], ends: Facts) -> Match:
 
 
 def _more_of(plan: Plan) -> int:
-    """Count the norms, scales and other fields of the layers that are not at their defaults."""
+    """Count the fields of the layers that differ from their defaults, such as norms and scales."""
     return sum(
         not _same(value, _DEFAULT.get(field)) for layer in plan.layers for field, value in layer_facts(layer).items()
     )
 
 
 def _candidates(layers: Sequence[Facts]) -> Iterator[tuple[str, Plan]]:
-    """Yield each registered placement, and if it does not match, its variants with a wiring or another option."""
+    """Yield each registered placement. If a placement does not match, also yield variants with one option changed."""
     for name in names():
         plan = resolved(name, len(layers))
         if plan is None:
@@ -152,7 +151,7 @@ def _candidates(layers: Sequence[Facts]) -> Iterator[tuple[str, Plan]]:
 
 
 def _values(kind: object, layers: Sequence[Facts], *, scales: bool) -> list[object]:
-    """Return the values to try for an option: each allowed word, and the measured numbers."""
+    """Return the values to try for an option: all allowed words, or numbers measured in the model."""
     alternatives = get_args(kind) if get_origin(kind) is not Literal and get_args(kind) else (kind,)
     values: list[object] = []
     for alternative in alternatives:
@@ -181,7 +180,7 @@ def _silenced() -> Iterator[None]:
 
 
 def resolved(name: str, num_layers: int, **options: object) -> Plan | None:
-    """Return a placement's layers, or None if the placement does not allow the options."""
+    """Return the plan of a placement, or None if the placement does not allow the options."""
     try:
         with _silenced():
             return resolve(name, num_layers, **options)
@@ -204,7 +203,7 @@ _DEFAULT = layer_facts(Layer())
 
 
 def _wrong_fields(layers: Sequence[Facts], plan: Plan) -> dict[str, list[int]]:
-    """Map each field to the layers in which the model differs from the placement."""
+    """Map each field that differs from the placement to the indices of the layers that differ."""
     wrong: dict[str, list[int]] = {}
     for index, (facts, layer) in enumerate(zip(layers, plan.layers, strict=True)):
         expected = layer_facts(layer)
@@ -234,7 +233,7 @@ def _shown(value: object) -> str:
 
 
 def _with_ends(spec: str, plan: Plan, ends: Facts) -> tuple[str, list[str]]:
-    """Add options to a placement so that its embedding and final norm match. Also return the remaining differences."""
+    """Add the options that make the fields outside the layers match. Also return the differences that remain."""
     expected = end_facts(plan)
     options, differences = [], []
     for field, value in ends.items():

@@ -1,4 +1,4 @@
-"""A norm placement as data: for each layer, the positions of the norms, the source of the skip, and the scales.
+"""A norm placement as data: the norms, skips and scales of each layer.
 
 A sub-layer computes
 
@@ -6,9 +6,9 @@ A sub-layer computes
 
 - A, B, C: ``pre_norm``, ``out_norm`` and ``post_norm`` (the positions in Figure 2 of the Peri-LN paper)
 - x: the residual stream
-- s: the source of the skip: x itself, the block's input (FuseNorm's feed-forward), or the sum of both (B2T)
+- s: the skip, which is x, the block's input (FuseNorm's feed-forward), or the sum of both (B2T)
 
-The data need neither torch nor transformers, and stay equal in a round trip through JSON.
+This module needs neither torch nor transformers. Saving a plan as JSON and loading the JSON returns an equal plan.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lamina.core.values import is_finite, whole_number
 from lamina.errors import UserError, unknown
 
 NormKind = Literal["backbone", "rms", "layer", "group", "l2", "dyt", "derf"]
-OWN_KINDS: set[str] = set()  # of the user's own norms (lamina.modeling.norm)
+OWN_KINDS: set[str] = set()  # the names of users' own norms (lamina.modeling.norm)
 Skip = Literal["stream", "block_input", "both"]
 Learned = Literal["no", "scalar", "vector"]
 Coupling = Literal["none", "lerp", "variance"]
@@ -36,7 +36,7 @@ Read = Literal["stream", "block_input", "depth", "memory"]
 POSITIONS = ("pre_norm", "out_norm", "post_norm")
 SCALES = ("skip_scale", "pre_scale", "out_scale")
 SUBLAYERS = ("attention", "feed_forward")
-# Fields younger than the first plans that were saved: left out at their default, so that those plans stay the same.
+# Fields newer than the first saved plans. Plan.to_dict omits them at their defaults, so that old plans stay equal.
 YOUNGER = frozenset(
     (
         *("out_scale", "out_scale_learned", "coupling", "gate_temperature", "inner_norm", "streams", "read"),
@@ -71,7 +71,6 @@ def _tuple(field_name: str, value: object) -> tuple[Any, ...]:
 
 
 def _typed(record: object, **kinds: type | UnionType) -> None:
-    """Raise UserError for a field with a wrong type. ``kinds`` maps a field's name to its type."""
     words = {bool: "true or false", str: "a text", Mapping: "a mapping", NoneType: "none"}
     for name, kind in kinds.items():
         if not isinstance(value := getattr(record, name), kind):
@@ -84,13 +83,13 @@ def _typed(record: object, **kinds: type | UnionType) -> None:
 class Norm:
     """A norm at one position.
 
-    Raises UserError if a field has an invalid value, or if several ``groups`` are given for a kind other than "group".
+    Raises UserError if a field is invalid, or if ``groups`` is above 1 for a kind other than "group".
 
     Attributes:
         kind: the kind of norm. "backbone" is the backbone's own kind (RMSNorm in Llama, LayerNorm in ViT). "group"
-            normalizes each of ``groups`` equal parts of a token's channels. "l2" divides by the L2 norm. "dyt" and
-            "derf" apply tanh or erf to the input times a learned factor.
-        zero_centered: whether the parameter is the gain minus 1, as in Gemma.
+            divides a token's channels into ``groups`` equal parts and normalizes each part. "l2" divides by the L2
+            norm. "dyt" multiplies the input by a learned factor and applies tanh. "derf" does the same with erf.
+        zero_centered: whether the weight stores the gain minus 1, as in Gemma.
         alpha: the initial value of the learned factor of "dyt" and "derf".
         eps: the epsilon, or 0 for the backbone's epsilon.
     """
@@ -134,29 +133,31 @@ class Streams:
         h = sum_j read_j S_j
         S'_i = C( skip_scale * sum_j mix_ji s_j + write_i * branch )
 
-    Here h is the sub-layer's input, C is the post_norm, and S' are the new streams. The source s_j of the skip is S_j,
-    stream j of the block's input, or their sum. If stream j has the norm "stream", S_j is already normed.
+    Here h is the sub-layer's input, C is the post_norm, and S' are the new streams. The skip s_j is S_j, stream j of
+    the block's input, or the sum of both. If the norm of stream j is "stream", S_j is the normed stream.
 
-    Raises UserError if a field has an invalid value, if there are fewer than 2 streams, if a tuple is not empty and
-    differs from ``read`` in length, or if ``mix`` does not work with ``weights``.
+    Raises UserError if a field is invalid, if there are fewer than 2 streams, or if ``mix`` does not work with
+    ``weights``. Every tuple other than ``read`` must be empty or as long as ``read``.
 
     Attributes:
-        weights: how to compute the read and write weights.
+        weights: how Lamina computes the read and write weights.
 
-            - "constant", "learned": numbers
+            - "constant": fixed numbers
+            - "learned": learned numbers
             - "tanh": learned numbers, plus the tanh of a projection of each normed stream (Hyper-Connections)
             - "sigmoid": the sigmoid of a projection of all streams. Lamina multiplies the write weights by
               ``magnitude`` (mHC).
             - "gate": a gate for each channel, from a projection of rank ``rank`` (Qwen)
-        read: the initial values of the n weights.
-        write: the initial values of the n weights.
-        mix: the n x n matrix: the "identity", a "free" matrix, or a doubly stochastic matrix ("sinkhorn").
-        normed: whether the post_norm normalizes each stream. An empty tuple means all streams.
-        norms: for each stream, whether an RMSNorm normalizes the stream itself ("stream") or only the sub-layer's input
-            ("read"). An empty tuple means no norms.
-        diagonal: the factor on the identity before Sinkhorn's iterations, at the start (mHC).
-        noise: the initial standard deviation of the projections (mHC).
-        transposed: whether mix_ij is the weight of stream j in the new stream i.
+        read: the initial read weight of each stream.
+        write: the initial write weight of each stream.
+        mix: the n x n matrix that mixes the streams: the "identity", any matrix ("free"), or a doubly stochastic matrix
+            ("sinkhorn").
+        normed: for each stream, whether the post_norm normalizes the stream. An empty tuple means all streams.
+        norms: what an RMSNorm normalizes for each stream: the stream itself ("stream"), or only the copy that the
+            sub-layer reads ("read"). An empty tuple means no norms.
+        diagonal: the initial diagonal of the learned matrix to which Lamina applies Sinkhorn's iterations (mHC).
+        noise: the standard deviation of the projections' initial weights (mHC).
+        transposed: whether mix_ij, instead of mix_ji, is the weight of stream j in the new stream i.
         eps: the epsilon of mHC's RMS and of Sinkhorn's iterations. 0 means the backbone's epsilon for the RMS, and 1e-6
             for the iterations.
     """
@@ -182,8 +183,8 @@ class Streams:
         n = len(self.read)
         if n < 2 or {len(self.write), len(self.normed), len(self.norms)} - {0, n}:
             raise UserError(
-                f"read: the number of weights is {n}. Give at least 2 weights. Give write, normed and norms the "
-                "same number of values."
+                f"read: the number of weights is {n}. Give at least 2 weights. Give write, normed and norms as many "
+                "values as read."
             )
         for norm in self.norms:
             _one_of("norms", norm, StreamNorm)
@@ -209,18 +210,19 @@ class Streams:
 class Sources:
     """A weighted sum of earlier hidden states that replaces the residual stream at a block's input.
 
-    Raises UserError if a field has an invalid value, if ``own_norms`` is set without ``multiway`` or ``hidden`` without
-    ``dynamic``, or if dynamic or multiway weights are not learned scalars.
+    Raises UserError if a field is invalid. ``own_norms`` needs ``multiway``, and ``hidden`` needs ``dynamic``. Both
+    ``dynamic`` and ``multiway`` need ``learned="scalar"``.
 
     Attributes:
-        states: pairs of a state's index and its initial weight. State 0 is x^0, and state l is the output of block l.
-        stream: the weight of the residual stream.
-        learned: whether each weight is a learned number ("scalar") or vector ("vector").
-        dynamic: whether a two-layer projection of the stream changes the weights.
-        hidden: the projection's number of hidden channels, or 0 for a channel per weight.
-        multiway: whether queries, keys and values read three separate sums, besides the sum for the stream (MUDD).
-        own_norms: whether each of these three sums has a separate norm.
-        normed_states: whether Lamina normalizes the stream with an RMSNorm before it adds and stores the stream (DLCL).
+        states: pairs of a state's index and initial weight. State 0 is the embedding's output x^0, and state l is the
+            output of the l-th block.
+        stream: the initial weight of the residual stream.
+        learned: whether the weights are fixed ("no"), learned numbers ("scalar") or learned vectors ("vector").
+        dynamic: whether the weights also depend on the stream, through a two-layer projection.
+        hidden: the number of hidden channels in this projection. 0 means as many channels as weights.
+        multiway: whether queries, keys and values read three separate sums, in addition to the stream's sum (MUDD).
+        own_norms: whether the sums for queries, keys and values have separate norms.
+        normed_states: whether an RMSNorm normalizes each state before Lamina sums and stores the state (DLCL).
     """
 
     states: tuple[tuple[int, float], ...]
@@ -255,16 +257,16 @@ class Sources:
 
 @dataclass(frozen=True, kw_only=True)
 class Sublayer:
-    """A residual sub-layer: attention or feed-forward.
+    """A residual sub-layer: attention or feed-forward. Raises UserError if a field is invalid.
 
     Attributes:
-        inner_norm: the norm inside the module, before its last projection (SubLN).
-        coupling: how the branch's factor b = ``out_scale`` sets the skip's factor: 1 - b for "lerp", and sqrt(1 - b^2)
-            for "variance". With a coupling, a learned b is sigmoid(parameter / ``gate_temperature``).
+        inner_norm: the norm inside the module, before the module's last projection (SubLN).
+        coupling: the formula for the skip's factor, if the branch's factor b (``out_scale``) determines it: 1 - b for
+            "lerp", and sqrt(1 - b^2) for "variance". A learned b is then sigmoid(parameter / ``gate_temperature``).
         read: the sub-layer's input: the residual stream ("stream"), the block's input ("block_input", as in GPT-J), or
-            a softmax-weighted sum of the stored states, with the stream ("depth") or without it ("memory").
-        weight_gain: the factor on the initial value and output projections (DeepNorm's beta).
-        gate_gain: the factor on the initial gate of a gated feed-forward. Only initializers with gains, such as
+            a softmax-weighted sum of the stored states ("memory") or of the stored states and the stream ("depth").
+        weight_gain: the factor on the initial value, output and feed-forward weights (DeepNorm's beta).
+        gate_gain: the factor on the initial gate weights of a gated feed-forward. Only initializers with gains, such as
             deepnorm, use ``weight_gain`` and ``gate_gain``.
     """
 
@@ -287,7 +289,6 @@ class Sublayer:
     gate_gain: float = 1.0
 
     def __post_init__(self) -> None:
-        """Convert True to a norm of the default kind, and False to None. Raises UserError for an invalid field."""
         for position in (*POSITIONS, "inner_norm"):
             object.__setattr__(self, position, _as_norm(position, getattr(self, position)))
         _one_of("skip", self.skip, Skip)
@@ -324,7 +325,6 @@ class Sublayer:
 
     @property
     def reads_memory(self) -> bool:
-        """Return whether the sub-layer reads earlier states."""
         return self.read in ("depth", "memory")
 
     @property
@@ -335,15 +335,15 @@ class Sublayer:
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """A block: an attention and a feed-forward sub-layer, which run in this order.
+    """A block: an attention sub-layer, then a feed-forward sub-layer.
 
-    Raises UserError if a field has the wrong type, if the attention's skip is not "stream" or its read is
-    "block_input", or if ``sources`` are multiway and the attention reads earlier states.
+    Raises UserError for a field with a wrong type. The attention's ``skip`` must be "stream", and the attention's
+    ``read`` must not be "block_input". With multiway ``sources``, the attention must not read earlier states.
 
     Attributes:
         sources: the weighted sum of earlier states that the block reads, or None for the residual stream.
-        boundary: whether the block stores its input for later blocks.
-        inner_boundary: whether the block stores the residual stream between its two sub-layers.
+        boundary: whether Lamina stores the block's input for later blocks.
+        inner_boundary: whether Lamina also stores the residual stream between attention and feed-forward.
     """
 
     attention: Sublayer = field(default_factory=Sublayer)
@@ -378,18 +378,16 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A norm placement for a given number of layers. It has everything that a model needs to know about norms and
-    skips.
+    """A norm placement for a fixed number of layers. The plan determines all norms and skips of a model.
 
-    Raises UserError if a field has an invalid value, if there are no layers, if the sub-layers have different numbers
-    of streams, or if fields contradict each other.
+    Raises UserError if a field is invalid, if there are no layers, or if fields contradict each other.
 
     Attributes:
         placement: the placement's name.
         embedding_scale: the factor on the embedding. "sqrt_hidden_size" is the square root of the model's width.
-        qk_norm: where queries and keys have norms: in each head, or over the full projected width.
-        v_norm: where values have norms, as for ``qk_norm``.
-        qkv_norm: the kind of these norms. In each head, the kind "group" is an RMSNorm.
+        qk_norm: the norm on queries and keys: "off", in each head ("head"), or over the full projected width ("full").
+        v_norm: the norm on values, with the same choices as ``qk_norm``.
+        qkv_norm: the kind of the norms on queries, keys and values. With "head", the kind "group" is an RMSNorm.
         readout: how to join several residual streams after the last block.
         final_sources: the weighted sum that replaces the residual stream after the last block.
         initialization: the recommended initializer, or "" for the initializer in the placement's registration.
@@ -432,7 +430,7 @@ class Plan:
         self._check_state()
 
     def _check_state(self) -> None:
-        """Raise UserError if sub-layers have different numbers of streams, or if a block reads a missing state."""
+        """Raise UserError if layers contradict each other, such as in their numbers of streams or stored states."""
         halves = [half for layer in self.layers for half in (layer.attention, layer.feed_forward)]
         counts = {len(half.streams.read) if half.streams else 1 for half in halves}
         counts.add(len(self.readout.read) if self.readout else 1)
@@ -475,7 +473,7 @@ class Plan:
 
     @property
     def has_memory(self) -> bool:
-        """Return whether the blocks pass on earlier states, besides the residual stream."""
+        """Return whether blocks store or read earlier states, in addition to the residual stream."""
         layers = any(layer.sources or layer.boundary or layer.inner_boundary for layer in self.layers)
         return layers or self.final_sources is not None
 
@@ -484,30 +482,25 @@ class Plan:
         return len(self.layers)
 
     def kinds(self) -> list[tuple[Layer, list[int]]]:
-        """Return the distinct layers in order of first appearance, each with its indices."""
+        """Return each distinct layer with the indices of all equal layers, in order of first appearance."""
         indices: dict[Layer, list[int]] = {}
         for index, layer in enumerate(self.layers):
             indices.setdefault(layer, []).append(index)
         return list(indices.items())
 
     def to_dict(self) -> Json:
-        """Return the placement as plain data for JSON, which Plan.from_dict reads.
-
-        The data omit each newer field (YOUNGER) that has its default value.
-        """
+        """Convert the plan to data for JSON, which ``Plan.from_dict`` reads."""
         return {**_plain(self), "options": dict(self.options)}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object]) -> Plan:
-        """Create a Plan from plain data. Raises UserError that names an unknown field or an invalid value."""
+        """Create a plan from the data of ``to_dict``. Raises UserError for an unknown field or an invalid value."""
         if isinstance(data, Mapping) and "placement" not in data:
             raise UserError("plan: field 'placement' is missing")
         return _read(cls, data, "plan")
 
 
 def _plain(record: Norm | Streams | Sources | Sublayer | Layer | Plan) -> Json:
-    """Convert an object and the objects in its fields to dicts, and tuples to lists."""
-
     def plain(value: object) -> object:
         if isinstance(value, tuple):
             return [plain(item) for item in value]
@@ -518,7 +511,7 @@ def _plain(record: Norm | Streams | Sources | Sublayer | Layer | Plan) -> Json:
 
 
 def _read(cls: type[_Record], data: object, field_name: str) -> _Record:
-    """Create an object from its fields. Raises UserError that names the field's path: ``plan.layers[3].attention``."""
+    """Create an object from a mapping of fields. A UserError names a field's path: ``plan.layers[3].attention``."""
     if not isinstance(data, Mapping):
         raise UserError(f"{field_name}: {data!r} is not a mapping of fields")
     entries = {entry.name: entry for entry in fields(cls)}
@@ -537,10 +530,10 @@ def _read(cls: type[_Record], data: object, field_name: str) -> _Record:
 
 
 def _convert(hint: Any, value: object, field_name: str) -> object:
-    """Convert a field's mapping, or list of mappings, to objects of the field's type."""
+    """Convert a mapping, or a list of mappings, to objects of the field's type. Return other values unchanged."""
     record = next((a for a in (hint, *get_args(hint)) if a in (Norm, Streams, Sources, Sublayer, Layer)), None)
     if record is None or (record is Norm and not isinstance(value, Mapping)):
-        return value  # a norm is also written as true, false or its kind
+        return value  # the value of a norm may be true, false or the name of a kind
     if get_args(hint)[1:] != (...,):
         return _read(record, value, field_name)
     if not isinstance(value, list | tuple):

@@ -1,7 +1,7 @@
 """The registry of norm placements. The decorator ``@placement`` adds a placement.
 
-Each file in ``schemes/`` defines one or more placements. The command line, the docs, the diagrams and the tests iterate
-over the registry.
+Each file in ``schemes/`` defines one or more placements. The command line, the docs, the diagrams and the tests use
+every placement in the registry.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lamina.placements.plan import OWN_KINDS, HeadNorm, NormKind, Plan
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """An option of a placement. ``type`` is a class, a Literal, or a union of them."""
+    """An option of a placement. ``type`` is a class, a Literal, or a union of classes and Literals."""
 
     name: str
     type: object
@@ -32,7 +32,7 @@ class Option:
 
     @property
     def type_name(self) -> str:
-        """Return the allowed values as text: ``float | None``, ``"off" | "head"``."""
+        """Return the allowed values as text, such as ``float | None`` or ``'off' | 'head'``."""
         names: list[str] = []
         for kind in _alternatives(self.type):
             names += map(repr, get_args(kind)) if get_origin(kind) is Literal else [getattr(kind, "__name__", "")]
@@ -46,21 +46,22 @@ class Option:
 
 COMMON: tuple[Option, ...] = (
     Option(
-        name="final_norm", type=bool | None, default=None, help="a norm after the last block (default: per placement)"
+        name="final_norm", type=bool | None, default=None, help="a norm after the last block (default: the placement's)"
     ),
     Option(name="embedding_norm", type=bool | None, default=None, help="a norm on the embedding's output"),
     Option(
         name="embedding_scale",
         type=float | Literal["sqrt_hidden_size"] | None,
         default=None,
-        help="a factor on the embedding's output ('sqrt_hidden_size': Takase et al.'s scaled embedding)",
+        help="a factor on the embedding's output. 'sqrt_hidden_size' is the square root of the hidden size (Takase et "
+        "al.'s scaled embedding)",
     ),
     Option(name="norm", type=NormKind | None, default=None, help="the kind of every norm"),
     Option(
         name="groups",
         type=int | None,
         default=None,
-        help="number of parts of a token's channels, for norm='group' (default: 8)",
+        help="number of equal parts into which norm='group' divides a token's channels (default: 8)",
     ),
     Option(name="qk_norm", type=HeadNorm | None, default=None, help="a norm on queries and keys"),
     Option(name="v_norm", type=HeadNorm | None, default=None, help="a norm on values"),
@@ -68,23 +69,23 @@ COMMON: tuple[Option, ...] = (
         name="wiring",
         type=str | None,
         default=None,
-        help="residual paths instead of a single stream: a wiring, such as x0 or mhc, or a .py file",
+        help="residual paths that replace the single stream: a wiring's name, such as x0 or mhc, or a .py file",
     ),
     Option(
         name="size",
         type=int | None,
         default=None,
         help=(
-            "number of residual streams (default: 4). For attn_res: number of layers per group (0: a group for each "
-            "sub-layer). For mudd: the projection's width is a multiple of this number"
+            "number of residual streams (default: 4). For attn_res: number of layers per group, where 0 makes each "
+            "sub-layer a group. For mudd: the projection's width is a multiple of this number"
         ),
     ),
     Option(
         name="start",
         type=Literal["liger", "mean", "dlcl"] | None,
         default=None,
-        help="initial weights of the wiring. For mhc: liger, as in Liger's kernels. For denseformer: mean, which is "
-        "1/(l+1) for all weights, or dlcl, which also norms the states",
+        help="initial weights of the wiring. For mhc: liger (as in Liger's kernels). For denseformer: mean (all "
+        "weights are 1/(l+1)), or dlcl (like mean, with a norm on each state)",
     ),
     Option(
         name="collapse",
@@ -109,7 +110,7 @@ COMMON: tuple[Option, ...] = (
 
 
 def read_options(make: Callable[..., object]) -> tuple[str, tuple[Option, ...]]:
-    """Return a function's docstring without the arguments, and its keyword-only parameters as options."""
+    """Return a function's docstring without ``Args:``, and an Option for each keyword-only parameter."""
     hints = get_type_hints(make)
     summary, _, rest = inspect.cleandoc(make.__doc__ or "").partition("\nArgs:\n")
     block = re.split(r"\n(?=\S)", rest, maxsplit=1)[0]
@@ -123,7 +124,7 @@ def read_options(make: Callable[..., object]) -> tuple[str, tuple[Option, ...]]:
 
 
 def as_written(option: str, value: object) -> object:
-    """Return an option's value as the user wrote it: YAML reads a bare ``off`` as false."""
+    """Return an option's value as the user wrote it, because YAML reads a bare ``off`` as false."""
     return "off" if value is False and option in ("qk_norm", "v_norm") else value
 
 
@@ -162,12 +163,12 @@ class Placement:
 
     @property
     def anchor(self) -> str:
-        """Return the link to this heading, or "" for a user's own placement."""
+        """Return the heading's anchor for links, or "" for a user's own placement."""
         is_ours = self.make.__module__.startswith(f"{__package__}.schemes.")
         return re.sub(r"[^a-z0-9]+", "-", self.heading.lower()).strip("-") if is_ours else ""
 
     def all_options(self) -> tuple[Option, ...]:
-        """Return the placement's own options, and then the options of every placement."""
+        """Return the placement's own options, followed by the options that every placement has."""
         names = {option.name for option in self.options}
         return (*self.options, *(option for option in COMMON if option.name not in names))
 
@@ -179,7 +180,7 @@ def _schemes() -> Iterator[str]:
 
 PLACEMENTS: Registry[Placement] = Registry("placement", modules=_schemes, plugins="lamina.placements")
 names = PLACEMENTS.names
-OTHER_NAMES: dict[str, str] = {"spannorm": "fusenorm", "olmo3": "olmo2"}  # under which papers and models have them
+OTHER_NAMES: dict[str, str] = {"spannorm": "fusenorm", "olmo3": "olmo2"}  # other papers' or models' names, and ours
 
 
 def get(name: str) -> Placement:
@@ -192,8 +193,8 @@ def placement(
 ) -> Callable[[Callable[..., Plan]], Callable[..., Plan]]:
     """Register a function ``(num_layers, *, options...) -> Plan`` as a norm placement.
 
-    The function's keyword-only parameters are the placement's options. Their help texts are in the docstring's
-    ``Args:``.
+    The function's keyword-only parameters are the placement's options. The docstring's ``Args:`` has the help text of
+    each option.
     """
 
     def register(make: Callable[..., Plan]) -> Callable[..., Plan]:

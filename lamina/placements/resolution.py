@@ -1,7 +1,7 @@
-"""Create the layers of a norm placement from its name and options, or from a user's file (``resolve``).
+"""Create a norm placement's layers from a name and options, or from a user's file (``resolve``).
 
-A YAML file has rules (see ``from_rules``), or all layers for one depth, as ``Plan.to_dict`` writes them. It can't
-execute code. A Python file registers a placement with ``@placement``, and Lamina executes it.
+A YAML file contains rules (see ``from_rules``), or all layers of one plan, as ``Plan.to_dict`` writes them. A YAML file
+can't execute code. A Python file registers a placement with ``@placement``, and Lamina executes this file.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def _load_yaml(path: Path) -> Placement:
 
 
 def _texts(data: Json) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Return the descriptions in a YAML file by field, and the equations. Raises UserError for an invalid field."""
-    for key in data if "layers" not in data else ():  # Plan.from_dict checks those of a full plan
+    """Return a YAML file's texts, such as the title, and its equations. Raises UserError for an invalid field."""
+    for key in data if "layers" not in data else ():  # Plan.from_dict checks the fields of a full plan
         if key not in _FIELDS:
             raise unknown("field", key, _FIELDS)
     texts = {}
@@ -108,7 +108,7 @@ def _texts(data: Json) -> tuple[dict[str, str], tuple[str, ...]]:
 
 
 def from_rules(data: Mapping[str, object], num_layers: int) -> dict[str, object]:
-    """Apply the rules of a YAML file, and return the fields for ``Plan.from_dict``, without the name."""
+    """Apply a YAML file's rules to all layers. Return the fields for ``Plan.from_dict``, except the name."""
     layers: list[dict[str, dict[str, object]]] = [{s: {} for s in SUBLAYERS} for _ in range(num_layers)]
     rules = data.get("rules")
     if not isinstance(rules, list) or not rules:
@@ -189,8 +189,8 @@ def _evaluate(node: ast.expr, names: Mapping[str, float]) -> float:
     raise ValueError(ast.dump(node))
 
 
-# The fields of a sub-layer that act inside its branch, and those of a plan that act before the first block, after the
-# last or inside the modules. All others act on the stream.
+# The fields of a sub-layer that act inside the branch, and the fields of a plan that act before the first block, after
+# the last block or inside the modules. All other fields act on the stream.
 IN_THE_BRANCH = (
     *("pre_norm", "inner_norm", "out_norm", "pre_scale", "pre_scale_learned", "out_scale", "out_scale_learned"),
     *("weight_gain", "gate_gain"),
@@ -199,7 +199,7 @@ AT_THE_ENDS = ("placement", "layers", *PLAN_FIELDS, "initialization", "options")
 
 
 def parse_spec(spec: str) -> tuple[Placement | str, dict[str, object]]:
-    """Split ``"name(option=value, ...)"`` into the placement (its name, or the content of its file) and the options."""
+    """Split ``"name(option=value, ...)"`` into the placement and the options. If the name is a file, read the file."""
     target, options = specs.parse(spec, "placement")
     path = Path(target)
     if path.suffix and path.suffix not in SUFFIXES and os.path.isfile(path):
@@ -228,9 +228,8 @@ def check_spec(spec: str) -> None:
 def resolve(name: str, num_layers: int, **options: object) -> Plan:
     """Return the layers of a norm placement for ``num_layers`` blocks, each with an attention and a feed-forward.
 
-    The name may be a YAML or Python file with your own placement. Options may follow in parentheses, as in
-    ``"mix_ln(alpha=0.5, final_norm=true)"``. Raises UserError for an unknown name or option, and for a value that the
-    option does not allow.
+    The name may be the path of a YAML or Python file with your own placement. You can add options in parentheses, as in
+    ``"mix_ln(alpha=0.5, final_norm=true)"``. Raises UserError for an unknown name or option, and for an invalid value.
     """
     whole_number("num_layers", num_layers)
     scheme, options = _scheme_and_options(text("placement", name), **options)
@@ -263,7 +262,6 @@ def _check_options(scheme: Placement, options: Mapping[str, object]) -> None:
 
 
 def _with_common(plan: Plan, options: Mapping[str, Any]) -> Plan:
-    """Apply the options that every placement has."""
     changes = {key: options[key] for key in ("embedding_scale", "qk_norm", "v_norm") if key in options}
     for key in ("final_norm", "embedding_norm"):
         if key in options and options[key] != (getattr(plan, key) is not None):
@@ -299,11 +297,9 @@ def _with_common(plan: Plan, options: Mapping[str, Any]) -> Plan:
 
 
 def _scaled_by_depth(plan: Plan, scheme: str | None, base_depth: int | None) -> Plan:
-    """Divide every branch by m^alpha, where m is the number of blocks divided by ``base_depth`` (arXiv 2505.01618,
-    Table 1).
+    """Divide every branch by m^alpha, where m is the number of blocks over ``base_depth`` (arXiv 2505.01618, Table 1).
 
-    Raises UserError if a norm or a scale is on the residual stream, because the rule is only for blocks that compute x
-    + F(x) / m^alpha.
+    Raises UserError for a norm or scale on the residual stream, because the paper's blocks compute x + F(x) / m^alpha.
     """
     name = f"placement {plan.placement!r}:"
     if scheme is None or base_depth is None:
@@ -322,7 +318,7 @@ def _scaled_by_depth(plan: Plan, scheme: str | None, base_depth: int | None) -> 
 
 
 def _on_the_stream(plan: Plan) -> Iterator[str]:
-    """Yield a phrase for each part that changes the residual stream without being a branch."""
+    """Yield a phrase for each field that changes the residual stream outside the branches."""
     records: list[tuple[str, Plan | Layer | Sublayer, tuple[str, ...]]] = [("the plan", plan, AT_THE_ENDS)]
     for index, layer in enumerate(plan.layers):
         records.append((f"layer {index}", layer, SUBLAYERS))
@@ -335,7 +331,7 @@ def _on_the_stream(plan: Plan) -> Iterator[str]:
 
 
 def _like_others(plan: Plan) -> Norm:
-    """Return a norm of the same kind as the placement's first norm, or of the default kind if it has none."""
+    """Return a norm of the same kind as the placement's first norm, or a default norm if the placement has no norms."""
     norms = [norm for x in plan.layers for sub in (x.attention, x.feed_forward) for norm in sub.norms.values()]
     norms += [norm for norm in (plan.final_norm, plan.embedding_norm) if norm is not None]
     return Norm(kind=norms[0].kind, groups=norms[0].groups) if norms else Norm()

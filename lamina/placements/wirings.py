@@ -1,7 +1,7 @@
 """Residual paths other than a single stream, for the option ``wiring`` of every norm placement.
 
-A wiring is a function that changes the layers of a placement. The parameter ``size`` is the number of streams, or for
-attn_res the number of layers in a group. ``start`` decides the initial values.
+A wiring is a function that changes a placement's layers. The parameter ``size`` is the number of streams, or for
+attn_res the number of layers in a group. ``start`` selects the initial weights.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lamina.placements.plan import Layer, Mix, Plan, Sources, StreamNorm, Stream
 
 @dataclass(frozen=True, kw_only=True)
 class PlanWiring:
-    """A residual path other than a single stream. ``make`` changes a placement's layers."""
+    """A wiring, with the function ``make`` that changes a placement's layers."""
 
     make: Callable[..., Plan]
     equation: str
@@ -31,7 +31,7 @@ class PlanWiring:
     def apply(
         self, plan: Plan, *, size: int | None = None, start: str | None = None, collapse: str | None = None
     ) -> Plan:
-        """Return the changed placement. Raises UserError for an option or a placement that does not fit."""
+        """Return a placement with this wiring. Raises UserError for an option or placement that the wiring rejects."""
         takes, given = inspect.signature(self.make).parameters, {"size": size, "start": start}
         for name, value in given.items():
             if value is not None and name not in takes:
@@ -56,7 +56,7 @@ def named_wiring(name: str) -> PlanWiring:
 
 
 def wiring(name: str, *, equation: str, source: str) -> Callable[[Make], Make]:
-    """Register a function that changes a placement's layers as a wiring."""
+    """Register a function as a wiring. The function changes a placement's layers."""
 
     def register(make: Make) -> Make:
         WIRINGS.add(name, PlanWiring(make=make, equation=equation, source=source), make.__module__)
@@ -66,7 +66,7 @@ def wiring(name: str, *, equation: str, source: str) -> Callable[[Make], Make]:
 
 
 def with_streams(plan: Plan, one: Callable[[int], Streams], readout: Streams) -> Plan:
-    """Return a placement with several residual streams. ``one`` maps a sub-layer's index to its ``Streams``."""
+    """Give a placement several residual streams. ``one`` returns the ``Streams`` of a sub-layer from its index."""
     layers = [
         replace(
             layer,
@@ -79,7 +79,6 @@ def with_streams(plan: Plan, one: Callable[[int], Streams], readout: Streams) ->
 
 
 def _collapsed(plan: Plan, how: str) -> Plan:
-    """Join the residual streams after the last block by their mean, their sum, or the sum of the normed streams."""
     if plan.readout is None or plan.readout.normed or plan.readout.norms:
         raise UserError(f"collapse: {how!r} has no effect with this wiring. Leave collapse out.")
     n = plan.streams
@@ -92,7 +91,7 @@ def _count(size: int | None) -> int:
 
 
 def _sigmoid(plan: Plan, size: int | None, mix: Mix = "identity") -> Plan:
-    """Use several streams with sigmoid weights. At the start, sub-layer l mainly reads stream l mod n."""
+    """Use n streams with sigmoid weights. At the start, sub-layer l mainly reads stream l mod n."""
     n = _count(size)
 
     def one(index: int) -> Streams:
@@ -104,16 +103,16 @@ def _sigmoid(plan: Plan, size: int | None, mix: Mix = "identity") -> Plan:
 
 @wiring("identity_hc", equation="h = r S, S' = S + w b", source="HY-V4; transformers' hy_v4")
 def identity_hc(plan: Plan, size: int | None) -> Plan:
-    """Use several residual streams that Lamina never mixes. Sub-layers read and write them with sigmoid weights."""
+    """Use several residual streams that never mix. Sub-layers read and write the streams with sigmoid weights."""
     return _sigmoid(plan, size)
 
 
 @wiring("mhc", equation="h = r S, S' = M S + w b, M doubly stochastic", source="mHC (arXiv 2512.24880); deepseek_v4")
 def mhc(plan: Plan, size: int | None, start: str | None = None) -> Plan:
-    """Use Hyper-Connections whose mixing keeps the residual streams' sum. Sinkhorn's iterations run in float32.
+    """Use Hyper-Connections with a mix that keeps the sum of all streams. Sinkhorn's iterations run in float32.
 
-    ``start`` "liger" initializes as Liger's kernels do: all biases are 0, and the projections are N(0, 0.02^2). At the
-    start, each sub-layer reads and mixes all streams about equally. After the last block, Lamina takes their mean.
+    With ``start`` "liger", all biases are 0 and the projections are N(0, 0.02^2) at first, as in Liger's kernels. Each
+    sub-layer then reads and mixes all streams about equally. After the last block, Lamina averages the streams.
     """
     if start is None:
         return _sigmoid(plan, size, mix="sinkhorn")
@@ -139,30 +138,30 @@ def _hyper(plan: Plan, size: int | None, dynamic: bool) -> Plan:
 
 @wiring("hc", equation="h = r S, S' = M S + w b, all learned", source="Hyper-Connections (arXiv 2409.19606) Sec 2.1")
 def hc(plan: Plan, size: int | None) -> Plan:
-    """Use static Hyper-Connections. At the start, sub-layer l reads stream l mod n and writes to all streams."""
+    """Use n static Hyper-Connections. At the start, sub-layer l reads stream l mod n and writes to all n streams."""
     return _hyper(plan, size, dynamic=False)
 
 
 @wiring(
     "dynamic_hc",
-    equation="hc's equation, each weight plus a tanh of the normed stream",
+    equation="hc's equation, with a tanh of the normed stream added to each weight",
     source="arXiv 2409.19606 Sec 2.2, Algorithm 2",
 )
 def dynamic_hc(plan: Plan, size: int | None) -> Plan:
-    """Use dynamic Hyper-Connections, whose weights depend on the residual streams."""
+    """Use dynamic Hyper-Connections: the weights depend on the residual streams."""
     return _hyper(plan, size, dynamic=True)
 
 
 @wiring("gated_residual", equation="h = mean_j g_j * LN S_j, S' = S + w b", source="Qwen4; transformers' qwen4_exp")
 def gated_residual(plan: Plan, size: int | None) -> Plan:
-    """Use several streams that a sub-layer reads through low-rank gates. Each channel of a normed stream has a gate."""
+    """Use several streams that sub-layers read through low-rank gates. Each channel of a normed stream has a gate."""
     n = _count(size)
     streams = Streams(weights="gate", read=(1.0,) * n, write=(1.0,) * n, rank=16)
     return with_streams(plan, lambda index: streams, replace(streams, write=()))
 
 
 def _check_sums(plan: Plan, *, post_norms: bool) -> None:
-    """Raise UserError for scaled skips, and for post-norms that are missing or present against ``post_norms``."""
+    """Raise UserError if a skip is scaled, or if the presence of post-norms differs from ``post_norms``."""
     for half in (half for layer in plan.layers for half in (layer.attention, layer.feed_forward)):
         plain = (half.skip, half.skip_scale, half.skip_scale_learned) == ("stream", 1.0, "no")
         if not plain or (half.post_norm is not None) != post_norms:
@@ -172,7 +171,7 @@ def _check_sums(plan: Plan, *, post_norms: bool) -> None:
 
 @wiring("residual", equation="p' = C(p + b), r' = r + b, out: p + LN r", source="ResiDual (arXiv 2304.14802)")
 def residual(plan: Plan) -> Plan:
-    """Give Post-LN a second residual stream, which has no norm until after the last block."""
+    """Give Post-LN a second residual stream. Lamina normalizes the second stream only after the last block."""
     _check_sums(plan, post_norms=True)
     if plan.options.get("final_norm") is False:
         raise UserError("final_norm: False leaves the second stream without a final norm. Set final_norm to true.")
@@ -187,13 +186,11 @@ def residual(plan: Plan) -> Plan:
     source="SiameseNorm (arXiv 2602.08064)",
 )
 def siamese(plan: Plan) -> Plan:
-    """Use SiameseNorm's two residual streams: p with norms, and u without. Both share the branches.
-
-    In the equation, l counts the blocks from 1.
-    """
+    """Use SiameseNorm's two residual streams: p with norms, and u without norms. Every branch adds to both streams."""
     _check_sums(plan, post_norms=False)
 
     def one(index: int) -> Streams:
+        # in the equation, l counts the blocks from 1
         return Streams(weights="constant", read=(1.0, 1.0), write=((2 * (index // 2 + 1)) ** -0.5, 1.0), norms=norms)
 
     norms: tuple[StreamNorm, ...] = ("stream", "read")
@@ -207,19 +204,17 @@ def _with_sources(plan: Plan, of: Callable[[int], Sources | None], last: Sources
 
 @wiring("x0", equation="x <- a x + b x_0 before each block", source="modded-nanogpt; nanochat's lambdas")
 def x0(plan: Plan) -> Plan:
-    """Add the embedding to the residual stream before every block. The embedding's factor b starts at 0, and the
-    stream's factor a starts at 1.
-    """
+    """Add the embedding to the residual stream before every block. At the start, a is 1 and b is 0."""
     return _with_sources(plan, lambda index: Sources(states=((0, 0.0),)))
 
 
 @wiring("denseformer", equation="x_l <- sum_i w_li x_i after each block", source="DenseFormer (arXiv 2402.02622) Eq 2")
 def denseformer(plan: Plan, start: str | None = None) -> Plan:
-    """Replace the residual stream with a weighted sum of all states so far. At the start, only the latest state has a
-    weight.
+    """Replace the residual stream with a weighted sum of all states so far.
 
-    With ``start`` "mean", the weights of the l + 1 states after block l start at 1 / (l + 1). With "dlcl", each state
-    also passes an RMSNorm before Lamina sums and stores it, as in DLCL's Pre-LN (arXiv 1906.01787).
+    By default, the latest state's weight starts at 1, and all other weights start at 0. With ``start`` "mean", the
+    weights of the l + 1 states after block l start at 1 / (l + 1). With "dlcl", an RMSNorm also normalizes each state
+    before Lamina sums and stores the state, as in DLCL's Pre-LN (arXiv 1906.01787).
     """
     if start is None:
         return _with_sources(plan, _all_before, _all_before(plan.num_layers))
@@ -255,14 +250,14 @@ def dynamic_dense(plan: Plan) -> Plan:
 def mudd(plan: Plan, size: int | None) -> Plan:
     """Use multiway dynamic dense connections: queries, keys, values and the stream read separate weighted sums.
 
-    As in MUDDFormer's code, q, k and v have separate norms, and W_1 is four times as wide after the last block.
-    ``size`` rounds W_1's width up to a multiple, which is 64 in MUDDFormer's code. Lamina omits the paper's wider
-    feed-forwards in later layers, because feed-forwards belong to the backbone.
+    As in MUDDFormer's code, q, k and v have separate norms. The width of W_1 is four times the number of states, even
+    after the last block. With ``size``, this width is a larger multiple of ``size`` (64 in MUDDFormer's code). Lamina
+    omits the paper's wider feed-forwards in later layers, because feed-forwards belong to the backbone.
     """
     size = size if size is None else whole_number("size", size)
 
     def one(index: int, ways: int) -> Sources | None:
-        width = 4 * (index + 1)  # the last one's four are not its ways
+        width = 4 * (index + 1)  # four times as wide even after the last block, which has a single sum
         width = width if size is None else (width // size + 1) * size
         if not (before := _all_before(index, dynamic=True)):
             return None
@@ -280,17 +275,16 @@ def unet(plan: Plan) -> Plan:
 
 @wiring("parallel", equation="y = x + A(x), x' = y + F(x)", source="GPT-J, PaLM; transformers' gpt_neox")
 def parallel(plan: Plan) -> Plan:
-    """Let attention and feed-forward read the same stream, each through its norm."""
+    """Let attention and feed-forward read the block's input, each through a separate norm."""
     layers = (replace(layer, feed_forward=replace(layer.feed_forward, read="block_input")) for layer in plan.layers)
     return replace(plan, layers=tuple(layers))
 
 
 @wiring("attn_res", equation="h = sum_i softmax(q LN v_i) v_i", source="Attention Residuals (arXiv 2603.15031) Sec 3.2")
 def attn_res(plan: Plan, size: int | None) -> Plan:
-    """Let each sub-layer attend over depth: to the summed outputs of each group of layers so far.
+    """Let each sub-layer attend to earlier layers: to the summed output of each group of layers so far.
 
-    There are 8 groups by default. With ``size`` 0, each sub-layer is a group, as in the full attention residuals of Sec
-    3.1.
+    By default, there are 8 groups of layers. With ``size`` 0, each sub-layer is a group, as in Sec 3.1.
     """
     layers_of_block = math.ceil(plan.num_layers / 8) if size is None else size
 

@@ -1,4 +1,4 @@
-"""Admin: Post-LN with a learned vector on every skip, which starts at a value from measured variances."""
+"""Admin: Post-LN with a learned vector on every skip. Measured variances set the vectors' initial values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lamina.placements.registry import placement
     "admin",
     title="Admin",
     equation=("y = LN(omega_1 * x + A(x))", "x' = LN(omega_2 * y + F(y))", "omega: one learned vector per sub-layer"),
-    source="Liu et al. 2020 (arXiv 2004.08249) Eq 5; without profiling, as in admin-torch",
+    source="Liu et al. 2020 (arXiv 2004.08249) Eq 5; admin-torch for omega without profiling",
     initialization="admin",
     advice=(
         "Mix-LN's authors use the learning rate 1e-3 at 250M parameters, with 10 % warm-up. If the embedding "
@@ -25,9 +25,9 @@ def admin(num_layers: int, *, omega: Literal["profiled", "log", "sqrt", "one"] =
     """At the start, each skip is as strong as the sum of all earlier branches. So no branch dominates early training.
 
     Args:
-        omega: the skips' initial value, with n = 2 N sub-layers. With "profiled", the initializer admin measures it in
-            a forward pass. "log" is sqrt((n + 1) / ln(n + 1) - 1), "sqrt" is sqrt(n), and "one" is 1. "log", "sqrt" and
-            "one" need another initializer, such as normal.
+        omega: the initial value of the learned vectors, with n = 2 N sub-layers. With "profiled", the initializer admin
+            measures the value in a forward pass. "log" is sqrt((n + 1) / ln(n + 1) - 1), "sqrt" is sqrt(n), and "one"
+            is 1. With "log", "sqrt" and "one", use another initializer, such as normal.
     """
     n = 2 * num_layers
     start = {"profiled": 1.0, "log": math.sqrt((n + 1) / math.log(n + 1) - 1), "sqrt": math.sqrt(n), "one": 1.0}[omega]

@@ -1,4 +1,4 @@
-"""B2T: Post-LN with a skip from a block's bottom to its top."""
+"""B2T: Post-LN with a second skip, from the bottom of a block to the top."""
 
 from lamina.placements.plan import Layer, Norm, Plan, Sublayer
 from lamina.placements.registry import placement
@@ -13,6 +13,6 @@ from lamina.placements.registry import placement
     advice="Start from Post-LN's learning rates and warm-up. The B2T paper trains translation models.",
 )
 def b2t(num_layers: int) -> Plan:
-    """A second skip connects the block's input to its output. It bypasses all norms of the block except the last."""
+    """A second skip leads from a block's input to the block's last sum. Only the last norm acts on this skip."""
     layer = Layer(attention=Sublayer(post_norm=Norm()), feed_forward=Sublayer(skip="both", post_norm=Norm()))
     return Plan(layers=(layer,) * num_layers)

@@ -14,15 +14,15 @@ from lamina.placements.registry import placement
     source="DeepNet (arXiv 2203.00555) Fig 2",
     initialization="deepnorm",
     advice=(
-        "Keep the initializer, which is a part of DeepNorm. The largest stable learning rate is 3.5e-4 at 64 "
-        "and 512 layers (Keel Table 1)."
+        "Keep the initializer `deepnorm`, which is a part of the method. The largest stable learning rate is 3.5e-4 at "
+        "64 and 512 layers (Keel Table 1)."
     ),
 )
 def deepnorm(
     num_layers: int, *, alpha: float | None = None, beta: float | None = None, scale_gate: bool = False
 ) -> Plan:
-    """DeepNorm bounds how much an update changes the model. Alpha strengthens the skip, and beta shrinks each branch at
-    the start.
+    """DeepNorm limits how much one update changes the model's output. Alpha strengthens the skip, and beta shrinks the
+    branches' initial weights.
 
     Args:
         alpha: the constant on the skip (default: (2 N)^(1/4) with N blocks, for decoder-only and encoder-only models).

@@ -12,6 +12,6 @@ from lamina.placements.registry import placement
     advice="The placement covers Doge's norms and scales. Doge's dynamic-mask attention belongs to the backbone.",
 )
 def doge(num_layers: int) -> Plan:
-    """Each channel of the residual stream has a learned factor in every block."""
+    """A learned factor multiplies each channel of the residual stream before every sum."""
     sublayer = Sublayer(pre_norm=Norm(), skip_scale_learned="vector")
     return Plan(layers=(Layer.of(sublayer),) * num_layers, final_norm=Norm())

@@ -20,8 +20,8 @@ from lamina.placements.registry import placement
     ),
 )
 def fusenorm(num_layers: int, *, first_layer_norm: bool = True) -> Plan:
-    """The feed-forward reads the attention's output y, but its skip starts at the block's input x. So a block's
-    residual path has one norm instead of two.
+    """The feed-forward reads the attention sub-layer's output, but the feed-forward's skip starts at the block's input.
+    So a block's residual path has one norm instead of two.
 
     Args:
         first_layer_norm: an additional norm on the first attention's input (Eq 7), but not on the first skip.

@@ -4,7 +4,7 @@ from lamina.placements.plan import HeadNorm, Layer, Norm, Plan, Sublayer
 from lamina.placements.registry import placement
 
 _EQUATION = ("x_0 = sqrt(d) E", "y = x + LN(A(LN x))", "x' = y + LN(F(LN y))", "LN: gain 1 + w", "logits = W LN(x_N)")
-_ADVICE = "On a Gemma backbone, which scales its embedding already, set embedding_scale=1."
+_ADVICE = "On a Gemma backbone, set embedding_scale=1, because the backbone already scales the embedding."
 
 
 def _plan(num_layers: int, qk_norm: HeadNorm, zero_centered: bool) -> Plan:
@@ -23,7 +23,7 @@ def gemma2(num_layers: int, *, zero_centered: bool = True) -> Plan:
     """Gemma 2 has a norm before and after each module, and multiplies the embedding by sqrt(width).
 
     Args:
-        zero_centered: store the gain minus 1; false stores the gain, as in converted checkpoints.
+        zero_centered: whether the weights store the gain minus 1. Converted checkpoints store the gain (false).
     """
     return _plan(num_layers, "off", zero_centered)
 
@@ -39,6 +39,6 @@ def gemma3(num_layers: int, *, zero_centered: bool = True) -> Plan:
     """Gemma 3 is Gemma 2's placement with norms on queries and keys instead of the soft cap on attention logits.
 
     Args:
-        zero_centered: store the gain minus 1; false stores the gain, as in converted checkpoints.
+        zero_centered: whether the weights store the gain minus 1. Converted checkpoints store the gain (false).
     """
     return _plan(num_layers, "head", zero_centered)

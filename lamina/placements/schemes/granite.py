@@ -1,4 +1,4 @@
-"""Granite, HyperCLOVA X and MiniCPM: a constant factor on every branch. MiniCPM's factor falls with depth."""
+"""Granite, HyperCLOVA X and MiniCPM: a constant factor on every branch. MiniCPM's factor depends on the depth."""
 
 import math
 
@@ -32,8 +32,7 @@ def granite(num_layers: int, *, multiplier: float = 0.22, out_norm: bool = False
     advice="The paper uses c = 1.4, muP's width scaling and a warm-up-stable-decay schedule.",
 )
 def minicpm(num_layers: int, *, scale_depth: float = 1.4) -> Plan:
-    """MiniCPM is Pre-LN with branches divided by the square root of the depth. The sum of the branches therefore does
-    not grow with the depth.
+    """MiniCPM multiplies every branch of Pre-LN by c / sqrt(N). So the sum of all branches does not grow with depth.
 
     Args:
         scale_depth: the constant c.

@@ -1,4 +1,4 @@
-"""Group-LN: Pre-LN whose norms treat each group of a token's channels separately."""
+"""Group-LN: Pre-LN with norms that normalize each group of a token's channels separately."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lamina.placements.registry import placement
         "GN: RMSNorm over each of G groups of channels",
         "logits = W GN(x_N)",
     ),
-    source="Wu & He 2018 (arXiv 1803.08494); a baseline in Table 6 of Mix-LN, where the variant has no name",
+    source="Wu & He 2018 (arXiv 1803.08494); a baseline in Table 6 of Mix-LN, which gives no name for this variant",
     initialization="normal",
     advice=(
         "Mix-LN's authors use the learning rate 1e-3 at 250M parameters, with 10 % warm-up. The number of groups "
@@ -23,10 +23,10 @@ from lamina.placements.registry import placement
     ),
 )
 def group_ln(num_layers: int, *, groups: int = 8) -> Plan:
-    """The norms act on groups of one token's channels, so no token depends on a later token.
+    """Each norm normalizes groups of one token's channels. So no token depends on a later token.
 
     Args:
-        groups: parts of equal width; must divide the hidden size.
+        groups: the number of groups, which must divide the hidden size.
     """
     norm = Norm(kind="group", groups=groups)
     layer = Layer.of(Sublayer(pre_norm=norm))

@@ -1,4 +1,4 @@
-"""HybridNorm and HybridNorm*: norms on q, k and v, and one norm around the feed-forward."""
+"""HybridNorm and HybridNorm*: norms on q, k and v, and one norm before the feed-forward and its skip."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from lamina.placements.registry import placement
 
 _SOURCE = "HybridNorm (arXiv 2503.04598) Sec 3.2"
 _ADVICE = "The paper's peak learning rate is 3e-4 at 550M to 1.2B parameters. The learning rate decays to 3e-5."
-# The norm before the feed-forward is applied once and is both its input and its skip: that of the attention's sum.
+# The norm after the attention's sum gives both the feed-forward's input and the feed-forward's skip.
 _ATTENTION, _FEED_FORWARD = Sublayer(post_norm=Norm()), Sublayer()
 
 
@@ -26,9 +26,7 @@ _ATTENTION, _FEED_FORWARD = Sublayer(post_norm=Norm()), Sublayer()
     advice=_ADVICE,
 )
 def hybridnorm(num_layers: int) -> Plan:
-    """Norms sit inside the attention and around the feed-forward. The feed-forward's skip starts after the norm, so it
-    carries normed states.
-    """
+    """HybridNorm has norms inside the attention and before the feed-forward. The feed-forward's skip is also normed."""
     layer = Layer(attention=_ATTENTION, feed_forward=_FEED_FORWARD)
     return Plan(layers=(layer,) * num_layers, final_norm=Norm(), qk_norm="head", v_norm="head")
 
@@ -48,7 +46,7 @@ def hybridnorm(num_layers: int) -> Plan:
     advice=_ADVICE,
 )
 def hybridnorm_star(num_layers: int) -> Plan:
-    """HybridNorm* is HybridNorm whose first block is a Pre-LN block, also with norms on q, k and v."""
+    """HybridNorm* is HybridNorm with a Pre-LN block as the first block. This block also has norms on q, k and v."""
     pre = Sublayer(pre_norm=Norm())
     first = Layer.of(pre)
     rest = Layer(attention=_ATTENTION, feed_forward=_FEED_FORWARD)

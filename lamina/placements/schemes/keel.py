@@ -33,19 +33,19 @@ def keel(
     variant: Literal["keel", "scale", "scale_gain", "scale_gain_norm"] = "keel",
     first_layer: Literal["paper", "post_ln", "pre_ln", "scaled", "keel"] = "paper",
 ) -> Plan:
-    """The outer norm fixes the residual stream's scale. Alpha keeps the gradient from vanishing, because the product of
-    the blocks' Jacobians tends to 1.
+    """The outer norm fixes the residual stream's scale. With alpha, the product of the blocks' Jacobians tends to 1, so
+    the gradient does not vanish.
 
     Args:
         alpha: the constant on the skip (default: 2 N, the number of sub-layers). The paper does not learn alpha.
-        learnable_alpha: whether each alpha is a learned scalar that starts at this value.
+        learnable_alpha: whether each sub-layer learns a scalar alpha, which starts at the constant.
         variant: "keel", or an ablation of Sec 4.2. "scale" is LN(alpha x + F(x)). "scale_gain" is LN(alpha x + F(b *
-            x)) with a learned vector b. "scale_gain_norm" is LN(alpha x + F(b * LN(x))), where LN(x) has no gain. It
-            computes the same function as Keel, because b acts as the inner norm's gain.
+            x)) with a learned vector b. "scale_gain_norm" is LN(alpha x + F(b * LN(x))), where LN(x) has no gain. This
+            variant computes the same function as Keel, because b acts as the inner norm's gain.
         first_layer: the norms and alpha of the first block. "paper": both sub-layers have alpha = 1, and the attention
-            has no outer norm. "post_ln": like "paper", but the feed-forward has no inner norm, which the paper's text
-            also allows. "pre_ln": the whole block is Pre-LN. "scaled": like "paper", but the feed-forward keeps alpha.
-            "keel": the first block is like every other block.
+            has no outer norm. "post_ln": like "paper", but the feed-forward has no inner norm. (The paper's text allows
+            both readings.) "pre_ln": the whole block is Pre-LN. "scaled": like "paper", but the feed-forward keeps
+            alpha. "keel": the first block is like every other block.
     """
     if alpha is not None and alpha <= 0:
         raise UserError(f"placement 'keel': option 'alpha' is {alpha!r}. Give a number above 0.")

@@ -1,4 +1,4 @@
-"""LayerNorm Scaling: Pre-LN whose norms' outputs shrink with depth."""
+"""LayerNorm Scaling: Pre-LN with a factor on each norm's output. The factor is smaller in deeper layers."""
 
 from lamina.placements.plan import Layer, Norm, Plan, Sublayer
 from lamina.placements.registry import placement
@@ -21,7 +21,7 @@ from lamina.placements.registry import placement
     ),
 )
 def layernorm_scaling(num_layers: int) -> Plan:
-    """A factor shrinks norm outputs with depth, so deep layers read smaller inputs. The final norm has no factor."""
+    """A factor shrinks the norms' outputs in deeper layers, so these layers read smaller inputs."""
     sublayers = [Sublayer(pre_norm=Norm(), pre_scale=index**-0.5) for index in range(1, num_layers + 1)]
     layers = tuple(Layer.of(sublayer) for sublayer in sublayers)
     return Plan(layers=layers, final_norm=Norm())

@@ -1,4 +1,4 @@
-"""LayerScale: a learned vector on every branch, small at the start."""
+"""LayerScale: Pre-LN with a learned vector on every branch, which is small at the start."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from lamina.placements.registry import placement
     ),
 )
 def layerscale(num_layers: int, *, start: float | None = None) -> Plan:
-    """Each channel of a branch has a learned factor, so that a deep network starts near the identity.
+    """Each channel of a branch has a small learned factor, so that a deep network starts near the identity.
 
     Args:
-        start: initial value of the vectors (default: CaiT's value for the depth).
+        start: the initial value of the factors (default: CaiT's value for the depth).
     """
     if start is None:
         start = 0.1 if num_layers <= 18 else 1e-5 if num_layers <= 24 else 1e-6

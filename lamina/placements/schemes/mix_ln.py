@@ -32,8 +32,7 @@ def mix_ln(num_layers: int, *, alpha: float | str | None = None, num_post_layers
     combines Post-LN blocks at the bottom with Pre-LN blocks above.
 
     Args:
-        alpha: the fraction of Post-LN layers (default 0.25). A text such as "1/3" avoids rounding errors in floor(alpha
-            N).
+        alpha: the fraction of Post-LN layers (default: 0.25). A text such as "1/3" avoids rounding errors.
         num_post_layers: the number of Post-LN layers, instead of alpha.
     """
     if alpha is not None and num_post_layers is not None:

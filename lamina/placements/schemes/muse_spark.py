@@ -17,10 +17,10 @@ from lamina.placements.registry import placement
     advice="Meta's model draws the gate g from N(0, 0.02^2). Lamina sets g so that the factor b starts at `start`.",
 )
 def muse_spark(num_layers: int, *, start: float = 0.5, temperature: float = 0.3) -> Plan:
-    """If skip and branch are uncorrelated, the residual stream keeps its variance at any depth.
+    """If skip and branch are uncorrelated, the residual stream has the same variance at every depth.
 
-    The inner norms' gains are 1 + w. The output norms have no gain, because a gain would be another factor on the
-    branch. (Meta's model has such a gain in the feed-forward.)
+    The norms on the modules' inputs have gains of 1 + w. The norms on the modules' outputs have no gains, because a
+    gain would be another factor on the branch. (Meta's model has an output gain in the feed-forward.)
 
     Args:
         start: the initial value of b.

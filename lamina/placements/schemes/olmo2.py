@@ -1,4 +1,4 @@
-"""OLMo 2's reordered norm, with and without its norms on queries and keys (B in the Peri-LN paper's Figure 2)."""
+"""OLMo 2 and Output-LN: a norm on each module's output (position B in the Peri-LN paper's Figure 2)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _plan(num_layers: int, qk_norm: HeadNorm = "off") -> Plan:
     advice="FuseNorm's authors use a learning rate of 2e-4 at 5B parameters, with 200 steps of warm-up.",
 )
 def olmo2(num_layers: int) -> Plan:
-    """OLMo 2 normalizes each module's output, not its input. Norms on queries and keys act over the full width."""
+    """OLMo 2 normalizes each module's output, not the input. Norms on queries and keys act over the full width."""
     return _plan(num_layers, qk_norm="full")
 
 

@@ -16,7 +16,7 @@ from lamina.placements.registry import placement
     ),
 )
 def post_ln(num_layers: int) -> Plan:
-    """Post-LN has a norm on every sum. In the backward pass, each sub-layer's norm shrinks the gradient."""
+    """Post-LN has a norm after every sum. In the backward pass, every norm shrinks the gradient."""
     sublayer = Sublayer(post_norm=Norm())
     layer = Layer.of(sublayer)
     return Plan(layers=(layer,) * num_layers)

@@ -16,7 +16,7 @@ from lamina.placements.registry import placement
     ),
 )
 def pre_ln(num_layers: int) -> Plan:
-    """The residual stream is never normalized, so an identity path leads from the loss to every layer."""
+    """No block normalizes the residual stream, so an identity path leads from the final norm to every layer."""
     sublayer = Sublayer(pre_norm=Norm())
     layer = Layer.of(sublayer)
     return Plan(layers=(layer,) * num_layers, final_norm=Norm())

@@ -31,7 +31,7 @@ def sandwich_depth_scaled(num_layers: int, *, c: float = 1.0) -> Plan:
     """Depth-scaled Sandwich-LN starts with small branches, so the residual stream's variance does not grow with depth.
 
     Args:
-        c: the outer gains start at c / sqrt(depth).
+        c: the constant in the initial gain of the outer norms, c / sqrt(N), with N blocks.
     """
     sublayer = Sublayer(pre_norm=Norm(), out_norm=Norm(initial_gain=c * num_layers**-0.5))
     return Plan(layers=(Layer.of(sublayer),) * num_layers, final_norm=Norm())

@@ -1,4 +1,4 @@
-"""SubLN: Pre-LN with a second norm inside each module, before its last projection."""
+"""SubLN: Pre-LN with a second norm inside each module, before the module's last projection."""
 
 from lamina.placements.plan import Layer, Norm, Plan, Sublayer
 from lamina.placements.registry import placement
