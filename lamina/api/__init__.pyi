@@ -112,7 +112,7 @@ def compare(
     """Train models that differ only in their placement (where the norms sit) side by side on your text.
     OUTPUT/report.html shows which placement is best, which placements failed, and why.
 
-    The keywords are the settings of `lamina compare`. Returns the rows of results.csv and the page.
+    The keywords are the settings of `lamina compare`. Returns the rows of results.csv and the report page.
     ``placements``, ``learning_rates`` and ``seeds`` may also be lists. ``corpus`` may be a path, a list of paths
     or texts, or a datasets.Dataset. The worker processes do not import your script.
 
@@ -619,7 +619,7 @@ def coord_check(
     steps on one batch and prints the exponent e of mean |x| ~ size^e for each output x. If e is 0, the output
     keeps its size. If e is above 0, the output of a large model will blow up.
 
-    The keywords are the settings of `lamina coord-check`. Returns the rows of slopes.csv and the page;
+    The keywords are the settings of `lamina coord-check`. Returns the rows of slopes.csv and the report page;
     OUTPUT/result.json has the verdict.
 
     Raises:
@@ -714,12 +714,13 @@ def transfer(
     overwrite: bool = False,
     bar: bool = True,
 ) -> Comparison:
-    """Find learning rates for a wide model by trying them on a narrow proxy. Lamina prints the stable and the best
+    """Find learning rates for a wide model by training a narrow proxy model. Lamina prints the stable and the best
     learning rates on the proxy, and the learning rate of each kind of weight at the target's width. A learning
     rate that fails on the proxy also fails on the target (FuseNorm Figure 4).
 
-    The keywords are the settings of `lamina transfer`. Returns the rows of results.csv and the page;
-    OUTPUT/transfer.json holds the interval of stable learning rates, the target's learning rates and the risk.
+    The keywords are the settings of `lamina transfer`. Returns the rows of results.csv and the report page;
+    OUTPUT/transfer.json holds the interval of stable learning rates, the target's learning rates, and the risk of
+    failure.
 
     Raises:
         UserError: (a ValueError) for invalid settings, a corpus that can't be read, or an output folder with
@@ -814,8 +815,8 @@ def max_lr(
     learning rate rises from 0 to --max-learning-rate over --steps (Keel's protocol). A run ends if
 
     The keywords are the settings of `lamina max-lr`. Returns the rows of results.csv (``max_learning_rate``,
-    ``stop_rule`` and ``loss_at_stop`` of every placement and seed) and the page. ``placements`` and ``seeds`` may
-    also be lists.
+    ``stop_rule`` and ``loss_at_stop`` of every placement and seed) and the report page. ``placements`` and
+    ``seeds`` may also be lists.
 
     Raises:
         UserError: (a ValueError) for invalid settings, a corpus that can't be read, or an output folder with

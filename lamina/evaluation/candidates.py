@@ -30,8 +30,8 @@ class Candidate:
         path: the model's path or name on the hub.
         arm: the label of the model's row in the table, such as a checkpoint's name or the setting that a study varies.
         seed: the seed of the model's run, if known.
-        status: the status of the model's run. Lamina counts diverged, stuck, failed and interrupted runs in the table,
-            but does not evaluate them.
+        status: the status of the model's run. The table counts runs that diverged, failed or were stuck or interrupted,
+            but Lamina does not evaluate them.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Candidate:
 
     @property
     def left_out(self) -> str:
-        """Return the reason why Lamina does not evaluate the model, or "" if Lamina evaluates the model."""
+        """Return the reason why Lamina does not evaluate the model, or "" for a model that Lamina evaluates."""
         if self.status in (Status.DIVERGED, Status.STUCK, Status.FAILED, Status.INTERRUPTED):
             return self.status
         return ""
@@ -56,7 +56,7 @@ class Candidate:
 
 
 def stamp(paths: Iterable[Path], about: str = "") -> str:
-    """Return a hash of a text and of the names, sizes and times of files."""
+    """Return a hash of a text and of the names, sizes and modification times of files."""
     digest = hashlib.sha256(about.encode())
     for path in sorted(paths):
         if path.is_file():
@@ -70,10 +70,7 @@ Expand = Callable[[str], Sequence[Candidate] | None]
 
 
 def candidates_of(paths: Sequence[str], expand: Expand) -> list[Candidate]:
-    """Return a candidate for each checkpoint and for each run of a study, in the user's order.
-
-    Raises UserError if no candidate can be evaluated.
-    """
+    """Return a candidate for each checkpoint and each run of a study. Raises UserError if no candidate is usable."""
     expanded = {path: expand(path) for path in dict.fromkeys(paths)}
     several = sum(runs is not None for runs in expanded.values()) > 1  # the arms of two studies are not one line
     listed: list[Candidate] = []
@@ -110,8 +107,8 @@ def _single(path: str) -> Candidate:
 def check_candidate(path: str, settings: EvalSettings) -> PreTrainedConfig:
     """Return a checkpoint's configuration without loading the weights.
 
-    Raises UserError if weights or tokenizer are missing, or if the tokenizer has more tokens than the model. Without
-    tasks, special tokens may exceed the model's vocabulary.
+    Raises UserError if the weights or the tokenizer are missing, or if the tokenizer has more tokens than the model.
+    Without tasks, special tokens may exceed the model's vocabulary.
     """
     with renamed_setting("checkpoint", "models"):
         folder = str(model_folder(path))
@@ -134,10 +131,7 @@ def check_candidate(path: str, settings: EvalSettings) -> PreTrainedConfig:
 
 
 def load_candidate(path: str, settings: EvalSettings, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a causal language model in evaluation mode, and its tokenizer.
-
-    Raises UserError if the path holds no causal language model, or if the tokenizer is missing.
-    """
+    """Load a causal language model and its tokenizer. Raises UserError for another kind of model or no tokenizer."""
     with renamed_setting("checkpoint", "models"):
         loaded = load(str(model_folder(path)), dtype=settings.dtype, device=device)
     model = loaded.model

@@ -1,4 +1,4 @@
-"""Seven multiple-choice tasks with exact answers, which Lamina generates from the built-in corpus without a network."""
+"""Seven multiple-choice tasks with exact answers, which Lamina makes from the built-in corpus without a network."""
 
 from __future__ import annotations
 
@@ -34,13 +34,7 @@ SHORTEST, LONGEST = 40, 160  # characters of a sentence
 
 @dataclass(frozen=True, kw_only=True)
 class Passages:
-    """The sentences for the generated tasks.
-
-    Attributes:
-        books: each book's sentences, in order.
-        sentences: the sentences of all books.
-        words: the words of at least four lower-case letters, with repetitions.
-    """
+    """Sentences for the generated tasks. ``words`` repeats each word as often as the word occurs in the sentences."""
 
     books: Mapping[str, Sequence[str]]
     sentences: tuple[str, ...]
@@ -49,7 +43,7 @@ class Passages:
 
 @cache
 def passages(*, held_out: bool) -> Passages:
-    """Return the held-out or training sentences of the built-in corpus, as `lamina pretrain` divides it by default."""
+    """Return the built-in corpus's sentences that `lamina pretrain` holds out by default, or all other sentences."""
     corpus = EmbeddedCorpus()
     chars = piece_chars(count_chars(corpus))
     book, books = "", {title: list[str]() for title in BOOKS}
@@ -63,12 +57,12 @@ def passages(*, held_out: bool) -> Passages:
 
 
 def words_of(text: str) -> list[str]:
-    """Return the words of at least four lower-case letters, so that names are excluded."""
+    """Return the words of at least four lower-case letters. Names begin with a capital letter, so they are left out."""
     return re.findall(r"(?<![\w'-])[a-z]{4,}(?![\w'-])", text)
 
 
 def _sentences(line: str) -> Iterable[str]:
-    """Yield the sentences of 40 to 160 characters. Lamina may cut a sentence at an abbreviation."""
+    """Yield the sentences of 40 to 160 characters. An abbreviation's period may also end a sentence."""
     for sentence in re.split(r"(?<=[a-z][.!?])\s+(?=[A-Z])", line):
         text = " ".join(sentence.split())
         if SHORTEST <= len(text) <= LONGEST and text.isascii():
@@ -90,9 +84,9 @@ class Item:
 Make = Callable[[random.Random, Passages], Item]
 _makers: dict[str, Make] = {}
 NAMES: dict[str, str] = {}
-"""Each task's name, and its heading in a table."""
+"""The heading of each task in a table, by the task's name."""
 CHANCES: dict[str, float] = {}
-"""The accuracy of guessing, by the task's name without ``lamina_``."""
+"""The expected accuracy of random guessing, by the task's name without ``lamina_``."""
 
 
 def _task(name: str, heading: str, choices: int = CHOICES) -> Callable[[Make], Make]:
@@ -106,7 +100,7 @@ def _task(name: str, heading: str, choices: int = CHOICES) -> Callable[[Make], M
 
 
 def _wrong(right: str, draw: Callable[[], str], fits: Callable[[str], bool] = lambda other: True) -> list[str]:
-    """Draw different wrong answers for which ``fits`` is true."""
+    """Draw three different wrong answers for which ``fits`` is true."""
     wrong: list[str] = []
     while len(wrong) < CHOICES - 1:
         if (other := draw()) not in (right, *wrong) and fits(other):
@@ -217,8 +211,8 @@ _FORMAT = "generated-1"
 def items(task: str, count: int, *, held_out: bool, seed: int = 0) -> list[Item]:
     """Draw different random items of a task. The same seed gives the same items.
 
-    If ``held_out`` is true, return test items, from text that `lamina pretrain` holds out. Otherwise, return training
-    items from the other text, without the test items' questions.
+    If ``held_out`` is true, the items come from text that `lamina pretrain` holds out. Otherwise, the items come from
+    the other text, and never repeat a question of a held-out item.
     """
     source = passages(held_out=held_out)
     rng = random.Random(f"{task}|{held_out}|{seed}")
@@ -236,9 +230,9 @@ def items(task: str, count: int, *, held_out: bool, seed: int = 0) -> list[Item]
 def write(folder: Path, *, train: int = TRAIN, test: int = TEST, path: Path | None = None) -> None:
     """Write NAME/train.jsonl, NAME/test.jsonl and NAME.yaml for every task.
 
-    A row has the fields ``question``, ``choices`` and ``answer`` (an index), and the fields ``instruction``, ``input``
-    and ``output`` for fine-tuning. The task files contain the folder's path. To move the folder later, give the new
-    path as ``path``.
+    A row has the fields ``question``, ``choices`` and ``answer`` (the index of the right choice). For fine-tuning, a
+    row also has the fields ``instruction``, ``input`` and ``output``. The task files contain the folder's path. If you
+    want to move the folder later, give the new path as ``path``.
     """
     metrics = [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ("acc", "acc_norm")]
     for task in NAMES:

@@ -35,18 +35,18 @@ SCORING_ERRORS = (AssertionError, ValueError, RuntimeError, KeyError, IndexError
 
 @dataclass(frozen=True, kw_only=True)
 class Runner:
-    """A model, and the options for running the harness on it.
+    """A model, and the options with which lm-evaluation-harness evaluates the model.
 
     Attributes:
         model: a causal language model, on its device.
-        batch_size: sequences per forward pass. "auto" is 8 on a CPU, and as many as fit in a GPU's memory.
-        limit: items per task, or None for all.
+        batch_size: the number of sequences per forward pass. "auto" means 8 on a CPU, and as many as fit on a GPU.
+        limit: the maximum number of items per task, or None for all items.
         seed: the seed of the few-shot examples.
         chat_template: whether to put questions into the tokenizer's chat template.
         system: the system message in the chat template.
         generation: arguments of ``generate`` that replace the tasks' arguments.
         run_code: whether the harness may run code that the model writes.
-        processes: the processes that share the items.
+        processes: the processes over which Lamina splits the items.
     """
 
     model: PreTrainedModel
@@ -62,7 +62,6 @@ class Runner:
 
     @cached_property
     def language_model(self) -> HFLM:
-        """Return the model in the harness's wrapper."""
         from lm_eval.models.huggingface import HFLM
 
         network: Json = {  # the harness's decorators hide its parameters from a type checker
@@ -80,9 +79,9 @@ class Runner:
         return wrapped
 
     def _shared(self, answer: Callable[[list[T]], list[A]], requests: list[T]) -> list[A]:
-        """Answer this process's share of the requests, and return the answers of all processes in order.
+        """Answer this process's part of the requests, and return all processes' answers in order.
 
-        The harness's own division would give each process different few-shot examples.
+        With the harness's own division of the requests, each process would draw different few-shot examples.
         """
         rank, size = self.processes.rank, self.processes.size
         mine = self.processes.together(lambda: answer(requests[rank::size]) if requests[rank::size] else [])
@@ -92,10 +91,7 @@ class Runner:
         return [answers[index] for index in range(len(requests))]
 
     def run(self, built: TaskDict, num_fewshot: int | None, *, bar: bool = False) -> tuple[Json, list[str]]:
-        """Run tasks on the model. Return the harness's results, and notes for the user.
-
-        Raises UserError if an answer is longer than the model's context, or if the harness can't score a task.
-        """
+        """Run tasks on the model. Returns the harness's results, and notes. Raises UserError if the harness fails."""
         from lm_eval import evaluate
 
         options: Json = {
@@ -167,7 +163,7 @@ class Runner:
 
 @contextlib.contextmanager
 def without_cache(model: PreTrainedModel) -> Iterator[None]:
-    """Turn off the key-value cache inside the context, except in ``generate``."""
+    """Turn off the model's key-value cache in a ``with`` block. ``generate`` still uses the cache."""
     configs = [model.config, model.config.get_text_config()]
     before = [getattr(config, "use_cache", None) for config in configs]
     for config in configs:
@@ -181,7 +177,7 @@ def without_cache(model: PreTrainedModel) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet_harness(bar: bool = False) -> Iterator[list[str]]:
-    """Suppress the harness's output inside the context, and yield its warnings. ``bar`` keeps progress bars."""
+    """Suppress the harness's output in a ``with`` block, and yield the warnings. ``bar`` keeps progress bars."""
     logger, handler = logging.getLogger("lm_eval"), logging.Handler(logging.WARNING)
     warnings: list[str] = []
     handler.emit = lambda record: warnings.append(record.getMessage())

@@ -76,16 +76,14 @@ def evaluate(
     """Evaluate models, write the output folder, and return the content of result.json.
 
     Args:
-        settings: an EvalSettings, or a mapping of settings.
-        resume: whether to compute only the scores that the output folder lacks.
+        resume: whether to keep the scores in the output folder, and compute only the missing scores.
         overwrite: whether to replace the output folder's content.
-        bar: whether to show progress bars.
         expand: a function that finds the runs in a study's folder. By default, each path is one checkpoint.
 
     Raises:
         UserError: a setting is invalid, a task is unknown, data or a checkpoint is unreadable, or the folder has files.
         OSError: the disk is full. Lamina keeps the finished scores.
-        KeyboardInterrupt: Lamina keeps the finished scores.
+        KeyboardInterrupt: the user pressed Ctrl-C. Lamina keeps the finished scores.
     """
     if not isinstance(settings, EvalSettings):
         lists = ("models", "tasks")
@@ -112,10 +110,7 @@ def evaluate(
 
 
 def what_to_run(settings: EvalSettings) -> tuple[list[Wanted], Tasks | None]:
-    """Return the table's columns and their tasks. The tasks are None if the user wants only a perplexity.
-
-    Raises UserError for an unknown task or a missing corpus.
-    """
+    """Return the table's columns, and the tasks (None if no task is wanted). Raises UserError for an unknown task."""
     columns: list[Wanted] = []
     if settings.corpus is not None:
         Corpus.parse(settings.corpus, settings.text_field)
@@ -146,7 +141,7 @@ def check_generation(options: Json, writes: bool) -> None:
 class Evaluation:
     """An evaluation of models on tasks. ``check`` reads the tasks' data, and ``run`` writes the output folder.
 
-    ``expand`` finds the runs in a study's folder. The ``processes`` share each task's items and the text.
+    ``expand`` finds the runs in a study's folder. Lamina splits each task's items and the text over ``processes``.
     """
 
     def __init__(self, settings: EvalSettings, expand: Expand, processes: Processes, *, bar: bool):
@@ -164,7 +159,7 @@ class Evaluation:
         self.records: dict[tuple[str, str], Json] = {}
 
     def check(self) -> None:
-        """Check every model and read every task's data. Raises UserError before Lamina changes the output folder."""
+        """Read the models' configurations and the tasks' data. Raises UserError if a model or a task is unusable."""
         self.processes.first_per_host(self._check)
 
     def _check(self) -> None:
@@ -297,7 +292,7 @@ class Evaluation:
         return documents_of(str(self.settings.corpus), self.settings.text_field, self.settings.limit)
 
     def _state(self, candidate: Candidate, unit: str) -> list[str]:
-        """Return a hash of the model's weights, and a hash of the files that hold the text or the tasks' data."""
+        """Return a hash of the model's files, and a hash of the files that hold the text or the tasks' data."""
         if unit == PERPLEXITY:
             corpus = Corpus.parse(str(self.settings.corpus), self.settings.text_field)
             return [candidate.state(), stamp(corpus.changed_since(0.0))]
@@ -380,7 +375,7 @@ class Evaluation:
 
 
 def rows(records: Iterable[Json], candidates: Sequence[Candidate]) -> pd.DataFrame:
-    """Return the table of results.csv, with a row for each model, task, metric and filter."""
+    """Return the table of results.csv. The table has one row for each model, task, metric and filter."""
     models = {candidate.name: candidate for candidate in candidates}
     listed = [
         {"model": record["model"], "arm": models[record["model"]].arm, "seed": models[record["model"]].seed, **score}
@@ -403,7 +398,7 @@ def window_of(settings: EvalSettings, config: PreTrainedConfig) -> tuple[int, in
 
 
 def _file_name(name: str) -> str:
-    """Return a unique file name of letters, digits and ``@._-``, with a hash if Lamina had to replace characters."""
+    """Return a unique file name of letters, digits and ``@._-``. If Lamina replaces characters, a hash follows."""
     plain = re.sub(r"[^A-Za-z0-9@._-]+", "-", name).strip("-.")[-80:]
     return plain if plain == name else f"{plain or 'model'}-{hashlib.sha256(name.encode()).hexdigest()[:6]}"
 
@@ -415,13 +410,7 @@ def runner_of(settings: EvalSettings, model: PreTrainedModel, tokenizer: PreTrai
 
 @dataclass(frozen=True, kw_only=True)
 class TaskMeasure:
-    """The tasks that `lamina pretrain --eval-tasks` scores at each evaluation.
-
-    Attributes:
-        settings: the settings for the harness.
-        columns: a column for each number to record.
-        tasks: the columns' tasks.
-    """
+    """The tasks that `lamina pretrain --eval-tasks` scores at each evaluation."""
 
     settings: EvalSettings
     columns: tuple[Wanted, ...]
@@ -431,7 +420,7 @@ class TaskMeasure:
     def find(
         names: str, data_dir: str | None, limit: int, batch_size: int, seed: int, *, run_code: bool = False
     ) -> TaskMeasure:
-        """Find the tasks and read their data. Raises UserError that names the setting eval_tasks."""
+        """Find the tasks and read their data. A UserError's message names the setting eval_tasks."""
         reading = {"limit": limit or None, "batch_size": batch_size, "seed": seed, "run_code": run_code}
         with renamed_setting("tasks", "eval_tasks"):
             settings = EvalSettings(tasks=names, data_dir=data_dir, **reading)

@@ -1,4 +1,4 @@
-"""Compare models on the same items: differences with intervals and tests, from stored evaluations."""
+"""Compare the scores of models on the same items, with confidence intervals and significance tests."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Paired:
 
     Attributes:
         low: the lower end of the difference's 95 % interval (Student's t).
-        high: the upper end of this interval.
-        won: the number of items that only this model has right, or None if items are not right or wrong.
-        lost: the number of items that only the first model has right, or None if items are not right or wrong.
-        p: the two-sided p value, from McNemar's exact test if items are right or wrong, otherwise from a paired t test.
-        p_holm: the p value adjusted by Holm's method over the columns of this model.
+        high: the upper end of the difference's 95 % interval.
+        won: the number of items that only ``model`` answers correctly, or None for scores between 0 and 1.
+        lost: the number of items that only ``against`` answers correctly, or None for scores between 0 and 1.
+        p: the two-sided p value. Scores of 0 and 1 get McNemar's exact test, and other scores get a paired t test.
+        p_holm: the p value after Holm's correction over all columns of ``model``.
         smallest: the smallest difference that the test detects with a probability of 80 %.
     """
 
@@ -57,7 +57,7 @@ class Paired:
 
 
 def chance(items: Frame, metric: str) -> float | None:
-    """Return the accuracy of guessing, or None for a task without choices."""
+    """Return the expected accuracy of random guessing, or None for a task without choices."""
     choices = items["log_likelihoods"].map(len)
     if metric not in CHOICES or not len(items) or choices.min() < 2:
         return None
@@ -65,7 +65,7 @@ def chance(items: Frame, metric: str) -> float | None:
 
 
 def with_chance(scores: Sequence[Score], items: Frame) -> list[Score]:
-    """Return the scores with the accuracy of guessing. A group's accuracy is the mean over its tasks' items."""
+    """Add the expected accuracy of random guessing to each score. For a group of tasks, average over the items."""
     scored = []
     for score in scores:
         task_items = items[items["task"] == score.task]
@@ -74,7 +74,7 @@ def with_chance(scores: Sequence[Score], items: Frame) -> list[Score]:
 
 
 def values_of(items: Frame, metric: str, chosen: str) -> Frame | None:
-    """Return each item's value of a metric, by task and item number, or None if the metric has no value per item."""
+    """Return a metric's value for each item, or None for a metric that has no value from 0 to 1 for each item."""
     rows = items[items["filter"] == chosen] if (items["filter"] == chosen).any() else items
     parts = rows["metrics"].map(lambda text: json.loads(text).get(metric))
     if metric not in SHARES or not len(rows) or not parts.map(lambda part: isinstance(part, int | float)).all():
@@ -84,7 +84,7 @@ def values_of(items: Frame, metric: str, chosen: str) -> Frame | None:
 
 
 def refuse_other_items(one: Frame, other: Frame, names: tuple[str, str], column: str) -> None:
-    """Raise UserError if the items in two tables differ in their numbers, targets or (if known) contents."""
+    """Raise UserError if two tables differ in their items' numbers, targets or (if known) contents."""
     hashed = ["doc_hash"] if "doc_hash" in one and "doc_hash" in other else []
     shared = ["task", "filter", "doc_id", "target", *hashed]
     rows = [set(map(tuple, table[shared].astype(str).to_numpy())) for table in (one, other)]
@@ -98,7 +98,7 @@ def refuse_other_items(one: Frame, other: Frame, names: tuple[str, str], column:
 
 
 def paired(first: Frame, other: Frame) -> Json:
-    """Compare two models' scores on the same items, in the same order. Return the values for a ``Paired``."""
+    """Compare two models' scores on the same items, in the same order. Returns the fields of a ``Paired``."""
     from scipy.special import bdtr, ndtri, stdtr, stdtrit
 
     differences = (other - first).tolist()
@@ -159,7 +159,7 @@ def to_frame(rows: Iterable[Paired]) -> pd.DataFrame:
 
 @dataclass(frozen=True, kw_only=True)
 class Earlier:
-    """The content of earlier evaluations."""
+    """The models, columns and scores of earlier evaluations."""
 
     candidates: list[Candidate]
     columns: list[Wanted]

@@ -26,16 +26,15 @@ ROWS = 1024  # predictions whose logits are in float64 at a time
 
 @dataclass(frozen=True, kw_only=True)
 class Perplexity:
-    """The summed loss of a text, and its counts of tokens, words and bytes.
+    """The total loss on a text, and the numbers of tokens, words and bytes in the text.
 
     Attributes:
         nll: the negative log-likelihood of the whole text, in nats.
         tokens: the number of scored tokens.
-        words: the number of words, as lm-evaluation-harness counts them by splitting at white space. White space at the
-            text's beginning or end therefore adds a word.
+        words: the number of words, counted as in lm-evaluation-harness by splitting at white space. White space at the
+            text's beginning or end adds an empty word.
         bytes: the number of UTF-8 bytes of the scored tokens.
-        documents: the number of texts. Lamina scores each text separately.
-        notes: notes for the user.
+        documents: the number of documents. Lamina scores each document separately.
     """
 
     nll: float
@@ -64,8 +63,8 @@ def windows(tokens: list[int], prefix: int, window: int, stride: int) -> Iterato
     """Cut a document into windows that score every token once. ``prefix`` is the first token of the first window.
 
     The first window scores ``window`` tokens. Each further window scores the next ``stride`` tokens, with at least
-    ``window - stride`` tokens of context. Equal ``window`` and ``stride`` give the windows of
-    lm-evaluation-harness's rolling log-likelihood.
+    ``window - stride`` tokens of context. If ``window`` and ``stride`` are equal, the windows are the same as in the
+    rolling log-likelihood of lm-evaluation-harness.
     """
     ids = [prefix, *tokens]
     done = 0
@@ -93,17 +92,17 @@ def perplexity(
 
     Args:
         model: a causal language model in evaluation mode, from [batch, tokens] to logits [batch, tokens, vocab_size].
-        tokenizer: the model's tokenizer, whose beginning-of-text (or end-of-text) token precedes each text.
-        texts: the texts.
+        tokenizer: the model's tokenizer. The tokenizer's beginning-of-text (or end-of-text) token precedes each text.
         window: the number of tokens that the model reads at once.
         stride: the number of tokens by which the window moves.
-        batch_size: windows per forward pass.
-        share: the number of windows that each process takes in turn, equal in all processes (default: ``batch_size``).
-        processes: the processes that share the text. The number of processes does not change the loss.
+        batch_size: the number of windows per forward pass.
+        share: the number of consecutive windows that a process takes at a time (default: ``batch_size``).
+        processes: the processes over which Lamina splits the text. The number of processes does not change the loss.
         progress: a function to call with the number of newly scored tokens.
 
     Raises:
-        UserError: no text has tokens, the tokenizer has no token to put first, or the loss is not finite.
+        UserError: no text has tokens, the tokenizer has no beginning-of-text or end-of-text token, or the loss is not
+            finite.
     """
     notes, encoder = list[str](), TextEncoder(tokenizer)
     first = _first(model, tokenizer, notes)
@@ -139,7 +138,7 @@ def perplexity(
 
 
 def _first(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, notes: list[str]) -> int | None:
-    """Return the token to put before each text. If the vocabulary lacks this token, return None and add notes."""
+    """Return the token that precedes each text. If the vocabulary lacks this token, return None and add a note."""
     prefix = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if not isinstance(prefix, int):
         raise UserError(
@@ -154,10 +153,7 @@ def _first(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, notes: li
 def _tokens(
     text: str, tokenizer: PreTrainedTokenizerBase, encoder: TextEncoder, first: int | None
 ) -> tuple[int, list[int], int]:
-    """Return the token before the scored tokens, the scored tokens, and the number of unscored bytes.
-
-    If ``first`` is None, the text's first token takes its place, without a score.
-    """
+    """Return the token before the scored tokens, the scored tokens, and the number of bytes that are not scored."""
     if first is not None:
         return first, tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], 0
     ids = encoder.encode([text])[0].tolist()
@@ -166,7 +162,7 @@ def _tokens(
 
 
 def _nll(model: PreTrainedModel, batch: list[Window], padding: int) -> float:
-    """Return the summed loss of windows in nats. The model ignores the padding of short windows."""
+    """Return the total loss of a batch of windows in nats. The padding of short windows has no effect."""
     longest = max(len(read) for read, _ in batch)
     inputs = torch.full((len(batch), longest), padding)
     labels = torch.full((len(batch), longest), UNSCORED)

@@ -1,4 +1,4 @@
-"""A model's scores on tasks and single items, and tables of several models' scores."""
+"""Scores of models on tasks and single items, and tables of the scores."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ SHARES = frozenset({"acc", "acc_norm", "acc_mutual_info", "exact_match", "pass@1
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """A model's score on a task, as a row of results.csv.
+    """A model's score on a task. A score is a row of results.csv.
 
     Attributes:
-        task: the harness's name of the task or group.
+        task: the name of the task or group in the harness.
         filter: the harness's filter for the answers, "none" for most tasks.
         stderr: the standard error over the items, or None if the harness gives none.
         items: the number of scored items, or of documents for a perplexity.
-        num_fewshot: examples before each question.
-        chance: the score of guessing among the choices, or None without choices.
+        num_fewshot: the number of examples before each question.
+        chance: the expected score of random guessing, or None for a task without choices.
     """
 
     task: str
@@ -79,7 +79,7 @@ def scores_of(results: Json) -> list[Score]:
 
 
 def from_rows(rows: Sequence[Mapping[str, object]]) -> list[Score]:
-    """Convert the rows of ``to_rows`` back to scores. The rows may come from a JSON file."""
+    """Convert the rows of ``to_rows`` back to scores."""
     names = {entry.name for entry in fields(Score)}
     return [
         Score(**{name: value for name, value in row.items() if name in names} | {"value": float(str(row["value"]))})  # type: ignore[arg-type]
@@ -88,14 +88,14 @@ def from_rows(rows: Sequence[Mapping[str, object]]) -> list[Score]:
 
 
 def to_rows(scores: Sequence[Score]) -> list[Json]:
-    """Convert scores to JSON, with texts for NaN and infinities."""
+    """Convert scores to JSON. NaN and infinite values become texts."""
     return [
         asdict(score) | {"value": score.value if math.isfinite(score.value) else str(score.value)} for score in scores
     ]
 
 
 def number_of(wanted: Wanted, scores: Sequence[Score]) -> Score | None:
-    """Return the score for a column, or None. For a group without a score, return the mean over its tasks."""
+    """Return the score for a column, or None. For a group without a score, return the mean over the group's tasks."""
     names = [each.metric for each in scores if each.task == wanted.task] or [each.metric for each in scores]
     metric = wanted.metric or next((name for name in _MAIN if name in names), names[0] if names else None)
     matching = [score for score in scores if score.task == wanted.task and score.metric == metric]
@@ -125,7 +125,7 @@ def lower_is_better(name: str) -> bool:
 
 
 def item_table(samples: Mapping[str, Sequence[Json]]) -> pd.DataFrame:
-    """Return a table with a row for each item, or for each filter of the harness if a task has several.
+    """Return a table with one row for each item and each filter of the harness.
 
     - ``doc_id``: the item's number in the data
     - ``doc_hash``: a hash of the item's content
@@ -165,11 +165,11 @@ FAILED = "failed"
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreLine:
-    """A row of the table of scores.
+    """A row of a table of scores.
 
     Attributes:
-        means: the mean over the runs for each column, in percent for shares, or NaN without a score.
-        stds: the sample standard deviations over the runs, or NaN for fewer than two.
+        means: each column's mean over the runs, or NaN without a score. Metrics from 0 to 1 are in percent.
+        stds: each column's sample standard deviation over the runs, or NaN for fewer than two runs.
         runs: the number of evaluated runs.
         left_out: the number of runs that Lamina did not evaluate, by reason: ``{"diverged": 2}``.
     """
@@ -182,7 +182,7 @@ class ScoreLine:
 
     @property
     def label(self) -> str:
-        """Return the row's name with the number of runs without a score: ``keel (2 of 5 runs diverged)``."""
+        """Return the row's name with the number of runs that have no score: ``keel (2 of 5 runs diverged)``."""
         total = self.runs + sum(self.left_out.values())
         reasons = ", ".join(f"{count} of {total} runs {reason}" for reason, count in sorted(self.left_out.items()))
         return f"{self.arm} ({reasons})" if reasons else self.arm
@@ -197,12 +197,12 @@ class ScoreLine:
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreTable:
-    """A table of scores. If several columns are in percent, the last column is their average.
+    """A table of scores. If several columns are in percent, the last column is the average of these columns.
 
     Attributes:
-        best: the rows with the best printed number, for each column.
-        shares: whether the column is in percent, for each column.
-        chance: the score of guessing in percent, or NaN for a task without choices, for each column.
+        best: for each column, the indices of the rows with the best printed number.
+        shares: for each column, whether the scores are in percent.
+        chance: for each column, the expected score of random guessing in percent, or NaN for a task without choices.
     """
 
     headings: tuple[str, ...]
@@ -238,7 +238,7 @@ class ScoreTable:
         return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
     def latex(self) -> str:
-        """Return the table as LaTeX with booktabs' rules. Each column's best scores are bold."""
+        """Return the table as LaTeX with the rules of booktabs. The best score of each column is bold."""
         body = []
         for number, line in enumerate(self.lines):
             texts = [

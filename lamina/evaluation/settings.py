@@ -25,7 +25,7 @@ from lamina.jobs.settings import Settings, at_least, changed, setting
 
 @takes(Names)
 def model_names(name: str, value: object) -> str:
-    """Join models to a comma-separated text. Raises UserError if a model in a list contains a comma."""
+    """Join models to a comma-separated text. Raises UserError if one of several models has a comma in its name."""
     if isinstance(value, list | tuple) and len(value) > 1:
         for model in value:
             if "," in str(model):
@@ -43,7 +43,7 @@ def batch_or_auto(name: str, value: object) -> int | str:
 
 
 class PerplexitySettings(Settings, group="data"):
-    """The text for a perplexity, and the windows in which the model reads it."""
+    """The settings of a text's perplexity."""
 
     corpus: str | None = setting(
         None,
@@ -82,7 +82,7 @@ class EvalSettings(PerplexitySettings, DeviceSettings, SeedSettings, ThreadSetti
     )
     tasks: str = setting(
         "",
-        "comma-separated: tasks, groups or tags of lm-evaluation-harness (TASK@5 gives five examples), a "
+        "comma-separated: tasks, groups or tags of lm-evaluation-harness (TASK@5 for five examples), a "
         "paper's set (fusenorm, peri_ln, mix_ln, keel), or generated (Lamina's own tasks, no download)",
         comma_separated,
         decides=False,
@@ -162,7 +162,7 @@ class EvalSettings(PerplexitySettings, DeviceSettings, SeedSettings, ThreadSetti
             raise UserError("tasks: none given. Give --tasks with tasks or a set, --corpus for a perplexity, or both.")
 
     def command(self) -> str:
-        """Return the command line for these settings, models first."""
+        """Return the command line for these settings, with the models first."""
         words = super().command()
         if self.models:
             words = words.replace(f" --models {shlex.quote(self.models)}", "", 1)

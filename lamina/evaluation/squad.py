@@ -1,4 +1,4 @@
-"""Compute a question-answering model's F1 on a local file in SQuAD's format."""
+"""Compute a question-answering model's F1 score on a local file in SQuAD's format."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _STRIDE, _LENGTH = 128, 384  # likewise: tokens that two windows share, and of a
 
 @dataclass(frozen=True)
 class Question:
-    """A question on a text, with its right answers."""
+    """A question about a text, with its right answers."""
 
     text: str
     context: str
@@ -55,7 +55,7 @@ def read_questions(path: Path) -> list[Question]:
 
 
 def f1(prediction: str, truth: str) -> float:
-    """Return SQuAD v1.1's F1 over words, without case, punctuation and articles."""
+    """Return the F1 score of SQuAD v1.1 over the words of two answers, ignoring case, punctuation and articles."""
     found, true = _words(prediction), _words(truth)
     same = sum((Counter(found) & Counter(true)).values())
     return 2 * same / (len(found) + len(true)) if same else 0.0
@@ -67,7 +67,7 @@ def _words(text: str) -> list[str]:
 
 
 def f1_scores(model: nn.Module, tokenizer: PreTrainedTokenizerBase, questions: list[Question]) -> list[float]:
-    """Return each question's F1 from 0 to 1, for the best of its right answers."""
+    """Return each question's F1 score (0 to 1). With several right answers, the highest F1 score counts."""
     found = (answer(model, tokenizer, question) for question in questions)
     return [max(f1(text, truth) for truth in q.answers) for text, q in zip(found, questions, strict=True)]
 
@@ -76,14 +76,14 @@ def f1_scores(model: nn.Module, tokenizer: PreTrainedTokenizerBase, questions: l
 def answer(model: nn.Module, tokenizer: PreTrainedTokenizerBase, question: Question) -> str:
     """Return the answer: the span of at most 30 tokens with the largest sum of start logit and end logit.
 
-    The model reads a long context in windows of 384 tokens. Neighboring windows share 128 tokens.
+    The model reads a long context in windows of 384 tokens. Neighboring windows have 128 tokens in common.
     """
     best = max(_spans(model, tokenizer, question), default=(0.0, 0, 0))
     return question.context[best[1] : best[2]]
 
 
 def _spans(model: nn.Module, tokenizer: PreTrainedTokenizerBase, question: Question) -> Iterator[tuple]:
-    """Yield each window's best (score, first character, last character)."""
+    """Yield the best span of each window, as (score, first character, last character)."""
     most = getattr(getattr(model, "config", None), "max_position_embeddings", _LENGTH)
     length = min(_LENGTH, int(most))
     encoded = tokenizer(

@@ -1,7 +1,6 @@
-"""The tasks of lm-evaluation-harness and of users' files, with data from the hub or a folder.
+"""Find and load the tasks of lm-evaluation-harness and of users' task files.
 
-A user's task file can contain code. If ``run_code`` is false, Lamina reads the file as data, and does not build its
-task.
+A user's task file can contain code. If ``run_code`` is false, Lamina only reads the file as data.
 """
 
 # pyright: reportMissingImports=false
@@ -53,8 +52,8 @@ class Tasks:
     Attributes:
         added: the TaskManager of the generated tasks and users' tasks, which override the harness's tasks.
         folders: the user's folders of task files.
-        data: the folder of the tasks' data in files ``NAME/CONFIG/SPLIT.jsonl`` (or .arrow, .parquet), or None for the
-            hub. NAME is the dataset's name on the hub. CONFIG is ``default`` if there are no configurations.
+        data: the folder with the tasks' data, or None for data from the hub. The files are ``NAME/CONFIG/SPLIT.jsonl``
+            (or .arrow, .parquet). NAME is the dataset's name on the hub. CONFIG is its configuration or ``default``.
         run_code: whether Lamina may run users' task files, and code that a model writes.
     """
 
@@ -65,10 +64,7 @@ class Tasks:
 
     @staticmethod
     def find(data_dir: str | None, *folders: Path, generated: Path | None = None, run_code: bool = False) -> Tasks:
-        """Find the tasks in ``generated``, ``folders`` and ``data_dir``. Later files override earlier files.
-
-        Raises UserError if the harness or ``data_dir`` is missing.
-        """
+        """Find the tasks. A later file overrides an earlier file. Raises UserError for a missing harness or folder."""
         if importlib.util.find_spec("lm_eval") is None:
             raise UserError(f"tasks: lm-evaluation-harness is not installed. Run: {install('eval')}")
         from lm_eval.tasks import TaskManager
@@ -84,14 +80,11 @@ class Tasks:
         return Tasks(added=added, folders=users, data=data, run_code=run_code)
 
     def entry(self, name: str) -> Entry | None:
-        """Return the harness's entry for a task, group or tag. Only a tag has no ``yaml_path``."""
+        """Return the harness's entry for a task, group or tag, or None. Only a tag's entry has no ``yaml_path``."""
         return self.added.task_index.get(name) or _shipped().task_index.get(name)
 
     def require(self, names: Iterable[str], *, source: str, others: Sequence[str] = ()) -> None:
-        """Raise UserError for an unknown task, group or tag, and suggest the most similar name.
-
-        The message also names the user's files (``source``), and lists ``others`` as allowed names.
-        """
+        """Raise UserError for an unknown task, group or tag. The message lists ``source`` and ``others`` as allowed."""
         for name in names:
             if self.entry(name) is not None:
                 continue
@@ -136,7 +129,7 @@ class Tasks:
                 raise UserError(self._reason(name, error, reachable)) from error
 
     def _manager(self, entries: dict[str, Entry], folder: Path) -> TaskManager:
-        """Return a TaskManager of the tasks in ``entries``. If ``self.data`` is set, write task files for the data."""
+        """Return a TaskManager of the given tasks. For local data, write task files that point to the data."""
         from lm_eval.tasks import TaskManager
 
         manager = TaskManager(include_defaults=False)
@@ -152,7 +145,7 @@ class Tasks:
         return manager
 
     def _reached(self, name: str) -> Iterator[tuple[str, Entry]]:
-        """Yield the entry of a name. For a group or tag, also yield the entries of all members."""
+        """Yield the entry of a task, group or tag. For a group or tag, also yield the entries of all members."""
         waiting, seen = [name], set[str]()
         while waiting:
             entry = self.entry(task := waiting.pop())
@@ -186,8 +179,8 @@ class Tasks:
         if self.data is not None or where in READERS.values():  # nothing of it is on the hub
             cause = error.__cause__ or error  # datasets says only that it failed
             folder = "" if self.data is None else f" in {str(self.data)!r}"
-            return f"tasks: {name!r}: its data{folder} can't be read: {one_line(cause)}"
-        data = f"its data{f' ({where})' if where else ''}"
+            return f"tasks: {name!r}: the task's data{folder} can't be read: {one_line(cause)}"
+        data = f"the task's data{f' ({where})' if where else ''}"
         return (
             f"tasks: {name!r}: {data} is not on this machine, and Lamina cannot reach the hub. Connect to a "
             "network, or give the folder of the data with --data-dir (`make eval-data` builds such a folder)."
@@ -206,10 +199,10 @@ def _members(listed: object) -> list[str]:
 
 
 def local_fields(config: Json, task: str, data: Path) -> Json:
-    """Return the fields of a task that point to its data in the folder, or {} if the task already reads files.
+    """Return the fields that make a task read its data from a folder, or {} if the task already reads files.
 
     A missing split has the value None, so that the harness uses another split. Raises UserError if the dataset is
-    missing, or if it has neither a validation split nor a test split.
+    missing, or if the dataset has neither a validation split nor a test split.
     """
     name = config.get("dataset_path")
     if not isinstance(name, str) or name in READERS.values():

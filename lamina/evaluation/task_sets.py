@@ -1,4 +1,4 @@
-"""The sets of tasks in the papers: tasks, metrics, and the number of examples before a question."""
+"""The papers' sets of evaluation tasks: the tasks, their metrics, and the numbers of few-shot examples."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ GENERATED = "generated"
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """A task to run, and the metric to print in a column of the table.
+    """A column of the results table: a task, and the metric to print.
 
     Attributes:
         task: the name of a task of lm-evaluation-harness, or of a generated task.
-        num_fewshot: examples before each question, or None for the task's default.
+        num_fewshot: the number of examples before each question, or None for the task's default.
         metric: the metric to print, or None for the task's main metric.
         heading: the column's heading, or "" for the task's name.
     """
@@ -30,7 +30,7 @@ class Wanted:
 
     @property
     def unit(self) -> str:
-        """Return the task with its number of examples, such as ``hellaswag@5``."""
+        """Return the task's name with the number of examples, such as ``hellaswag@5``."""
         return self.task if self.num_fewshot is None else f"{self.task}@{self.num_fewshot}"
 
     @property
@@ -40,7 +40,7 @@ class Wanted:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskSet:
-    """The columns of a paper's table, from left to right, and their source."""
+    """The columns of a paper's table, from left to right, and the table's source."""
 
     columns: tuple[Wanted, ...]
     source: str
@@ -101,9 +101,9 @@ SETS: dict[str, TaskSet] = {
 
 
 def columns_of(names: Sequence[str], num_fewshot: int | None = None) -> list[Wanted]:
-    """Convert users' names to columns. A set gives all its columns, and ``TASK@5`` a column with five examples.
+    """Convert users' names of tasks and sets to columns. ``hellaswag@5`` has five examples before each question.
 
-    If you give ``num_fewshot``, every column has this number of examples. Raises UserError for a malformed number.
+    If given, ``num_fewshot`` is the number of examples in all columns. Raises UserError for a malformed number.
     """
     from lamina.evaluation.generated import NAMES
 
@@ -124,7 +124,7 @@ def columns_of(names: Sequence[str], num_fewshot: int | None = None) -> list[Wan
 
 
 def listing(*, full: bool = False) -> str:
-    """Return a line for each set of tasks. ``full`` adds the tasks of each set."""
+    """Return a line for each set of tasks. If ``full`` is true, also list the tasks of each set."""
     from lamina.evaluation.generated import NAMES
 
     rows = [

@@ -1,4 +1,4 @@
-"""Compare norm placements on the same text, or find the learning rate at which their training fails."""
+"""Compare norm placements on the same text, or find the learning rate at which training fails."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def compare(
 ) -> pd.DataFrame:
     """Train every placement at every learning rate and seed. Returns the table of results.csv.
 
-    Each training run is a row, with the status of failed, diverged and stuck runs. With ``resume``, Lamina skips
+    The table has a row for each training run, including failed, diverged and stuck runs. With ``resume``, Lamina skips
     finished runs and continues the others from their last checkpoints.
 
     Raises:
@@ -66,7 +66,7 @@ def max_lr(
     overwrite: bool = False,
     bar: bool = True,
 ) -> pd.DataFrame:
-    """Raise the learning rate of every placement and seed until training fails. Returns the table of results.csv.
+    """Raise the learning rate until training fails, for every placement and seed. Returns the table of results.csv.
 
     The arguments and errors are the same as in ``compare``.
     """
@@ -80,12 +80,8 @@ def open_study(
 ) -> tuple[Job[G], G, Mapping[str, OneRun]]:
     """Open a study's folder, check its runs, and cache their data.
 
-    Returns:
-        the job that holds the folder, the study's complete settings, and the settings of each run.
-
-    Raises:
-        UserError: a launcher started several processes, a run's settings or data are unusable, or a finished run has
-            other settings.
+    Returns the job that holds the folder, the study's complete settings, and the settings of each run. Raises UserError
+    if settings or data are unusable, a finished run has other settings, or a launcher started several processes.
     """
     policy = ResumePolicy(what="study", free=record.free())
     job = open_job(kind, record, settings, resume=resume, overwrite=overwrite, policy=policy, stored=stored_study)
@@ -112,7 +108,7 @@ def open_study(
 
 
 def is_ended(run: PretrainSettings) -> bool:
-    """Return whether a run has finished. Raises UserError if its result.json was edited."""
+    """Return whether a run has finished. Raises UserError if somebody edited the run's result.json."""
     result = read_result(Path(run.output))
     return result is not None and result["status"] in ENDED
 
@@ -129,8 +125,7 @@ def run_missing(
     """Execute the unfinished runs of a study. Returns the table of results.csv.
 
     Args:
-        complete: the settings for study.yaml.
-        trials: the runs' settings, by name.
+        complete: the study's settings for study.yaml.
         keys: the settings that become columns of results.csv.
         of_trial: the function that executes a run.
     """
@@ -152,7 +147,6 @@ def run_missing(
     names = list(dict.fromkeys([*columns.names(), *keys]))
 
     def write() -> pd.DataFrame:
-        """Write results.csv with a row for each finished run."""
         rows = [
             {**dict.fromkeys(names), **results[t], **{k: getattr(s, k) for k in keys}, "trial": t}
             for t, s in trials.items()
@@ -172,10 +166,7 @@ def run_missing(
 
 
 def run_max_rate(settings: MaxRateSettings, *, resume: Resume = False, bar: bool = True) -> Json:
-    """Raise a run's learning rate until training fails. Returns the content of result.json.
-
-    Raises UserError and OSError as ``pretrain`` does.
-    """
+    """Raise a run's learning rate until training fails. Returns result.json. Raises the errors of ``pretrain``."""
 
     def guard(run: GuardSettings, unigram_entropy: float) -> DivergenceGuard:
         rules = MaxRateRules(settings, unigram_entropy)

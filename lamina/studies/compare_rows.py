@@ -43,9 +43,9 @@ COMPARE = JobRow(
     settings=lambda: every_settings().CompareSettings,
     run=compare,
     returns=(
-        "Returns the rows of results.csv and the page. ``placements``, ``learning_rates`` and ``seeds`` may also "
-        "be lists. ``corpus`` may be a path, a list of paths or texts, or a datasets.Dataset. The worker processes "
-        "do not import your script."
+        "Returns the rows of results.csv and the report page. ``placements``, ``learning_rates`` and ``seeds`` may "
+        "also be lists. ``corpus`` may be a path, a list of paths or texts, or a datasets.Dataset. The worker "
+        "processes do not import your script."
     ),
     outcome="Comparison",
 )
@@ -74,7 +74,7 @@ COORD_CHECK = JobRow(
 """,
     settings=lambda: every_settings().CoordCheckSettings,
     run=coord_check,
-    returns="Returns the rows of slopes.csv and the page; OUTPUT/result.json has the verdict.",
+    returns="Returns the rows of slopes.csv and the report page; OUTPUT/result.json has the verdict.",
     outcome="Comparison",
     resumes="measure only the sizes and seeds that the folder lacks",
 )
@@ -91,7 +91,7 @@ TRANSFER = JobRow(
     kind=Kind.TRANSFER,
     summary="find good learning rates on a narrow model, and convert them for a wide model",
     about=(
-        "Find learning rates for a wide model by trying them on a narrow proxy. Lamina prints the stable and the best\n"
+        "Find learning rates for a wide model by training a narrow proxy model. Lamina prints the stable and the best\n"
         "learning rates on the proxy, and the learning rate of each kind of weight at the target's width. A learning\n"
         "rate that fails on the proxy also fails on the target (FuseNorm Figure 4)."
     ),
@@ -104,8 +104,8 @@ TRANSFER = JobRow(
     settings=lambda: every_settings().TransferSettings,
     run=transfer,
     returns=(
-        "Returns the rows of results.csv and the page; OUTPUT/transfer.json holds the interval of "
-        "stable learning rates, the target's learning rates and the risk."
+        "Returns the rows of results.csv and the report page; OUTPUT/transfer.json holds the interval of "
+        "stable learning rates, the target's learning rates, and the risk of failure."
     ),
     outcome="Comparison",
 )
@@ -127,7 +127,7 @@ MAX_LR = JobRow(
         "  not finite   a loss or a gradient is NaN or infinite\n"
         "  spike        the loss stays --spike-margin nats above its minimum for --spike-patience\n"
         "  plateau      the loss falls by less than --plateau-margin nats while the learning rate grows by a factor\n"
-        "               of --plateau-factor (stuck: the loss never fell below the corpus's unigram entropy)\n\n"
+        "               of --plateau-factor (stuck: the loss never fell clearly below the corpus's unigram entropy)\n\n"
         "Lamina reports the last learning rate at which the loss still fell or stayed at its minimum."
     ),
     examples="""
@@ -140,7 +140,7 @@ MAX_LR = JobRow(
     run=max_lr,
     returns=(
         "Returns the rows of results.csv (``max_learning_rate``, ``stop_rule`` and ``loss_at_stop`` of "
-        "every placement and seed) and the page. ``placements`` and ``seeds`` may also be lists."
+        "every placement and seed) and the report page. ``placements`` and ``seeds`` may also be lists."
     ),
     outcome="Comparison",
 )

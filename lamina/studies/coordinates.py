@@ -1,7 +1,7 @@
 """Check whether a module's output grows with the model's width or depth (the coordinate check).
 
 Models of several sizes take a few optimizer steps on the same batch. Lamina records the mean magnitude of every
-module's output before each step and after the last one. With the right scaling, the magnitude is equal at all sizes.
+module's output before each step and after the last step. With the right scaling, the magnitude is equal at all sizes.
 The check comes from the muP package (Yang et al. 2022, Appendix D.1).
 """
 
@@ -50,7 +50,7 @@ Measurement: TypeAlias = tuple[int, int, str, str, float]
 """One measurement: step, layer, module, metric, value. Layers count from 0, and -1 means outside the blocks.
 
 The module "block" is a whole block. The metric "size" is the output's mean magnitude. The metric "change" is the mean
-magnitude of the output's difference from the output before the first step.
+magnitude of the difference between the output now and the output before the first step.
 """
 COLUMNS = ("seed", "step", "layer", "module", "metric", "value")  # after the width or depth
 STREAMS = ("attention", "feed_forward", "block")  # the modules of a block whose output is the stream
@@ -64,7 +64,7 @@ def coord_check(
     overwrite: bool = False,
     bar: bool = True,
 ) -> Frame:
-    """Run the coordinate check and write its folder. Returns the table of slopes.
+    """Run the coordinate check and write the results into its folder. Returns the table of slopes.
 
     Raises:
         UserError: a setting is invalid, Lamina cannot read the corpus, or the output folder holds files.
@@ -120,11 +120,7 @@ def coord_check(
 def measure(
     settings: PretrainSettings, ids: torch.Tensor, vocab_size: int, tick: Callable[[], object] = lambda: None
 ) -> list[Measurement]:
-    """Measure the model of one size and seed while it trains on one batch at a constant learning rate.
-
-    Args:
-        ids: the batch's token ids, [blocks, tokens].
-    """
+    """Train a model on one batch ``ids`` [blocks, tokens] at a constant learning rate, and measure all outputs."""
     torch.manual_seed(settings.seed)
     config = backbone_config(settings, vocab_size=vocab_size)
     scaling = scaling_of(settings)
@@ -183,7 +179,7 @@ class OneBatch(ArrayBlocks):
 
 @contextmanager
 def outputs_of(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield a mapping that holds each module's latest output in float32, as long as the context is open."""
+    """In a ``with`` block, hold the latest output of each module in float32, by the module's name."""
     outputs: dict[str, torch.Tensor] = {}
 
     def keep(name: str) -> Callable[[nn.Module, object, object], None]:
@@ -203,11 +199,11 @@ def outputs_of(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def slopes(table: Frame, tolerance: float) -> Frame:
-    """Fit the exponent e in |x| ~ size^e for each module and step, where the size is the width or the depth.
+    """Fit the exponent e in |x| ~ size^e for each module and step. The size is the width or the depth.
 
     The exponent is the least-squares slope of log |x| (averaged over seeds) against log size, averaged over layers.
-    Each row also has the smallest and largest slope, and a verdict: flat, grows, shrinks or broken. "Broken" means that
-    a value is 0 or not finite. The metric "change" has no verdict.
+    Each row also has the smallest and largest slope of a layer, and a verdict (flat, grows, shrinks or broken).
+    "Broken" means that a value is 0 or not finite. The metric "change" has no verdict.
     """
     axis = "depth" if "depth" in table else "width"
     table = shares(table) if axis == "depth" else table
@@ -227,10 +223,10 @@ def slopes(table: Frame, tolerance: float) -> Frame:
 
 
 def shares(table: Frame) -> Frame:
-    """Keep one layer for each equal part of the depth, so that models of different depths have the same rows.
+    """Keep one block for each equal part of the depth, so that models of different depths have the same rows.
 
-    The shallowest model has D blocks. A model of L blocks has D parts, and part k ends with block ceil(k L / D). The
-    result has the rows of these blocks, with the part's number as the layer.
+    The shallowest model has D blocks, and every model has D parts. In a model of L blocks, part k ends with block
+    ceil(k L / D). The result has the rows of these last blocks, with the part's number as the layer.
     """
     depth, layer, count = table["depth"].astype(int), table["layer"].astype(int), int(table["depth"].min())
     share = (layer + 1) * count // depth
@@ -239,10 +235,10 @@ def shares(table: Frame) -> Frame:
 
 
 def verdict(rows: Frame, settings: CoordCheckSettings) -> Json:
-    """Return the content of result.json: the worst verdict and its modules.
+    """Return the content of result.json: the worst verdict, and the modules with this verdict.
 
-    Two outputs may shrink with the size n, down to n^-1/2, because training makes them grow again: the logits under
-    muP, and the residual stream under CompleteP.
+    The logits under muP and the residual stream under CompleteP may shrink with the size n, down to n^-1/2. Training
+    makes both grow again.
     """
     sizes = rows[rows["metric"] == "size"]
     smaller: tuple[str, ...] = ()

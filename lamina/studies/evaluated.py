@@ -20,7 +20,7 @@ from lamina.jobs.seals import refuse_tables
 def runs_of(path: str) -> list[Candidate] | None:
     """Return a model to evaluate for each row of results.csv, or None if the folder holds no study.
 
-    A model is named by its placement, and by its width and learning rate if these vary. Raises UserError if the study
+    A model's label is its placement, with the width and the learning rate if they vary. Raises UserError if the study
     has no results or no models.
     """
     folder = Path(path).expanduser()
@@ -68,7 +68,7 @@ def _candidate(folder: Path, row: Json, rows: pd.DataFrame) -> Candidate:
 
 
 def evaluate_runs(settings: EvalSettings | Mapping[str, object], **modes: Any) -> Json:
-    """Evaluate models, and all models in studies' folders, as ``lamina.evaluation.job.evaluate`` does."""
+    """Evaluate models, including all models of studies. See ``lamina.evaluation.job.evaluate`` for the arguments."""
     from lamina.evaluation.job import evaluate
 
     return evaluate(settings, expand=runs_of, **modes)

@@ -1,21 +1,21 @@
-"""Find the largest learning rate of a run whose learning rate rises at each step.
+"""Find the learning rate at which training fails, in a run whose learning rate rises at each step.
 
-In Keel's protocol (arXiv 2601.19895), the learning rate rises linearly from 0. The paper names three signs of failure,
-without thresholds: an early plateau, a spike from which the loss does not return, and an anomalously slow descent.
-Lamina stops the run at the first step at which one of its rules holds:
+In Keel's protocol (arXiv 2601.19895), the learning rate rises linearly from 0. The paper gives no thresholds
+for the three signs of failure: an early plateau, a spike from which the loss does not return, and an anomalously slow
+descent. Lamina stops the run at the first step at which one of these rules holds:
 
 - non-finite: the loss or the gradient norm is not finite.
 - spike: the loss has stayed more than ``spike_margin`` above its minimum for ``spike_patience`` steps.
-- plateau: the loss has fallen by less than ``plateau_margin`` while the learning rate grew by ``plateau_factor``. The
-  plateau also lasts at least two windows of ``window`` steps.
+- plateau: the loss has fallen by less than ``plateau_margin`` while the learning rate grew by ``plateau_factor``. A
+  plateau lasts at least 2 * ``window`` steps.
 
 The minimum and the plateau use the loss averaged over the last ``window`` steps. A plateau counts only after the loss
-has fallen by two ``plateau_margin`` from its start. Until then, the learning rate may be too low for progress. A
-plateau close to the corpus's unigram entropy is called "stuck". A run without any fall is also stuck, and its largest
-learning rate is 0.
+has fallen by 2 * ``plateau_margin`` from its first value. Until then, the learning rate may be too low for progress. A
+plateau close to the corpus's unigram entropy is called "stuck". A run whose loss never falls is also stuck, and its
+largest learning rate is 0.
 
 Lamina reports the last learning rate at which the loss was within ``plateau_margin`` of its minimum. For a plateau,
-Lamina reports the learning rate at its start.
+Lamina reports the learning rate at the start of the plateau.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ NON_FINITE, SPIKE, PLATEAU, STUCK, NONE = "non-finite", "spike", "plateau", "stu
 
 @dataclass(frozen=True)
 class MaxRateRules:
-    """The thresholds of a run's rules, and the corpus's unigram entropy in nats per token."""
+    """The thresholds of the rules, and the corpus's unigram entropy in nats per token."""
 
     given: RisingSettings
     unigram_entropy: float
 
     def rate(self, step: int) -> float:
-        """Return the learning rate of a step. The first step is step 1 and has learning rate 0."""
+        """Return the learning rate of a step. Steps count from 1, and step 1 has learning rate 0."""
         return self.given.max_learning_rate * (step - 1) / self.given.steps
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stop:
-    """The point at which a rising learning rate failed.
+    """The step at which training failed under a rising learning rate.
 
     Attributes:
-        rule: the rule that held, or ``NONE``.
+        rule: the rule that found the failure, or ``NONE``.
         step: the last step before the failure.
-        rate: the learning rate at this step.
-        loss: the averaged loss at this step.
-        seen: the step at which the rule held.
+        rate: the learning rate at ``step``.
+        loss: the averaged loss at ``step``.
+        seen: the step at which the rule found the failure.
         reason: the reason in words, for result.json.
     """
 
@@ -71,11 +71,7 @@ class Stop:
 
 
 def smoothed(losses: Sequence[float] | np.ndarray, window: int) -> np.ndarray:
-    """Return each step's mean over the last losses: [steps] -> [steps].
-
-    Args:
-        window: the largest number of losses in a mean.
-    """
+    """Return each step's mean over the last ``window`` losses (fewer at the start): [steps] -> [steps]."""
     sums = np.concatenate([[0.0], np.cumsum(np.asarray(losses, dtype=np.float64))])
     ends = np.arange(1, len(sums))
     starts = np.maximum(0, ends - window)
@@ -83,7 +79,7 @@ def smoothed(losses: Sequence[float] | np.ndarray, window: int) -> np.ndarray:
 
 
 def find_stop(losses: Sequence[float], rules: MaxRateRules, *, broken: bool = False) -> Stop | None:
-    """Find the first failure in the losses from step 1 on. Returns None without a failure.
+    """Find the first failure in the losses of all steps so far. Returns None if training has not failed.
 
     Args:
         broken: whether the run ended because another value, such as a gradient, was not finite.
@@ -114,7 +110,7 @@ def find_stop(losses: Sequence[float], rules: MaxRateRules, *, broken: bool = Fa
 
 
 def no_stop(losses: Sequence[float], rules: MaxRateRules) -> Stop:
-    """Return the result of a run in which no rule held. Its learning rate is a lower bound if the loss fell."""
+    """Return the result of a run in which no rule held. If the loss fell, the learning rate is a lower bound."""
     smooth = smoothed(losses, rules.given.window)
     if len(smooth) and not _begun(rules, smooth, smooth.min()):
         reason = f"the loss has not fallen by {2 * rules.given.plateau_margin:g} nats from its start of {smooth[0]:.3f}"
@@ -151,16 +147,12 @@ def _plateau(rules: MaxRateRules, smooth: np.ndarray, low: np.ndarray, step: int
 
 
 def _begun(rules: MaxRateRules, smooth: np.ndarray, low: float) -> bool:
-    """Return whether the averaged loss has fallen by at least two ``plateau_margin``."""
+    """Return whether the averaged loss has fallen by at least 2 * ``plateau_margin``."""
     return bool(low <= smooth[0] - 2 * rules.given.plateau_margin)
 
 
 def _last_low(rules: MaxRateRules, smooth: np.ndarray, low: np.ndarray, until: int) -> int:
-    """Return the last step at which the averaged loss was near its minimum, or 0.
-
-    Args:
-        until: the last step to consider.
-    """
+    """Return the last step up to ``until`` at which the averaged loss was near its minimum, or 0."""
     close = np.flatnonzero(smooth[:until] < low[:until] + rules.given.plateau_margin)
     return int(close[-1]) + 1 if len(close) else 0
 
@@ -172,7 +164,7 @@ def _stop(rule: str, rules: MaxRateRules, smooth: np.ndarray, step: int, seen: i
 
 @dataclass(kw_only=True)
 class MaxRateGuard(DivergenceGuard):
-    """Check the loss of every step, and end the run at the next record if a rule holds."""
+    """Check the loss of every step, and end the run at the next recorded step if a rule holds."""
 
     rules: MaxRateRules
     losses: list[float] = field(default_factory=list)
@@ -197,7 +189,7 @@ class MaxRateGuard(DivergenceGuard):
         self.losses = list(state.get("losses_by_step", []))
 
     def outcome(self, status: Status) -> Json:
-        """Return the columns of result.json about the largest learning rate. An interrupted run has none."""
+        """Return the fields of result.json about the largest learning rate, or {} for an interrupted run."""
         if not status.ended:
             return {}
         stop = find_stop(self.losses, self.rules, broken=status == Status.DIVERGED)

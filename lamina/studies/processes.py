@@ -1,7 +1,4 @@
-"""Start a study's training runs in separate processes, and stop them.
-
-The processes never import the caller's script.
-"""
+"""Start and stop a study's training runs in separate processes, which never import the caller's script."""
 
 from __future__ import annotations
 
@@ -27,11 +24,7 @@ _CODE = "import sys; sys.path[:] = {path!r}; from lamina.studies import worker; 
 
 
 def start(task: Task, environment: Mapping[str, str] = MappingProxyType({})) -> Process:
-    """Start a training run in a separate process.
-
-    Args:
-        environment: environment variables to set in this process.
-    """
+    """Start a training run in a separate process, with additional environment variables."""
     request = {
         **task.to_request(),
         "environment": {**os.environ, **environment},
@@ -50,7 +43,7 @@ def prepare() -> None:
 
 
 class Server:
-    """The process from which Lamina forks training runs. It ends with the caller's process."""
+    """The process from which Lamina forks training runs. The server ends when the calling process ends."""
 
     _current: Server | None = None
     _starting = threading.Lock()
@@ -73,7 +66,7 @@ class Server:
 
     @classmethod
     def running(cls) -> Server:
-        """Return this process's server. Start the server if none is running."""
+        """Return this process's server. Start a server if none is running."""
         with cls._starting:
             server = cls._current
             if server is None or server.owner != os.getpid() or server.process.poll() is not None:
@@ -81,7 +74,6 @@ class Server:
             return server
 
     def start(self, request: Json) -> Forked:
-        """Fork a training run."""
         with self.lock:
             self.count += 1
             trial = Forked(server=self, number=self.count)
@@ -89,12 +81,12 @@ class Server:
         return trial
 
     def send(self, request: Json) -> None:
-        """Send a request. Do nothing if the server has ended, because ``code`` reports this."""
+        """Send a request. If the server has ended, do nothing, because ``code`` reports the end."""
         with self.lock, contextlib.suppress(OSError):
             self.connection.send_bytes(json.dumps(request).encode())
 
     def code(self, number: int) -> int | None:
-        """Return a run's exit code. It is None while the run continues, and LOST if the run ended with the server."""
+        """Return a run's exit code, None while the run continues, or LOST if the server ended before the run."""
         with self.lock:
             try:
                 while self.connection.poll():
@@ -125,7 +117,7 @@ class Forked:
     number: int
 
     def exit_code(self) -> int | None:
-        """Return the run's exit code, or None while it continues."""
+        """Return the run's exit code, or None while the run continues."""
         return self.server.code(self.number)
 
     def terminate(self) -> None:

@@ -24,7 +24,7 @@ def write_study(folder: Path, study: Mapping[str, Any]) -> None:
 
 
 def has_study(folder: Path) -> bool:
-    """Return whether the folder holds study.yaml, even if it is damaged."""
+    """Return whether the folder holds a study.yaml, which may be damaged."""
     return (folder / STUDY).is_file()
 
 
@@ -49,11 +49,7 @@ def stored_study(folder: Path) -> Json:
 
 
 def refuse_another_trial(trial: PretrainSettings, plan: Json) -> None:
-    """Raise UserError if a run's folder has another norm placement or other settings than the study.
-
-    Args:
-        plan: the content of plan.json for a new run with the study's settings.
-    """
+    """Raise UserError if a run's folder has another norm placement than ``plan``, or other settings than the study."""
     folder = Path(trial.output)
     try:
         stored = read_json(folder / PLAN)
@@ -87,7 +83,7 @@ def refuse_another_trial(trial: PretrainSettings, plan: Json) -> None:
 def refuse_mixture(
     trials: Mapping[str, Mapping[str, Any]], expected: Mapping[str, Any], free: Collection[str] = _OF_A_TRIAL
 ) -> None:
-    """Raise UserError if runs with the given settings do not belong to one experiment.
+    """Raise UserError if the runs of one experiment have different settings.
 
     Args:
         trials: the stored settings of each run.

@@ -26,7 +26,7 @@ from lamina.studies.worker import BUSY, DISK_FULL
 
 
 class Progress:
-    """Show the progress of all runs as a bar, or as a line every 30 seconds. Each finished run prints a line."""
+    """Show the progress of all runs as a bar, or as a line every 30 seconds. Print a line for each finished run."""
 
     def __init__(self, trials: Mapping[str, Task], *, done: int, waiting: int = 0, show: bool):
         self.trials, self.show = trials, show
@@ -80,7 +80,7 @@ Ended: TypeAlias = Callable[[str, Json], None]
 
 
 def run_trials(trials: Mapping[str, Task], *, workers: int, ended: Ended, tick: Callable[[list[str]], None]) -> None:
-    """Execute runs in separate processes, several at a time, each on the GPU with the fewest runs.
+    """Execute runs in separate processes, several at a time. Each run uses the GPU with the fewest runs.
 
     If a run's process dies, the run's result has the status `failed`. At KeyboardInterrupt, the current runs save a
     checkpoint and end as `interrupted`.
@@ -137,7 +137,7 @@ def run_trials(trials: Mapping[str, Task], *, workers: int, ended: Ended, tick: 
 
 @contextlib.contextmanager
 def _stop_signals() -> Iterator[list[int]]:
-    """Handle Ctrl-C and SIGTERM: the first signal stops after the current checks, and the second one at once."""
+    """At the first Ctrl-C or SIGTERM, stop after the current checks. At the second signal, stop at once."""
     stopped: list[int] = []
 
     def stop(number: int) -> None:
@@ -180,10 +180,7 @@ class Executor(Protocol):
 
 
 def gpus() -> list[str]:
-    """Return the names of the usable GPUs, as in CUDA_VISIBLE_DEVICES, without starting CUDA.
-
-    The list is empty if PyTorch was built without CUDA.
-    """
+    """Return the names of the usable GPUs, as in CUDA_VISIBLE_DEVICES, without starting CUDA."""
     import torch
 
     if not torch.backends.cuda.is_built():
@@ -195,7 +192,7 @@ def gpus() -> list[str]:
 
 
 def usual_workers(device: str = "auto") -> int:
-    """Return the default number of simultaneous runs: one per GPU, or one per CPU core without a GPU."""
+    """Return the default number of simultaneous runs: one per GPU, or one per CPU core if there is no GPU."""
     return (0 if device == "cpu" else len(gpus())) or cores()
 
 
@@ -214,7 +211,7 @@ def run_tasks(
     Args:
         done: number of runs that had finished before, for the progress bar.
         waiting: number of runs that will start later, for the progress bar.
-        workers: number of simultaneous runs (default: one per GPU, or one per CPU core without a GPU).
+        workers: number of simultaneous runs (default: ``usual_workers``).
         ended: a function that Lamina calls with the name and result of each finished run.
 
     Raises:

@@ -64,7 +64,7 @@ class SeedsSettings(Settings, group="steps and learning rate"):
 
 
 def rates_by_placement(name: str, value: object) -> str | dict[str, str]:
-    """Check a mapping from placements to learning rates, or the same as a text."""
+    """Check learning rates by placement. The value is a mapping, or text like "keel=3e-3,1e-2; post_ln=1e-4"."""
     if isinstance(value, str):
         return value
     if not isinstance(value, Mapping):
@@ -94,8 +94,8 @@ class CompareSettings(RunSettings, PlacementsSettings, RatesSettings, SeedsSetti
     )
     learning_rates_of: str | Json = setting(
         "",
-        'learning rates for some placements, instead of learning_rates: "keel=3e-3,1e-2; post_ln=1e-4,1e-3" '
-        "(in YAML and Python also a mapping)",
+        'learning rates for some placements, such as "keel=3e-3,1e-2; post_ln=1e-4,1e-3" (in YAML and Python also a '
+        "mapping); the other placements use learning_rates",
         rates_by_placement,
         decides=False,
     )
@@ -111,7 +111,7 @@ class CompareSettings(RunSettings, PlacementsSettings, RatesSettings, SeedsSetti
         )
 
     def rates(self, spec: str) -> list[float]:
-        """Return the learning rates of a placement: its own, or the learning rates of the comparison."""
+        """Return a placement's learning rates from ``learning_rates_of``, or otherwise from ``learning_rates``."""
         rates_text = self._own_rates().get(spec)
         return numbers(
             "learning_rates" if rates_text is None else "learning_rates_of", rates_text or self.learning_rates, float
@@ -177,7 +177,7 @@ class RisingSettings(RunSettings):
 
     max_learning_rate: float = setting(
         0.15,
-        "learning rate at the last step; it rises linearly from 0 (Keel: 5e-2 over 5000 steps)",
+        "learning rate at the last step, after a linear rise from 0 (Keel: 5e-2 over 5000 steps)",
         above(0.0),
     )
     steps: int = changed(300, help="optimizer steps of the warm-up")
@@ -199,7 +199,7 @@ class RisingSettings(RunSettings):
         2.0, "plateau: factor by which the learning rate must grow while the loss stays flat", above(1.0)
     )
     stuck_margin: float = changed(
-        help="stuck: a plateau counts as stuck if it is less than this many nats below the corpus's unigram entropy",
+        help="stuck: a plateau is stuck if the loss is less than this many nats below the corpus's unigram entropy",
         default=0.1,
     )
 
@@ -275,7 +275,7 @@ def sizes_list(name: str, value: object) -> str:
 
 @takes(Numbers)
 def depths_or_none(name: str, value: object) -> str:
-    """Check that a list has at least two depths, or is empty."""
+    """Check that a list of depths is empty or has at least two depths."""
     return sizes_list(name, value) if comma_separated(name, value) else ""
 
 
@@ -383,13 +383,13 @@ class CoordCheckSettings(
 
 @takes(Numbers)
 def rates_or_none(name: str, value: object) -> str:
-    """Check a list of learning rates, which may be empty."""
+    """Check a list of learning rates. The list may be empty."""
     listed = comma_separated(name, value)
     return rate_list(name, listed) if listed else listed
 
 
 class TransferSettings(RunSettings, PlacementSettings, RatesSettings, SeedsSettings, OutputSettings, WorkerSettings):
-    """The settings of `lamina transfer`, which tries learning rates on a narrow model for a wide one."""
+    """The settings of `lamina transfer`, which tries learning rates on a narrow model for a wide model."""
 
     command_name = "transfer"
     main = (
@@ -422,7 +422,7 @@ class TransferSettings(RunSettings, PlacementSettings, RatesSettings, SeedsSetti
         at_least(1),
         decides=False,
     )
-    width_scaling: str = changed("standard", help=f"{', '.join(SCHEMES)} (Everett et al. 2024)")
+    width_scaling: str = changed("standard", help=f"width scaling: {', '.join(SCHEMES)} (Everett et al. 2024)")
     base_width: int | None = changed(None, help="base width of width scaling, which always equals proxy_width")
     best_margin: float = setting(
         0.02,
@@ -436,12 +436,12 @@ class TransferSettings(RunSettings, PlacementSettings, RatesSettings, SeedsSetti
         """Raise UserError if the widths contradict each other, or a run has an invalid value."""
         if self.width_scaling == "none":
             raise UserError(
-                "width_scaling: 'none' transfers nothing. Set width_scaling to standard, mup, "
+                "width_scaling: 'none' does not convert learning rates. Set width_scaling to standard, mup, "
                 "standard-no-alignment or mup-no-alignment."
             )
         if self.base_width not in (None, self.proxy_width):
             raise UserError(
-                f"base_width: {self.base_width!r} is not proxy_width {self.proxy_width}. Leave base_width out."
+                f"base_width: {self.base_width!r} differs from proxy_width {self.proxy_width}. Leave base_width out."
             )
         object.__setattr__(self, "base_width", self.proxy_width)
         super().check()
@@ -487,5 +487,5 @@ class TransferSettings(RunSettings, PlacementSettings, RatesSettings, SeedsSetti
         return int(resolve_backbone(self.backbone).hidden_size)
 
     def command(self) -> str:
-        """Return the command line for these settings, without the base width, which equals the proxy's width."""
+        """Return the command line for these settings, without the base width, which always equals proxy_width."""
         return super().command().replace(f" --base-width {self.base_width}", "")

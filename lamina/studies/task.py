@@ -22,12 +22,12 @@ class Busy(UserError):
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A training run for a separate process.
+    """A training run that a separate process executes.
 
     Attributes:
         settings: the job's settings, with the run's folder as ``output``.
-        job: the function that executes the run. It must be at the top level of a module, because the process imports it
-            by name.
+        job: the function that executes the run. The function must be at the top level of a module, because the process
+            imports the function by name.
         trains: whether the job trains for ``settings.steps`` steps.
     """
 
@@ -58,7 +58,7 @@ class Task:
         )
 
     def claim(self) -> AbstractContextManager[None]:
-        """Return a context that locks the run against other processes. Raises Busy if one of them executes it."""
+        """Return a context manager that locks the run. Raises Busy if another process already executes the run."""
         return nullcontext()
 
     def run(self) -> Json:

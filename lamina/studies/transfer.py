@@ -31,12 +31,12 @@ HEADROOM = 2.0  # a rate more than this factor below the first failing rate is s
 
 @dataclass(frozen=True, kw_only=True)
 class Rate:
-    """The results of a learning rate at one width.
+    """The results of training with one learning rate at one width.
 
     Attributes:
-        status: the worst status of the seeds.
+        status: the worst status among the runs with different seeds.
         eval_loss: the mean loss, if all seeds finished.
-        best: whether the loss is within the margin of the lowest loss.
+        best: whether the loss is within ``best_margin`` of the lowest loss.
         risk: what to expect from this learning rate at another width, in words.
     """
 
@@ -54,7 +54,7 @@ class Rate:
 def transfer(
     settings: TransferSettings | Mapping[str, Any], *, resume: Resume = False, overwrite: bool = False, bar: bool = True
 ) -> pd.DataFrame:
-    """Train the narrow model at every learning rate, and optionally a wider one. Returns the table of results.csv.
+    """Train the narrow model at every learning rate, and optionally a wider model. Returns the table of results.csv.
 
     The arguments and errors are the same as in ``compare``.
     """
@@ -71,7 +71,7 @@ def transfer(
 
 
 def role_rates(settings: TransferSettings) -> dict[str, float]:
-    """Return the factor on the learning rate at the target's width, for each kind of weight."""
+    """Return the factor from the proxy's learning rate to the target's learning rate, for each kind of weight."""
     trial = next(iter(settings.trials().values()))
     target = PretrainSettings(**{**trial.to_dict(), "hidden_size": settings.target_width})
     resolve_run(target, trained=False)
@@ -128,7 +128,7 @@ def summarize(results: Frame, settings: TransferSettings, factors: dict[str, flo
 
 
 def judged(results: Frame, margin: float) -> list[Rate]:
-    """Return each learning rate's status, loss and risk, in ascending order of the learning rates."""
+    """Return the status, loss and risk of each learning rate, in ascending order of the learning rates."""
     rates = []
     for rate, trials in results.groupby("learning_rate"):
         worst = max(trials["status"], key=severity)

@@ -1,7 +1,4 @@
-"""The processes that execute a study's training runs, and the server that forks them.
-
-A new Python interpreter starts this module, so Lamina never imports your script or notebook a second time.
-"""
+"""Execute a study's training runs in separate processes, without importing your script or notebook again."""
 
 from __future__ import annotations
 
@@ -41,7 +38,7 @@ def serve(descriptor: int, driver: int) -> NoReturn:
 
     Args:
         descriptor: the server's end of a pipe.
-        driver: the process id of the caller.
+        driver: the process id of the calling process.
     """
     for number in STOP_SIGNALS:  # the driver signals each trial; the server ends when the driver does
         signal.signal(number, signal.SIG_IGN)
@@ -76,7 +73,7 @@ def serve(descriptor: int, driver: int) -> NoReturn:
 
 
 def alone() -> int:
-    """Execute the run that standard input describes, where a fork after importing torch is not safe."""
+    """Execute the run that standard input describes. Lamina uses this function where forking is not safe."""
     request = json.loads(sys.stdin.readline())
 
     def wait() -> None:
@@ -88,7 +85,7 @@ def alone() -> int:
 
 
 def run(request: Json) -> int:
-    """Execute a run, with its output in log.txt. Returns the exit code."""
+    """Execute a run, and write its printed output to log.txt. Returns the exit code."""
     folder = Path(request["directory"]) / request["settings"]["output"]
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -122,13 +119,13 @@ def run(request: Json) -> int:
 
 
 def _note(folder: Path, status: str, reason: str) -> None:
-    """Write a run's status and reason to result.json, unless it already has a final status."""
+    """Write a run's status and reason to result.json, unless result.json already has a final status."""
     if (read_result(folder) or {}).get("status") not in ENDED:
         write_result(folder, {"status": status, "reason": reason})
 
 
 def _end_with(request: Json) -> NoReturn:
-    """Execute a run, then end the process without freeing memory, which would take longer than the start."""
+    """Execute a run, then end the process at once, because freeing the memory takes longer than starting a run."""
     code = 1
     try:
         code = run(request)
@@ -140,7 +137,7 @@ def _end_with(request: Json) -> NoReturn:
 
 
 def _like_the_driver(request: Json) -> None:
-    """Copy the caller's environment variables, sys.path and folder, which may have changed."""
+    """Copy the calling process's environment variables, sys.path, sys.argv and working directory."""
     os.environ.clear()
     os.environ.update(request["environment"])
     sys.path[:], sys.argv[:] = request["path"], request["argv"]

@@ -123,7 +123,7 @@ def test_data_without_a_network_say_how_to_get_them(monkeypatch):
     from lamina.core import hub_access
 
     monkeypatch.setattr(hub_access, "hub_resolves", lambda: False)
-    with pytest.raises(UserError, match=r"'sciq': its data \(allenai/sciq\) is not on this machine.*--data-dir"):
+    with pytest.raises(UserError, match=r"'sciq': the task's data \(allenai/sciq\) is not on this machine.*--data-dir"):
         Tasks.find(None).build("sciq")
 
 
@@ -135,7 +135,9 @@ def test_data_that_are_damaged_are_not_called_absent(data_dir, monkeypatch, suff
     for file in (data_dir / "toy/quiz/default").glob("*.jsonl"):
         file.write_text(file.read_text() + '{"question": \n')
         file.rename(file.with_suffix(suffix))
-    with pytest.raises(UserError, match=r"'quiz': its data in '.*' can't be read: (?!DatasetGeneration)") as raised:
+    with pytest.raises(
+        UserError, match=r"'quiz': the task's data in '.*' can't be read: (?!DatasetGeneration)"
+    ) as raised:
         Tasks.find(str(data_dir), run_code=True).build("quiz")
     assert "\n" not in str(raised.value)
 

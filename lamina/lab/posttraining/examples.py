@@ -1,4 +1,4 @@
-"""Load examples with the datasets library, convert them to TRL's formats, and prepare them with TRL."""
+"""Load training examples, convert the examples to TRL's formats, and tokenize them with TRL's code."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ REWARD_FORMS = (("chosen_ids", "rejected_ids"), *PAIR_FORMS)
 
 
 def load(name: str, source: str) -> Dataset:
-    """Load a source's rows with the datasets library. Raises UserError if Lamina cannot read any rows."""
+    """Load the rows of a data source with the datasets library. Raises UserError if the source has no readable rows."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -92,7 +92,6 @@ def load(name: str, source: str) -> Dataset:
 
 
 def _options(reader: str, path: Path) -> Json:
-    """Return the datasets library's options for a file."""
     import datasets
     import pandas as pd
 
@@ -104,13 +103,11 @@ def _options(reader: str, path: Path) -> Json:
 
 
 def generated_rows(name: str, source: str) -> Iterator[Json]:
-    """Generate examples from a source such as "generated:answers:copy". Without task names, Lamina uses all tasks.
+    """Yield the examples of a source such as "generated:answers:sorting". Without task names, Lamina uses all tasks.
 
-    Examples of the kind "answers" have a prompt and a completion. The prompt has the wording that Lamina uses in
-    evaluations. Examples of the kind "preferences" have a prompt, a right answer (chosen) and a wrong answer
-    (rejected). Some wrong answers are the right answer with its words in another order.
-
-    Raises UserError if the kind, a task or the part is unknown.
+    An example of the kind "answers" has a prompt and a completion, worded as in Lamina's evaluations. An example of the
+    kind "preferences" has a prompt, a right answer (chosen) and a wrong answer (rejected). Some wrong answers have the
+    words of the right answer in another order. Raises UserError if the kind, a task or the split is unknown.
     """
     kind, _, rest = source.removeprefix(GENERATED).partition("@")[0].partition(":")
     split = source.partition("@")[2] or "train"
@@ -141,17 +138,14 @@ def generated_rows(name: str, source: str) -> Iterator[Json]:
 
 
 def conform(rows: Dataset, forms: Sequence[tuple[str, ...]], *, turns: bool) -> tuple[Dataset, tuple[str, ...]]:
-    """Convert rows to one of TRL's formats. Returns the rows and the names of their columns.
+    """Convert rows to one of TRL's formats. Returns the converted rows and the names of the format's columns.
 
-    Lamina keeps rows that already have a TRL format. Otherwise, Lamina converts the formats of Alpaca, ShareGPT and
-    LIMA. If a row has both plain texts and chat turns, Lamina converts its texts to chat turns.
+    The rows may have a TRL format, or the format of Alpaca, ShareGPT or LIMA. If a row has both plain texts and chat
+    turns, Lamina converts the plain texts to chat turns. Raises UserError for any other format, and for images.
 
     Args:
-        forms: the columns of each allowed format. If several formats fit, Lamina chooses the first one.
-        turns: whether to convert plain texts with an answer to chat turns.
-
-    Raises:
-        UserError: the columns fit none of the allowed formats.
+        forms: the columns of each allowed format, with the preferred formats first.
+        turns: whether to convert plain prompts and answers to chat turns.
     """
     columns = set(rows.column_names)
     if pictures := columns & {"image", "images"}:
@@ -179,7 +173,7 @@ def conform(rows: Dataset, forms: Sequence[tuple[str, ...]], *, turns: bool) -> 
 
 
 def _turned(rows: Dataset, function: Callable[[Json], Json], *names: str) -> Dataset:
-    """Apply a function to every row. The function returns chat turns in the named columns."""
+    """Convert all rows with a function that returns columns of chat turns."""
     import datasets
 
     types = datasets.Features({**rows.features, **dict.fromkeys(names, datasets.List(datasets.Json()))})
@@ -187,7 +181,7 @@ def _turned(rows: Dataset, function: Callable[[Json], Json], *names: str) -> Dat
 
 
 def _kinds(rows: Dataset, form: Sequence[str]) -> set[str]:
-    """Return the types of some columns' content: "Value" for texts, "List" for chat turns, and "Json" for both."""
+    """Return the types of some columns: "Value" for plain texts, "List" for chat turns, and "Json" for a mix."""
     return {type(rows.features[name]).__name__ for name in form}
 
 
@@ -220,14 +214,14 @@ def _of_conversation(row: Json) -> Json:
 
 
 def _of_lima(row: Json) -> Json:
-    """Split a conversation into the last answer and the turns before it."""
+    """Split a conversation into its last answer and all turns before this answer."""
     turns = row["messages"]
     turns = turns[: len(turns) // 2 * 2]
     return {"prompt": turns[:-1], "completion": turns[-1:]}
 
 
 def _of_pair(row: Json) -> Json:
-    """Split off the prompt that both answers begin with. If a row has a prompt, convert its texts to chat turns."""
+    """Return a prompt and two answers. Without a prompt, the common beginning of the answers becomes the prompt."""
     from trl.data_utils import maybe_extract_prompt
 
     pair = {name: row[name] for name in PAIR_FORMS[0] if row.get(name) is not None}
@@ -239,7 +233,7 @@ def _of_pair(row: Json) -> Json:
 
 
 def prompts(rows: Dataset, *, turns: bool) -> Dataset:
-    """Return the prompts without answers. A column "row" holds each original row as JSON."""
+    """Return the prompts of rows without their answers. The new column "row" holds each original row as JSON."""
     fields = ({name: value for name, value in row.items() if value is not None} for row in _each(rows))
     whole: Passed = [json.dumps(row, default=str) for row in fields]
     asked, form = conform(rows, (("prompt",), ("messages",), PAIR_FORMS[1]), turns=turns)
@@ -267,12 +261,12 @@ def unfit(row: Fields, form: Sequence[str]) -> str:
             fits = isinstance(value, list) and bool(value) and all(map(_is_turn, value))
         if not fits:
             given = "missing" if value in (None, []) else one_line(repr(value))[:60]
-            return f"the field {name!r} is {given}, but must be a text, or turns with a role and a content"
+            return f"the field {name!r} is {given}, but must be a text, or chat turns with a role and a content"
     return ""
 
 
 def _is_turn(turn: Passed) -> bool:
-    """Return whether a chat turn has a role and a content. An assistant's turn must not be empty."""
+    """Return whether a value is a chat turn with a role and a content. An assistant's turn must not be empty."""
     if not isinstance(turn, dict) or not turn.get("role") or not isinstance(turn.get("content"), str | list | None):
         return False
     return turn["role"] != "assistant" or bool(turn.get("content") or turn.get("tool_calls"))
@@ -281,17 +275,14 @@ def _is_turn(turn: Passed) -> bool:
 def prepare(
     where: str, rows: Dataset, form: Sequence[str], by_trl: Prepare, wrong: Callable[[Json], str], *, skip_bad: bool
 ) -> tuple[Dataset, int]:
-    """Prepare rows with TRL's code. Returns the prepared rows and the number of unusable rows.
+    """Tokenize rows with TRL's code. Returns the tokenized rows and the number of skipped rows.
 
     Args:
-        where: the setting and the source, for error messages.
+        where: the names of the setting and the data source, for error messages.
         form: the columns that every row needs.
-        by_trl: a function that prepares rows with TRL's code.
-        wrong: a function that returns why a prepared row is unusable, or "".
-        skip_bad: whether to skip unusable rows.
-
-    Raises:
-        UserError: all rows are unusable, or one row is unusable and ``skip_bad`` is False.
+        by_trl: a function that tokenizes rows.
+        wrong: a function that returns why a tokenized row is unusable, or "" for a usable row.
+        skip_bad: whether to skip an unusable row instead of raising UserError. At least one row must be usable.
     """
     reasons: dict[int, str] = {}
 
@@ -323,7 +314,7 @@ def _each(rows: Dataset) -> Iterator[Json]:
 
 
 def _refused(rows: Dataset, places: Sequence[int], by_trl: Prepare) -> Iterator[tuple[int, str]]:
-    """Find the rows that TRL cannot prepare, by bisection."""
+    """Yield the index of each row that TRL cannot tokenize, and the reason."""
     try:
         by_trl(rows.select(places))
     except Exception as error:
@@ -335,7 +326,7 @@ def _refused(rows: Dataset, places: Sequence[int], by_trl: Prepare) -> Iterator[
 
 
 def processes_for(rows: Dataset) -> int | None:
-    """Return how many processes should prepare the rows. None means only the current process."""
+    """Return the number of processes that tokenize the rows, or None to use only the current process."""
     alone = len(rows) <= ALONE or multiprocessing.current_process().daemon
     return None if alone or (count := cores() // launched()[3]) < 2 else count
 
@@ -343,7 +334,7 @@ def processes_for(rows: Dataset) -> int | None:
 def by_trl(
     trainer: Passed, rows: Dataset, config: Passed, tokenizer: PreTrainedTokenizerBase, *more: object, **own: object
 ) -> Dataset:
-    """Prepare rows with the code of a TRL trainer, without a model."""
+    """Call the ``_prepare_dataset`` method of a TRL trainer's class without making a trainer."""
     stand_in = SimpleNamespace(_tokenizer=tokenizer, **own)
     # Lamina's first process is here before the others
     with patched(sys.modules[trainer.__module__], global_then_local_main_first=nullcontext):
@@ -354,7 +345,7 @@ _BREAK = "('\\n\\n' if not loop.first and messages[loop.index0 - 1].role == 'ass
 
 
 def _template(user: str, assistant: str) -> str:
-    """Build a chat template from Jinja expressions for a user's turn and for an assistant's turn."""
+    """Build a Jinja chat template from the expressions for a user's turn and for an assistant's turn."""
     return (
         "{%- for message in messages -%}"
         "{%- if message.role == 'system' -%}{{ message.content + '\n\n' }}"
@@ -376,16 +367,16 @@ TEMPLATES = {
     "chat": _template(_BREAK + " + 'User: ' + message.content + '\n\nAssistant:'", "' ' + message.content + eos_token"),
     "plain": _template("message.content + '\n'", "message.content + eos_token"),
 }
-"""Jinja templates by name. In each template, the text before an answer does not depend on the answer."""
+"""Chat templates by name, in Jinja. The text before an answer never depends on the answer."""
 CHOICES = ("auto", "none", "tokenizer", *TEMPLATES)
 
 
 def read_template(choice: str, tokenizer: PreTrainedTokenizerBase, *, default: str | None) -> str | None:
-    """Return a Jinja template, or None to use texts unchanged. Raises UserError if Lamina cannot find the template.
+    """Return a Jinja chat template, or None for no template. Raises UserError for a missing or unreadable template.
 
     Args:
-        choice: a template's name, a file, "tokenizer", "auto" or "none".
-        default: the template that "auto" uses if the tokenizer has no template.
+        choice: "auto", "none", "tokenizer", the name of a template, a Jinja file, or a tokenizer's folder.
+        default: the name of the template that "auto" uses if the tokenizer has no template.
     """
     path = Path(choice)
     if choice == "none" or choice in TEMPLATES:
@@ -414,7 +405,7 @@ def read_template(choice: str, tokenizer: PreTrainedTokenizerBase, *, default: s
 
 
 def training_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Return a chat template that marks the answers' tokens, or None if the tokenizer's template already marks them."""
+    """Return a chat template that marks the answers' tokens, or None if the tokenizer's template marks them."""
     from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
     template = str(tokenizer.chat_template)
@@ -425,7 +416,7 @@ def training_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
 
 
 def template_end(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the special token after an answer in the tokenizer's chat template, as a list; [] if there is none."""
+    """Return a list with the special token that ends an answer in the chat template, or an empty list."""
     if not tokenizer.chat_template:
         return []
     try:

@@ -38,14 +38,14 @@ CURVES = (
         "clipped rewards in training. With ReMax, the line is the mean over sampled and greedy answers."
     )),
     ("KL to the initial model", "kl_per_answer", "eval_kl", "nats per answer", (
-        "The policy's distance from the initial model: each answer's log-probability ratio, averaged over answers."
+        "The policy's distance from the initial model: the mean of the answers' log-probability ratios."
     )),
     ("Length of the answers", "completions_mean_length", "eval_length", "tokens", (
         "If the reward rises only with the length, the policy may exploit the reward."
     )),
     ("Accuracy", "mean_token_accuracy", "eval_accuracy", "share", (
-        "The share of the answers' tokens that the model predicts correctly. For a reward model, this is the share of "
-        "pairs in which the better answer has the higher score."
+        "The share of the answers' tokens that the model predicts correctly. For a reward model, the accuracy is the "
+        "share of pairs in which the better answer has the higher score."
     )),
     ("Accuracy of the pairs", "rewards_accuracies", "eval_rewards_accuracies", "share", (
         "The share of pairs in which the policy prefers the better answer more strongly than the initial model does."
@@ -68,14 +68,14 @@ MEASURES = {
     "eval_length": ("held-out length (tokens)", ".1f"),
     "eval_ended": ("share of held-out answers that end", ".1%"),
     "reward_gain": ("gain of the held-out reward", "+.4f"),
-    "reward_gain_low": ("its 95 % interval, from", "+.4f"),
-    "reward_gain_high": ("to", "+.4f"),
+    "reward_gain_low": ("gain, lower end of the 95 % interval", "+.4f"),
+    "reward_gain_high": ("gain, upper end of the 95 % interval", "+.4f"),
     "steps": ("steps", ",.0f"),
     "tokens": ("tokens", ",.0f"),
     "parameters": ("parameters", ",.0f"),
     "trained_parameters": ("trained parameters", ",.0f"),
 }
-"""The title of each measure that a job may have, and its format in the model's card."""
+"""The title and the number format of each metric in a model card."""
 _TITLES = {
     Kind.SFT: "Fine-tuning",
     Kind.REWARD: "A reward model",

@@ -32,20 +32,19 @@ _EXTREMES = {"min_reward": min, "max_reward": max}
 
 
 class Measured(NamedTuple):
-    """TRL's loss and metrics on a batch, and the number of pairs or tokens that each of them averages over."""
+    """TRL's loss and metrics on a batch, and the number of pairs or tokens in each metric's mean."""
 
     metrics: Mapping[str, float]
     weights: Mapping[str, int]
 
 
 class PairTrainer(TunedTrainer):
-    """Lamina's additions to TRL's RewardTrainer and to TRL's DPOTrainer."""
+    """Lamina's additions to TRL's RewardTrainer and DPOTrainer."""
 
     def held_out(self) -> dict[str, float]:
-        """Return the mean loss over the held-out pairs, and pass TRL further metrics to log.
+        """Return the mean loss over the held-out pairs, and give TRL the other metrics to log.
 
-        TRL's evaluation averages over batches, and repeats pairs so that all processes have equally many pairs. Lamina
-        measures every pair once instead.
+        TRL's evaluation averages over batches and may repeat pairs. Lamina measures every pair once.
         """
         batches = [batch for part in self.processes.everyones(self.measured_here()) for batch in part]
         overall: dict[str, float] = {}
@@ -57,7 +56,7 @@ class PairTrainer(TunedTrainer):
         return {"eval_loss": loss}
 
     def measured_here(self) -> list[Measured]:
-        """Measure the held-out pairs of this process, batch by batch."""
+        """Measure the held-out pairs of this process in batches."""
         data: Passed = self.eval_dataset
 
         def measure(chosen: list[int]) -> Measured:
@@ -84,13 +83,13 @@ class PairRewardTrainer(PairTrainer, RewardTrainer):
 
 
 class PairStage(TuningStage[S]):
-    """A stage that trains on preferences."""
+    """A job that trains on preferences: prompts with a better and a worse answer."""
 
     forms = PAIR_FORMS
     prepared_by: Passed
 
     def new_model(self) -> PreTrainedModel:
-        """Load or build the model. By default, its dropout is off, as in TRL."""
+        """Load or build the model. As in TRL, dropout is off by default."""
         model = self.start.scorer() if self.head == "sequence_classification" else super().new_model()
         if self.settings.trl.get("disable_dropout", True):
             disable_dropout_in_model(model)
@@ -103,8 +102,8 @@ class PairStage(TuningStage[S]):
 class RewardModeling(PairStage[RewardSettings]):
     """Train a reward model with the loss -log sigmoid(score(chosen) - score(rejected) - margin).
 
-    The loss is InstructGPT's Eq. 1 for two answers. An example may have a field "margin", as in Llama 2's Eq. 2
-    (default: 0).
+    With margin 0 (the default), the loss is InstructGPT's Eq. 1 for two answers. An example may have a field "margin",
+    as in Llama 2's Eq. 2.
     """
 
     kind = Kind.REWARD
@@ -122,8 +121,7 @@ class RewardModeling(PairStage[RewardSettings]):
         return rows
 
     def wrong(self, row: Fields) -> str:
-        """Reject the pairs that TRL would drop because they are too long."""
-        if max(len(row["chosen_ids"]), len(row["rejected_ids"])) > self.start.longest:
+        if max(len(row["chosen_ids"]), len(row["rejected_ids"])) > self.start.longest:  # TRL would drop this pair
             return f"the prompt and an answer have more than {self.start.longest} tokens together"
         return "the two answers are equal" if row["chosen_ids"] == row["rejected_ids"] else ""
 
@@ -180,11 +178,11 @@ class DirectPreferences(PairStage[DpoSettings]):
     columns = ("prompt_ids", "chosen_ids", "rejected_ids")
 
     def wrong(self, row: Fields) -> str:
-        """Reject the examples that TRL would drop. TRL drops equal answers, and prompts without room for an answer."""
+        """Reject the examples that TRL would drop: equal answers, and prompts without room for an answer."""
         prompt, longest = row["prompt_ids"], self.start.longest
         keeps_end = self.config.truncation_mode == "keep_end"
         if len(prompt) >= longest and not keeps_end:
-            return f"the prompt fills all {longest} tokens, so none is left for the answer"
+            return f"the prompt fills all {longest} tokens, so no token is left for the answer"
         better, worse = row["chosen_ids"], row["rejected_ids"]
         cut = slice(-longest, None) if keeps_end else slice(longest)
         same = better == worse or [*prompt, *better][cut] == [*prompt, *worse][cut]
@@ -194,7 +192,7 @@ class DirectPreferences(PairStage[DpoSettings]):
         return [*row["prompt_ids"], *row["chosen_ids"]][: self.start.longest]
 
     def counts(self, *parts: Dataset | None) -> Json:
-        """Count the pairs with an answer that TRL shortens."""
+        """Count the pairs with an answer that TRL cuts."""
         lengths = (
             len(row["prompt_ids"]) + max(len(row["chosen_ids"]), len(row["rejected_ids"]))
             for part in parts
@@ -210,6 +208,6 @@ class DirectPreferences(PairStage[DpoSettings]):
 
 
 reward = partial(tune, RewardModeling)
-"""Train a reward model on preferences; see ``lamina.lab.posttraining.tuning.tune``."""
+"""Train a reward model on preferences. ``lamina.lab.posttraining.tuning.tune`` lists the arguments."""
 dpo = partial(tune, DirectPreferences)
-"""Train a policy on preferences; see ``lamina.lab.posttraining.tuning.tune``."""
+"""Train a policy on preferences. ``lamina.lab.posttraining.tuning.tune`` lists the arguments."""

@@ -1,4 +1,4 @@
-"""Compute answers' rewards with reward models and with your functions, and add the rewards with weights."""
+"""Score answers with reward models and with users' functions, and compute the weighted sum of the rewards."""
 
 from __future__ import annotations
 
@@ -37,24 +37,18 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Score: TypeAlias = Callable[[Sequence[Fields], Sequence[Sequence[int]], Sequence[str]], list[float]]
-"""A function from prompts and answers to rewards.
+"""A function that returns the reward of each answer.
 
-Arguments: the answers' token ids and texts, and the prompts with the fields prompt, prompt_ids, text and row.
+The arguments are the prompts (with the fields prompt, prompt_ids, text and row), and the answers' token ids and texts.
 """
 Parts: TypeAlias = Mapping[str, Sequence[float]]
-"""The rewards of all answers, by the name of the reward."""
+"""The rewards of all answers, by the name of the reward model or function."""
 BATCH = 32
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rewards:
-    """A weighted sum of several rewards.
-
-    Attributes:
-        scores: functions that compute the rewards, by the reward's name.
-        models: the reward models.
-        digest: a hash of the files of the models and functions.
-    """
+    """Reward models and functions, the weights of the rewards, and a hash of the files of the models and functions."""
 
     scores: Mapping[str, Score]
     weights: Sequence[float]
@@ -62,20 +56,16 @@ class Rewards:
     digest: str
 
     def parts(self, rows: Sequence[Fields], answers: Sequence[Sequence[int]], texts: Sequence[str]) -> Parts:
-        """Compute all rewards of each answer."""
+        """Return the rewards of all answers, for each reward model and function."""
         return {name: score(rows, answers, texts) for name, score in self.scores.items()}
 
     def total(self, parts: Parts) -> list[float]:
-        """Compute the weighted sum of each answer's rewards."""
         rewards = torch.tensor(list(parts.values()), dtype=torch.float64)
         return (torch.tensor(self.weights, dtype=torch.float64) @ rewards).tolist()
 
 
 def make_rewards(settings: RlhfSettings, start: Start) -> Rewards:
-    """Load the reward models and functions.
-
-    Raises UserError if a model or function is missing, or does not work with the starting model.
-    """
+    """Load the rewards. Raises UserError if a model or function is missing or does not fit the starting model."""
     named, functions, seconds = settings.reward_models(), settings.reward_functions(), settings.reward_timeout
     if seconds and threading.current_thread() is not threading.main_thread():
         raise UserError(f"reward_timeout: {seconds:g} works only in a process's main thread. Set reward_timeout to 0.")
@@ -141,16 +131,13 @@ def _scores(
 
 
 def _unused(name: str, known: Mapping[str, object]) -> str:
-    """Return a reward's name as an identifier. Lamina appends a number if the name is taken."""
+    """Convert a name to an identifier that ``known`` does not contain."""
     plain = re.sub(r"\W", "_", name)
     return plain if plain not in known else _unused(f"{plain}_{len(known) + 1}", known)
 
 
 def in_time(act: Callable[[], T], seconds: float) -> T | None:
-    """Call a function with a time limit in seconds. Returns None after the limit.
-
-    Lamina interrupts the function's Python code at the limit. A limit works only in a process's main thread.
-    """
+    """Call a function, but stop it after ``seconds`` and return None. If ``seconds`` is 0, there is no time limit."""
     if not seconds:
         return act()
     rang = False
@@ -200,7 +187,11 @@ def _of_function(named: str, seconds: float) -> Score:
         rewards = [of(*each) for each in zip(rows, answers, texts, strict=True)]
         if late := rewards.count(None):
             logger.warning(
-                "%s: %d of %d answers took more than %g s and got the reward 0", named, late, len(rewards), seconds
+                "%s: the rewards of %d of %d answers took more than %g s, so these answers got the reward 0",
+                named,
+                late,
+                len(rewards),
+                seconds,
             )
         return [reward or 0.0 for reward in rewards]
 
@@ -208,7 +199,7 @@ def _of_function(named: str, seconds: float) -> Score:
 
 
 def _as_trl_asks(function: Callable[..., Passed], asked: Passed, ids: Sequence[int], text: str, row: Fields) -> Passed:
-    """Call a TRL reward function on one answer. If the function returns None, the reward is 0."""
+    """Call a reward function on one answer, with TRL's arguments. If the function returns None, the reward is 0."""
     answer = [{"role": "assistant", "content": text}] if isinstance(asked, list) else text
     fields = {name: [value] for name, value in row.items() if name not in ("prompt", "completion", "completion_ids")}
     (reward,) = function(prompts=[asked], completions=[answer], completion_ids=[list(ids)], **fields)
@@ -236,6 +227,6 @@ def _parts(named: str) -> tuple[Path, str]:
 def padded(
     sequences: Sequence[Sequence[int]], value: int, device: torch.device, *, left: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pad token ids with a value. Returns the ids and the mask, both [sequences, tokens]."""
+    """Pad sequences of token ids to equal length. Returns the ids and the mask, both [sequences, tokens]."""
     ids, side = [torch.tensor(sequence, device=device) for sequence in sequences], "left" if left else "right"
     return pad(ids, value, side), pad([torch.ones_like(part) for part in ids], 0, side)

@@ -69,7 +69,7 @@ class PolicyTrainer(TunedTrainer, _Online):
     """Add Lamina's rewards and reference model to TRL's RLOOTrainer and GRPOTrainer.
 
     Args:
-        rewards: the rewards of answers, before clipping.
+        rewards: the reward models and functions.
         clip: the largest magnitude of a reward. 0 means no clipping.
         beta: the factor on the KL penalty.
         reference: the frozen initial model. With LoRA, the trainer uses the policy without its LoRA matrices.
@@ -95,7 +95,7 @@ class PolicyTrainer(TunedTrainer, _Online):
             self.ref_model = self.accelerator.prepare_model(reference, evaluation_mode=True)
 
     def get_train_dataloader(self) -> DataLoader:
-        """Load the prompts in Lamina's order, as lists of rows."""
+        """Return a loader that gives batches of prompts in Lamina's order. A batch is a list of rows."""
         return DataLoader(
             self.train_dataset,  # type: ignore[arg-type]
             batch_sampler=self.order,
@@ -109,7 +109,7 @@ class PolicyTrainer(TunedTrainer, _Online):
         return int(self.state.num_input_tokens_seen)
 
     def state_dict(self) -> Json:
-        """Return the trainer's state, GRPO's entropy weight, and the answers that later steps reuse."""
+        """Return the trainer's state, GRPO's entropy weight, and the answers that later steps train on again."""
         state = {**super().state_dict(), "entropy": [getattr(self, name) for name in _ENTROPY if hasattr(self, name)]}
         options: Passed = self.args
         if self._step % (options.steps_per_generation * self.num_iterations):
@@ -140,7 +140,6 @@ class PolicyTrainer(TunedTrainer, _Online):
         prompts: Sequence[str | Messages],
         **columns: Sequence[Passed],
     ) -> list[float]:
-        """Compute the rewards of TRL's completions."""
         names = ("text", "prompt_ids", "row")
         rows = [
             {"prompt": prompt, **dict(zip(names, values, strict=True))}
@@ -154,10 +153,9 @@ class PolicyTrainer(TunedTrainer, _Online):
         return [max(-self.clip, min(self.clip, reward)) for reward in rewards] if self.clip else rewards
 
     def held_out(self) -> dict[str, float]:
-        """Answer every held-out prompt, return the mean metrics, and write the answers to held_out.jsonl.
+        """Sample an answer to every held-out prompt. Write the metrics of each answer, and return the mean metrics.
 
-        The metric "eval_kl" estimates KL(policy || initial model) in nats per answer. Every evaluation uses the same
-        random numbers.
+        "eval_kl" estimates KL(policy || initial model) in nats per answer. All evaluations use the same random numbers.
         """
         data: Passed = self.eval_dataset
 
@@ -176,7 +174,7 @@ class PolicyTrainer(TunedTrainer, _Online):
         return {f"eval_{name}": sum(n[name] for n in everyone) / len(everyone) for name in names}
 
     def _held_out_answers(self, rows: Sequence[Fields]) -> list[Json]:
-        """Sample an answer to each prompt and measure it."""
+        """Sample an answer to each prompt, and return the metrics of each answer."""
         tokenizer: Passed = self.processing_class
         model, device, ends = self.bare_model(), self.args.device, self.eos_token_ids
         ids, mask = padded([row["prompt_ids"] for row in rows], tokenizer.pad_token_id, device, left=True)
@@ -212,11 +210,10 @@ class GrpoTrainer(PolicyTrainer, GRPOTrainer):
 
 
 class ReMaxTrainer(RlooTrainer):
-    """Train with ReMax on TRL's RLOOTrainer. The module's docstring has the equations.
+    """Train with ReMax on TRL's RLOOTrainer. The equations are at the top of this file.
 
-    Lamina gives RLOO two answers per prompt: a sampled answer and the greedy answer. In RLOO, an answer's baseline is
-    the mean reward of the other answers, which here is the greedy answer's reward. The loss uses only the sampled
-    answers.
+    RLOO's baseline for an answer is the mean reward of the prompt's other answers. Lamina gives RLOO a sampled answer
+    and the greedy answer, so the greedy answer's reward is the baseline. The loss uses only the sampled answer.
     """
 
     def __init__(self, *args: Passed, kl_per: str, **kwargs: Passed):
@@ -272,9 +269,9 @@ def remax_weights(
     Args:
         advantage: the advantages of the sampled answers, [answers].
         logps: the policy's log-probabilities of the tokens in nats, [answers, tokens].
-        reference: the initial model's log-probabilities of the tokens, [answers, tokens].
+        reference: the initial model's log-probabilities of the tokens in nats, [answers, tokens].
         mask: 1 for an answer's tokens and 0 for padding, [answers, tokens].
-        kl_per: "step" or "sequence", as in the module's docstring.
+        kl_per: "step" or "sequence", as in the equations at the top of this file.
     """
     kl = ((logps - reference) * mask).detach()
     if kl_per == "sequence":
@@ -283,15 +280,12 @@ def remax_weights(
 
 
 def remax_loss(weight: torch.Tensor, logps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Compute a batch's loss from the weights and log-probabilities of the tokens, both [answers, tokens]."""
+    """Return a batch's loss from the weight and the log-probability of each token, both [answers, tokens]."""
     return -(weight * logps * mask).sum() / mask.sum().clamp(min=1)
 
 
 def write_held_out(path: Path, step: int, numbers: list[Json]) -> None:
-    """Write the held-out answers of an evaluation.
-
-    A resumed run repeats steps, so Lamina deletes the answers that this step or later steps have already written.
-    """
+    """Add an evaluation's metrics to a file. Delete lines of this or later steps, which a resumed run repeats."""
     lines, fault = parse_lines(path)
     if fault is not None:
         logger.warning("%s; Lamina skips lines that are not records", fault)
@@ -302,8 +296,7 @@ def write_held_out(path: Path, step: int, numbers: list[Json]) -> None:
 def reward_gain(path: Path) -> Json:
     """Return the gain in held-out reward from the first to the last evaluation, with a 95 % interval.
 
-    The interval is Student's t interval over the prompts' gains. With fewer than two evaluations or two prompts, the
-    result is empty.
+    The interval is Student's t interval over the prompts' gains. Returns {} for fewer than two evaluations or prompts.
     """
     from scipy import stats
 
@@ -350,7 +343,7 @@ class PolicyOptimization(TuningStage[RlhfSettings]):
         return prompts(rows, turns=turns), ("prompt",)
 
     def by_trl(self, rows: Dataset, form: Sequence[str]) -> Dataset:
-        """Add the text and token ids that TRL's trainers compute from each prompt."""
+        """Add the text and the token ids of each prompt, as TRL's trainers compute them."""
         tokenizer, options = self.start.tokenizer, self.settings.trl.get("chat_template_kwargs") or {}
         theirs: Passed = SimpleNamespace(processing_class=tokenizer, chat_template_kwargs=options)
         how = {"tokenize": False, "add_generation_prompt": True, **options}
@@ -413,15 +406,15 @@ class PolicyOptimization(TuningStage[RlhfSettings]):
 
 
 class PromptOrder(TrainOrder):
-    """Order the prompts for TRL's online trainers.
+    """The training order of the prompts for TRL's RLOOTrainer and GRPOTrainer.
 
-    These trainers generate answers for a group of micro-batches at once. At a group's first micro-batch, the trainers
-    read the prompts of the whole group.
+    Both trainers generate the answers for a group of micro-batches at once. The trainers read all prompts of the
+    group at the group's first micro-batch.
 
     Args:
-        copies: how often each prompt occurs in a row.
+        copies: the number of consecutive copies of each prompt.
         steps_per_generation: the number of micro-batches in a group (default: all micro-batches of an optimizer step).
-        num_iterations: how often TRL trains on the same answers.
+        num_iterations: how many times TRL trains on the same answers.
     """
 
     def __init__(
@@ -441,4 +434,4 @@ class PromptOrder(TrainOrder):
 
 
 rlhf = partial(tune, PolicyOptimization)
-"""Train a policy on prompts and rewards; see ``lamina.lab.posttraining.tuning.tune``."""
+"""Train a policy on prompts and rewards. ``lamina.lab.posttraining.tuning.tune`` lists the arguments."""

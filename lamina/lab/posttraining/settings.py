@@ -1,4 +1,4 @@
-"""The settings of fine-tuning, reward models and policies."""
+"""The settings for training language models, reward models and policies after pretraining."""
 
 from __future__ import annotations
 
@@ -64,18 +64,18 @@ PRESETS: dict[str, Mapping[str, object]] = {
         "best_by": "loss",
     },
 }
-"""Published recipes for `lamina sft`, by name. A recipe includes a dataset only if the Hugging Face hub has it."""
+"""Published recipes for `lamina sft`, by name. A recipe names a dataset only if the dataset is on the hub."""
 
 
 LORA = (
     *("use_dora", "use_rslora", "modules_to_save", "target_parameters", "init_lora_weights", "layers_to_transform"),
     *("layers_pattern", "rank_pattern", "alpha_pattern", "bias"),
 )
-"""The other arguments of peft's LoraConfig that you can set."""
+"""The arguments of peft's LoraConfig that the setting ``lora`` accepts."""
 
 
 def of_hub(source: str) -> bool:
-    """Return whether a source is a dataset on the hub (OWNER/NAME) and not a local path."""
+    """Return whether a data source is the name of a dataset on the hub (OWNER/NAME), and not a local path."""
     named = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source) is not None
     return named and not re.search(_FILES, source) and not Path(source).exists()
 
@@ -91,13 +91,13 @@ class DataSettings(Settings, group="data"):
     )
     eval_data: str | None = setting(None, "held-out examples (default: a part of the data)", examples_name)
     eval_fraction: float = setting(
-        0.05, "share of the data to hold out, if you do not set eval_data", between(0.0, 0.5, open_low=True)
+        0.05, "fraction of the data to hold out, if you do not set eval_data", between(0.0, 0.5, open_low=True)
     )
     eval_examples: int = setting(256, "maximum number of held-out examples per evaluation (0 for all)", at_least(0))
     template: str = setting(
         "auto",
-        "prompt or chat template: tokenizer, alpaca, human, chat, plain, none, a Jinja file, or auto (the tokenizer's "
-        "template, or if the tokenizer has none, alpaca or chat; plain texts get none)",
+        "prompt or chat template: tokenizer, alpaca, human, chat, plain, none, a Jinja file, or auto (for "
+        "conversations, the tokenizer's template, or otherwise alpaca or chat; for plain texts, no template)",
         place,
     )
     sequence_length: int | None = setting(
@@ -106,10 +106,10 @@ class DataSettings(Settings, group="data"):
         "at most 1024)",
         at_least(4),
     )
-    skip_bad: bool = setting(False, "skip and count unusable rows instead of stopping")
+    skip_bad: bool = setting(False, "skip unusable rows, instead of stopping with an error")
 
     def check_names(self) -> None:
-        """Raise UserError if a file of examples is missing."""
+        """Raise UserError if a data file is missing."""
         super().check_names()
         for name in ("data", "eval_data"):
             source = getattr(self, name)
@@ -121,8 +121,10 @@ class LoraSettings(Settings, group="LoRA"):
     """The settings of LoRA, which trains small added matrices instead of the model's weights."""
 
     lora_rank: int = setting(0, "train LoRA matrices of this rank (0: train all weights)", at_least(0))
-    lora_alpha: float | None = setting(None, "alpha of LoRA (default: twice the rank)", above(0.0))
-    lora_dropout: float = setting(0.0, "dropout on LoRA's input", between(0.0, 1.0, open_high=True))
+    lora_alpha: float | None = setting(None, "LoRA's scaling parameter alpha (default: twice the rank)", above(0.0))
+    lora_dropout: float = setting(
+        0.0, "dropout probability on the input of the LoRA matrices", between(0.0, 1.0, open_high=True)
+    )
     lora_targets: str = setting(
         "all-linear", "linear layers that get LoRA: all-linear, or comma-separated names such as q_proj,v_proj",
         comma_separated,
@@ -131,7 +133,7 @@ class LoraSettings(Settings, group="LoRA"):
 
 
 class MemorySettings(Settings, group="machine"):
-    """The settings of the weights' number format and of the attention kernel."""
+    """The settings of the number format of the weights, and of the attention kernel."""
 
     weights: Literal["fp32", "bf16", "nf4", "int8"] = setting(
         "fp32",
@@ -146,12 +148,12 @@ class MemorySettings(Settings, group="machine"):
 
     @property
     def quantized(self) -> bool:
-        """Whether the linear layers are quantized. Lamina then trains and saves only the LoRA matrices."""
+        """Whether the weights of the linear layers are quantized."""
         return self.weights in ("nf4", "int8")
 
 
 def _outside(*kinds: str) -> dict[str, tuple[str, ...]]:
-    """Return the options that Lamina passes to peft, to TRL's trainers and to Trainer."""
+    """Return the arguments that ``lora``, ``trl`` and ``trainer`` accept, as names or as files that define names."""
     return {
         "lora": (*LORA, "use_peft", "task_type"),
         "trl": tuple(f"trl/trainer/{kind}_config.py" for kind in kinds),
@@ -177,7 +179,7 @@ class TuningSettings(
     EndSettings,
     OutputSettings,
 ):
-    """The settings that all jobs after pretraining share. With 0 steps, the epochs determine the number of steps."""
+    """The settings that all training jobs after pretraining share."""
 
     outside: ClassVar[Mapping[str, tuple[str, ...]]] = _outside("sft")
 
@@ -201,17 +203,17 @@ class TuningSettings(
     beta2: float = changed(0.999)
     min_learning_rate: float = changed(0.0)
     precision: Literal["auto", "fp32", "bf16", "fp16"] = changed(
-        "auto", help="auto (bf16 on a GPU, otherwise fp32), fp32, bf16 or fp16; weights and losses stay fp32"
+        "auto", help="number format of the computation: auto (bf16 on a GPU, otherwise fp32), fp32, bf16 or fp16"
     )
     seed: int = changed(0, help="seed of the examples' order and of all other random numbers")
 
     @property
     def changes_base(self) -> bool:
-        """Whether LoRA also changes weights of the initial model."""
+        """Whether LoRA changes weights of the initial model, besides adding its own matrices."""
         return bool(self.lora.keys() & {"bias", "init_lora_weights"})
 
     def check(self) -> None:
-        """Raise UserError for contradictory values, except values that depend on the number of steps."""
+        """Raise UserError for contradictory values. With ``steps`` 0, skip the checks that need the number of steps."""
         if self.steps:
             super().check()
             self.as_run()
@@ -228,7 +230,7 @@ class TuningSettings(
             self.refuse_unused(*lora, here="without LoRA", allowed="with --lora-rank")
 
     def as_run(self) -> PretrainSettings:
-        """Return the settings that this job shares with pretraining, as PretrainSettings."""
+        """Return PretrainSettings with this job's values."""
         other = ("from_model", "packing")  # which are about other things there
         shared = {name: value for name, value in self.shared_with(PretrainSettings).items() if name not in other}
         shared["sequence_length"] = self.sequence_length or PretrainSettings.sequence_length
@@ -246,7 +248,7 @@ class SftSettings(TuningSettings):
 
     preset: str | None = setting(
         None,
-        f"start from a published recipe's settings, which your flags override: {', '.join(PRESETS)}",
+        f"settings of a published recipe ({', '.join(PRESETS)}); your flags override the recipe's settings",
         decides=False,
     )
     epochs: float = changed(3.0)
@@ -274,12 +276,12 @@ class SftSettings(TuningSettings):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object]) -> Self:
-        """Read settings by name. The given settings take precedence over the preset."""
+        """Build the settings from a mapping. The mapping's values override the preset's values."""
         return super().from_dict(with_preset(data))
 
 
 def with_preset(given: Mapping[str, object]) -> Json:
-    """Merge your settings into the preset's settings. Raises UserError for an unknown preset."""
+    """Add the preset's values for all settings that are not given. Raises UserError for an unknown preset."""
     name = given.get("preset")
     if name is None:
         return dict(given)
@@ -291,7 +293,7 @@ def with_preset(given: Mapping[str, object]) -> Json:
 
 
 class RewardSettings(TuningSettings):
-    """The settings of a reward model's training."""
+    """The settings for training a reward model."""
 
     command_name = "reward"
     outside = _outside("reward")
@@ -317,7 +319,7 @@ class DpoSettings(TuningSettings):
 
 
 class RlhfSettings(TuningSettings):
-    """The settings of a policy's training."""
+    """The settings for training a policy by reinforcement learning."""
 
     command_name = "rlhf"
     outside = _outside("rloo", "grpo")
@@ -337,7 +339,7 @@ class RlhfSettings(TuningSettings):
     reward_function: str | None = setting(
         None,
         "comma-separated reward functions, each as FILE.py:NAME; a function takes (prompt, answer, row) and returns a "
-        "number, or has the form that TRL expects; Lamina executes the files",
+        "number, or has the signature of a TRL reward function; Lamina executes the files",
         place,
     )
     reward_weights: str | None = setting(
@@ -351,7 +353,9 @@ class RlhfSettings(TuningSettings):
         "time limit of a reward function per answer, in seconds; after the limit, the reward is 0 (0: no limit)",
         not_below(0.0),
     )
-    algorithm: Literal["remax", "rloo", "grpo"] = setting("remax", "remax, rloo or grpo")
+    algorithm: Literal["remax", "rloo", "grpo"] = setting(
+        "remax", "reinforcement learning algorithm: remax, rloo or grpo"
+    )
     kl_per: Literal["step", "sequence"] = setting(
         "step",
         "with remax, apply the KL penalty per token (step, as in Adam-mini's code) or per answer (sequence, as in "
@@ -375,14 +379,14 @@ class RlhfSettings(TuningSettings):
         count = len(self.reward_models()) + len(self.reward_functions())
         if self.reward_weights is not None and len(self.weights_of_rewards()) != count:
             raise UserError(
-                f"reward_weights: {self.reward_weights!r} does not fit. Give a number for each reward, {count} here."
+                f"reward_weights: {self.reward_weights!r} does not fit. Give one number per reward (rewards: {count})."
             )
         if not self.reward_functions():
             self.refuse_unused("reward_timeout", allowed="with --reward-function")
         if self.epsilon > 1e-5:
             raise UserError(
-                f"epsilon: {self.epsilon:g} is too large for Adam's epsilon. Give at most 1e-05. To set the clip, "
-                "use trl.epsilon."
+                f"epsilon: {self.epsilon:g} is too large for Adam's epsilon. Give at most 1e-05. To set "
+                "the clipping range of the policy ratio, use trl.epsilon."
             )
         if self.algorithm == "remax" and self.num_generations != 2:
             raise UserError(
@@ -396,11 +400,10 @@ class RlhfSettings(TuningSettings):
         return entries(self.reward_model)
 
     def reward_functions(self) -> list[str]:
-        """Return the reward functions, each as FILE.py:NAME."""
         return entries(self.reward_function)
 
     def weights_of_rewards(self) -> list[float]:
-        """Return the rewards' weights: first for the reward models, then for the functions."""
+        """Return the weight of each reward model, then of each reward function."""
         if self.reward_weights is None:
             return [1.0] * (len(self.reward_models()) + len(self.reward_functions()))
         return [float(part) for part in entries(self.reward_weights)]

@@ -29,10 +29,10 @@ logger = logging.getLogger(__name__)
 
 
 class SftTrainer(TunedTrainer, SFTTrainer):
-    """TRL's SFTTrainer, with a held-out loss that averages over all held-out tokens."""
+    """TRL's SFTTrainer, with a held-out loss that is the mean over all held-out tokens."""
 
     def held_out(self) -> dict[str, float]:
-        """Return the mean loss in nats per predicted token, and the share of correct predictions."""
+        """Return the mean loss in nats per predicted token, and the share of correctly predicted tokens."""
         data: Passed = self.eval_dataset
         model = self.bare_model()
 
@@ -50,7 +50,7 @@ class SftTrainer(TunedTrainer, SFTTrainer):
 
 
 class SupervisedFineTuning(TuningStage[SftSettings]):
-    """Fine-tune a model: minimize the mean negative log-likelihood of the completions' tokens, or of all tokens."""
+    """Minimize the mean negative log-likelihood of the completions' tokens, or of all tokens."""
 
     kind = Kind.SFT
     record = SftSettings
@@ -60,7 +60,7 @@ class SupervisedFineTuning(TuningStage[SftSettings]):
 
     def check(self, job: Job[SftSettings], processes: Processes) -> None:
         if job.settings.packing and "padding_free" in job.settings.trl:
-            raise UserError("trl.padding_free: --packing sets it. Leave out the setting.")
+            raise UserError("trl.padding_free: --packing sets this argument. Leave out trl.padding_free.")
         if (text := job.settings.trl.get("dataset_text_field")) is not None:
             self.forms = (*SFT_FORMS[:-1], (str(text),))
         super().check(job, processes)
@@ -114,4 +114,4 @@ class SupervisedFineTuning(TuningStage[SftSettings]):
 
 
 sft = partial(tune, SupervisedFineTuning)
-"""Fine-tune a model on examples; see ``lamina.lab.posttraining.tuning.tune``."""
+"""Fine-tune a model on examples. ``lamina.lab.posttraining.tuning.tune`` lists the arguments."""

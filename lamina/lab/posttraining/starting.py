@@ -1,4 +1,4 @@
-"""Load the starting model and tokenizer of a job after pretraining."""
+"""Load the model and the tokenizer from which a training job after pretraining starts."""
 
 from __future__ import annotations
 
@@ -55,14 +55,13 @@ _PLACED = (LaminaConfig.model_type, *conversions(), "gemma3")  # Lamina's own, a
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """The model from which a job starts.
+    """The model from which a training job starts.
 
     Attributes:
         tokenizer: the model's tokenizer, with an end-of-text and a padding token.
         plan: the placement of the model's norms, or None for a model that keeps its transformers class.
-        config: the model's configuration.
         longest: the maximum sequence length in tokens.
-        dtype: the dtype of weights that are not quantized.
+        dtype: the dtype of the weights that are not quantized.
         attention: the attention kernel. "auto" means the model's default.
     """
 
@@ -75,7 +74,7 @@ class Start:
     attention: str = "auto"
 
     def policy(self, ends: Sequence[int] = ()) -> PreTrainedModel:
-        """Load the policy. The ids ``ends`` end an answer, as the model's and the tokenizer's end tokens do."""
+        """Load the language model. Generated text ends at ``ends`` and at the end tokens of model and tokenizer."""
         if self.plan is not None:
             model = source.load(self.path, self.config, "causal_lm", self.dtype)
         else:
@@ -91,7 +90,7 @@ class Start:
         return self._attending(model)
 
     def scorer(self) -> PreTrainedModel:
-        """Load the model with a new score head in place of its output head. The score is computed at the last token."""
+        """Load the model with a new score head in place of its output head. The head scores a text's last token."""
         if self.plan is None:
             config = copy.deepcopy(self.config)
             config.num_labels, config.pad_token_id = 1, self.tokenizer.pad_token_id
@@ -122,7 +121,7 @@ class Start:
         return model.train()
 
     def _attending(self, model: PreTrainedModel) -> PreTrainedModel:
-        """Set the attention kernel. Raises UserError if transformers or this machine lacks the attention kernel."""
+        """Set the attention kernel. Raises UserError for a kernel that transformers or this machine lacks."""
         if self.attention != "auto":
             try:
                 with quiet():
@@ -135,7 +134,7 @@ class Start:
 
 
 def find_start(settings: TuningSettings, head: str = "causal_lm") -> Start:
-    """Inspect the starting model. Raises UserError if the model's files or tokenizer are unusable."""
+    """Read the starting model's configuration and tokenizer. Raises UserError if the model is unusable for the job."""
     path = str(settings.from_model)
     refuse_as_output(str(settings.output), path)
     folder = model_folder(path)
@@ -176,7 +175,7 @@ def find_start(settings: TuningSettings, head: str = "causal_lm") -> Start:
 
 
 def _check_writes(config: PreTrainedConfig, plan: Plan | None, path: str, head: str) -> None:
-    """Raise UserError if the model cannot generate text, is quantized, or has no class with the needed head."""
+    """Raise UserError if the model cannot generate text, is quantized, or lacks the head that the job needs."""
     if plan is None:  # of BERT and the like transformers has a model with a readout, too, which sees what comes next
         causal = getattr(config, "is_decoder", True) or any("CausalLM" in name for name in config.architectures or ())
         writes = causal and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
@@ -194,10 +193,10 @@ def _check_writes(config: PreTrainedConfig, plan: Plan | None, path: str, head: 
 
 
 def quantize(model: PreTrainedModel, settings: TuningSettings, dtype: torch.dtype) -> None:
-    """Quantize all linear layers except the output head with bitsandbytes, if the settings ask for it.
+    """Quantize the linear layers with bitsandbytes if ``weights`` is nf4 or int8. The output head stays unquantized.
 
-    nf4 is QLoRA's NormalFloat with quantized scales (Dettmers et al. 2023). int8 is LLM.int8(). nf4 layers
-    multiply matrices in the given dtype.
+    nf4 is QLoRA's NormalFloat with quantized scales (Dettmers et al. 2023), and computes in ``dtype``. int8 is
+    LLM.int8().
     """
     if not settings.quantized:
         return
@@ -246,10 +245,7 @@ def lora_of(settings: TuningSettings) -> LoraConfig:
 
 
 def add_lora(model: PreTrainedModel, settings: TuningSettings) -> PeftModel | None:
-    """Add LoRA matrices and freeze the model's weights. Returns None if LoRA is off.
-
-    A reward model's new score head stays trainable.
-    """
+    """Add LoRA matrices and freeze the model's weights, except a new score head. Returns None if LoRA is off."""
     if settings.lora_rank == 0:
         return None
     from peft import PeftModel
@@ -279,13 +275,12 @@ def add_lora(model: PreTrainedModel, settings: TuningSettings) -> PeftModel | No
 
 
 def set_trained(model: PreTrainedModel, trained: Mapping[str, torch.Tensor]) -> None:
-    """Copy trained weights into a model, by name."""
     for name, parameter in trained_of(model).items():
         set_whole(parameter, trained[name])
 
 
 def numel(parameter: torch.Tensor) -> int:
-    """Return a parameter's number of values. Bitsandbytes stores two 4-bit values per byte."""
+    """Return the number of values in a parameter. Bitsandbytes stores two 4-bit values in one byte."""
     state = getattr(parameter, "quant_state", None)
     return parameter.numel() if state is None else math.prod(state.shape)
 

@@ -1,7 +1,4 @@
-"""Add Lamina's checkpoints, data order, divergence guard and layer monitor to TRL's trainers.
-
-Lamina also turns TRL's telemetry off.
-"""
+"""Add Lamina's checkpoints, data order, divergence guard and layer monitor to TRL's trainers."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ _REFUSED = {
     r"dataset_kwargs|shuffle_dataset|eval_packing": "Lamina orders the rows, so that a run resumes exactly",
     r"sync_ref_model|ref_model_\w+": "Lamina's records and checkpoints need a reference model that does not change",
     r"num_generations_eval": "an evaluation samples one answer per held-out prompt",
-    r"generation_batch_size": "set by trl.steps_per_generation",
+    r"generation_batch_size": "trl.steps_per_generation determines the batch size",
     r"log_\w+": "Lamina already writes held_out.jsonl and metrics.jsonl",
 }
 Passed: TypeAlias = Any
@@ -42,15 +39,12 @@ Passed: TypeAlias = Any
 
 
 def check_trl(options: Json, kind: type[C], offered: Collection[str]) -> C:
-    """Build the configuration of TRL's trainer.
+    """Build the configuration of TRL's trainer. Raises UserError for an argument that TRL or Lamina rejects.
 
     Args:
-        options: TRL arguments from the user.
+        options: the arguments for TRL that the user gives.
         kind: the class of TRL's configuration.
         offered: the names of the job's settings.
-
-    Raises:
-        UserError: TRL has no such argument, or Lamina sets the argument.
     """
     offered = set(offered)
     trainer_fields = {entry.name for entry in fields(TrainingArguments)}
@@ -77,7 +71,7 @@ def check_trl(options: Json, kind: type[C], offered: Collection[str]) -> C:
 
 
 class NoReference(nn.Module):
-    """A placeholder for TRL's reference model. Lamina instead computes the reference with LoRA turned off."""
+    """A placeholder for TRL's reference model. With LoRA, the reference is the policy without its LoRA matrices."""
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__()
@@ -85,11 +79,11 @@ class NoReference(nn.Module):
 
 
 class TunedTrainer(RunTrainer):
-    """Add Lamina's parts to a TRL trainer.
+    """Add Lamina's checkpoints, data order, divergence guard and layer monitor to a TRL trainer.
 
     Args:
-        schedule: a function that maps the number of finished steps to the fraction of the peak learning rate. None
-            means the schedule in the trainer's arguments.
+        schedule: a function from the number of finished steps to a fraction of the peak learning rate, or None to use
+            the schedule in the trainer's arguments.
 
     Attributes:
         tokens_before: the number of training tokens before the run resumed.
@@ -108,7 +102,7 @@ class TunedTrainer(RunTrainer):
         self.keep_sharded()
 
     def _send_telemetry(self) -> None:
-        """Send nothing."""
+        """Turn off TRL's telemetry."""
 
     def create_model_card(self, *args: object, **kwargs: object) -> None:
         """Do nothing, because Lamina's checkpoints have no model card."""
@@ -122,7 +116,6 @@ class TunedTrainer(RunTrainer):
 
     @contextmanager
     def _arguments_told(self) -> Iterator[None]:
-        """Convert a ValueError about TRL's arguments to a UserError."""
         try:
             yield
         except ValueError as error:
@@ -159,17 +152,17 @@ class TunedTrainer(RunTrainer):
 
     @abstractmethod
     def held_out(self) -> dict[str, float]:
-        """Return the metrics of the held-out examples. Their names begin with "eval_"."""
+        """Return the metrics on the held-out examples. The names of the metrics begin with "eval_"."""
 
     def held_out_batches(
         self, measure: Callable[[list[int]], T], count: int | None = None, size: int | None = None
     ) -> list[T]:
-        """Measure this process's share of the items in batches. Returns the results of the batches.
+        """Measure the items of this process in batches. Returns the result of each batch.
 
         Args:
-            measure: a function that takes the indices of a batch's items.
+            measure: a function from the indices of a batch's items to a result.
             count: the number of items over all processes (default: the number of held-out examples).
-            size: the batch size (default: the evaluation's batch size).
+            size: the batch size (default: the batch size of evaluations).
         """
         data: Passed = self.eval_dataset
         number, processes = len(data) if count is None else count, self.processes
@@ -182,7 +175,7 @@ class TunedTrainer(RunTrainer):
         return measured[: math.ceil(len(mine) / size)]
 
     def without_adapters(self, **inputs: Passed) -> Passed:
-        """Run the model with its LoRA matrices turned off, as before training."""
+        """Call the model with its LoRA matrices turned off, which gives the initial model's outputs."""
         tuner = self.tuner
         assert tuner is not None
         tuner.disable_adapter_layers()
@@ -193,7 +186,7 @@ class TunedTrainer(RunTrainer):
             tuner.enable_adapter_layers()
 
     def in_precision(self, **inputs: Passed) -> Passed:
-        """Run the model in the run's mixed precision, even before accelerate wraps the model."""
+        """Call the model in the run's mixed precision, even before accelerate wraps the model."""
         with self.accelerator.autocast():
             outputs = self.bare_model()(**inputs)
         return convert_to_fp32(outputs) if self.accelerator.native_amp else outputs

@@ -1,4 +1,4 @@
-"""Run the jobs after pretraining: load the model and the data, add LoRA, train, and keep the best weights."""
+"""Run a training job after pretraining: load the model and the data, add LoRA, train, and keep the best weights."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def tune(
     overwrite: bool = False,
     bar: bool = True,
 ) -> Json:
-    """Run a job after pretraining, as ``lamina.training.run.train`` describes."""
+    """Run a training job after pretraining, with the arguments and errors of ``lamina.training.run.train``."""
     with warnings.catch_warnings():
         # TRL reads the name that transformers had for it before 5.23
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
@@ -118,7 +118,7 @@ class TuningRecorder(RunRecorder):
         return self.trainer.tokens_seen
 
     def measured(self, logs: Json) -> Json:
-        """Return the trainer's metrics. In the metrics' names, "_" replaces "/"."""
+        """Return the trainer's metrics, with "_" in place of "/" in the names."""
         return _numbers(logs)
 
     def evaluated(self, metrics: Json, loss: float) -> Json:
@@ -126,7 +126,6 @@ class TuningRecorder(RunRecorder):
         return dict(self.last_measured)
 
     def state_dict(self) -> Json:
-        """Return the recorder's state, with the last evaluation's metrics."""
         return {**super().state_dict(), "last_measured": dict(self.last_measured)}
 
     def load_state_dict(self, state: RunState) -> None:
@@ -154,8 +153,8 @@ class BestWeights(TrainerCallback):
     """Keep the trained weights of the best evaluation: the lowest held-out loss, or the best score on a task.
 
     Args:
-        by: "loss", or a task's name.
-        resumed: the step from which the run resumes. Lamina discards best weights from later steps.
+        by: "loss", or the name of the task.
+        resumed: the step from which the run resumes, or -1. Lamina discards best weights that a later step saved.
     """
 
     trainer: TunedTrainer
@@ -199,26 +198,23 @@ class BestWeights(TrainerCallback):
         write_json(self.folder / BEST_NOTE, {"step": self.step, "loss": self.loss, "metrics": self.metrics})
 
     def restore(self) -> Json:
-        """Load the best weights into the model. Returns their metrics for result.json."""
+        """Load the best weights into the model. Returns the best evaluation's metrics for result.json."""
         if self.step < 0:
             return {}
         set_trained(self.model, load_file(self.folder / BEST_WEIGHTS))
         return {**self.metrics, "best_step": self.step}
 
     def forget(self) -> None:
-        """Delete the best weights, unless a checkpoint remains that may need them."""
+        """Delete the best weights, unless a checkpoint remains from which the run can resume."""
         if not Checkpoints(self.folder / "checkpoints").paths():
             for name in (BEST_NOTE, BEST_WEIGHTS):
                 (self.folder / name).unlink(missing_ok=True)
 
 
 class Watched:
-    """Measure whether training makes a model worse on other text and tasks.
+    """Measure the loss on another text and the scores on tasks at every evaluation. A worse value shows forgetting.
 
-    Lamina measures the loss on this text and the tasks' scores at every evaluation.
-
-    Raises:
-        UserError: Lamina cannot read the text or a task.
+    Raises UserError if Lamina cannot read the text or a task.
     """
 
     def __init__(self, settings: TuningSettings, start: Start, processes: Processes):
@@ -238,7 +234,7 @@ class Watched:
             raise unknown("best_by", best_by, measures)
 
     def measure(self, trainer: TunedTrainer) -> LastEvaluation:
-        """Return the loss on the text in nats per token, and the tasks' scores. Call this method in all processes."""
+        """Return the loss on the text in nats per token, and the tasks' scores. All processes must call this method."""
         second, scores = None, None
         if self.blocks is not None:
             chosen, blocks = spread(len(self.blocks), self.run.eval_blocks), self.blocks
@@ -256,20 +252,17 @@ class Watched:
 
 
 class TuningStage(TrainingStage[S]):
-    """A job after pretraining that trains with a TRL trainer.
+    """A job that trains a pretrained model with a TRL trainer.
 
     Attributes:
-        made_by: the trainer's class.
+        made_by: the class of the trainer.
         configured_by: the class of the trainer's arguments.
-        head: the name of the trained model's head.
-        guarded: whether the loss is in nats. Otherwise, Lamina only checks that the loss is finite.
-        measure: the metric that decides the run's status.
-        forms: the columns of each format of TRL that the job accepts.
-        columns: the columns of the prepared data: token ids, and other inputs of the loss.
+        guarded: whether to stop the run if the loss rises by ``divergence_margin``. Otherwise, the loss only has to be
+            finite.
+        measure: the metric that must be finite at the end. Otherwise, the run's status is diverged.
+        forms: the columns of each TRL format that the job accepts.
+        columns: the columns of the tokenized data: token ids, and other inputs of the loss.
         ordered: a function that returns the training order.
-        train: the prepared training examples.
-        held_out: the prepared held-out examples.
-        config: TRL's configuration.
         templated: whether a chat template turns the examples into text.
         inputs: token ids for the layer monitor, [sequences, tokens].
         notes: counts for result.json.
@@ -301,30 +294,29 @@ class TuningStage(TrainingStage[S]):
 
     @abstractmethod
     def by_trl(self, rows: Dataset, form: Sequence[str]) -> Dataset:
-        """Prepare rows with TRL's code, without shortening them to the maximum sequence length."""
+        """Tokenize rows with TRL's code, without cutting them to the maximum sequence length."""
 
     @abstractmethod
     def wrong(self, row: Fields) -> str:
-        """Return why a prepared row is unusable, or "" for a usable row."""
+        """Return why a tokenized row is unusable, or "" for a usable row."""
 
     def token_ids(self, row: Fields) -> list[int]:
-        """Return a prepared row's token ids for the layer monitor."""
+        """Return a tokenized row's token ids for the layer monitor."""
         return row[self.columns[0]]
 
     def dataset(self, rows: Dataset, *, train: bool) -> Dataset:
-        """Convert prepared rows to the format of TRL's trainer."""
+        """Convert tokenized rows to the format of TRL's trainer."""
         return rows
 
     def conform(self, rows: Dataset, *, turns: bool) -> tuple[Dataset, tuple[str, ...]]:
-        """Convert rows to one of TRL's formats. Returns the rows and the names of their columns."""
         return conform(rows, self.forms, turns=turns)
 
     def counts(self, *parts: Dataset | None) -> Json:
-        """Return additional counts for result.json, taken before Lamina shortens the prepared rows."""
+        """Return further counts for result.json. Lamina has not yet cut the rows to the maximum length."""
         return {}
 
     def rewards(self) -> str:
-        """Check and hash the job's other inputs, such as a reward model, before Lamina reads the data."""
+        """Load the reward models and functions of the job. Returns a hash of all their files, or ""."""
         return ""
 
     def given(self, settings: S | Mapping[str, Any]) -> Mapping[str, Any]:
@@ -366,10 +358,7 @@ class TuningStage(TrainingStage[S]):
             self.ordered = partial(TrainOrder, lengths=[sum(map(len, row)) for row in zip(*columns, strict=True)])
 
     def read_examples(self) -> None:
-        """Find the starting model, then read and encode the data.
-
-        Raises UserError if Lamina cannot read the model or the data.
-        """
+        """Find the starting model, then read and tokenize the data. Raises UserError for an unusable model or data."""
         settings = self.settings
         self.start = find_start(settings, self.head)
         rewards = self.rewards()
@@ -389,7 +378,7 @@ class TuningStage(TrainingStage[S]):
         self.identity = TuningIdentity(self, data, content_hash(self.start.path), rewards)
 
     def _prepared(self, name: str, source: str) -> tuple[Dataset, int]:
-        """Load and prepare a source's rows. Returns the rows and the number of rows that Lamina skipped."""
+        """Load and tokenize a source's rows. Returns the tokenized rows and the number of skipped rows."""
         settings, where = self.settings, f"{name}: {source!r}"
         loaded, turns = load(name, source), settings.template not in ("auto", "none")
         try:
@@ -405,9 +394,7 @@ class TuningStage(TrainingStage[S]):
         return encoded.select_columns([name for name in self.columns if name in encoded.column_names]), skipped
 
     def _choose_template(self, where: str, rows: Dataset) -> None:
-        """Choose the chat template for the tokenizer. With "auto", the choice depends on the first data with chat
-        turns.
-        """
+        """Set the tokenizer's chat template. With "auto", held-out data get the template of the training data."""
         default = "alpaca" if "instruction" in rows.column_names else "chat"
         default = default if self.settings.command_name == "sft" else None
         template = read_template(self.settings.template, self.start.tokenizer, default=default)
@@ -418,7 +405,7 @@ class TuningStage(TrainingStage[S]):
         self.start.tokenizer.chat_template, self.templated = template, True
 
     def reference(self) -> PreTrainedModel | NoReference:
-        """Load the reference model for the KL penalty. With LoRA, return a placeholder instead."""
+        """Load the initial model as the reference model. If LoRA leaves the weights unchanged, return a placeholder."""
         if self.tuner is not None and not self.settings.changes_base:
             return NoReference(self.start.config)
         return self.shared(self.start.policy().eval().requires_grad_(False))
@@ -478,7 +465,7 @@ class TuningStage(TrainingStage[S]):
         return {}
 
     def options(self, arguments: TrainingArguments) -> Json:
-        """Return arguments that only this job's trainer has."""
+        """Return further arguments for the trainer's constructor."""
         return {}
 
     def trainer(self, run: TrainingRun) -> TunedTrainer:
@@ -570,11 +557,7 @@ _COUNTS = ("examples", "held_out", "skipped")
 
 
 def split(encoded_rows: Dataset, settings: TuningSettings, held_out: Dataset | None) -> tuple[Dataset, Dataset]:
-    """Split the rows into training rows and held-out rows.
-
-    The split is the same for all seeds. If the held-out fraction has more rows than ``eval_examples``, Lamina trains on
-    the surplus.
-    """
+    """Split the rows into training rows and at most ``eval_examples`` held-out rows, in the same way for all seeds."""
     if held_out is not None:
         return encoded_rows, held_out.select(_thinned(range(len(held_out)), settings))
     count = max(1, round(settings.eval_fraction * len(encoded_rows)))
@@ -591,7 +574,6 @@ def _thinned(items: Sequence[int], settings: TuningSettings) -> list[int]:
 
 
 def fingerprint(*parts: Dataset) -> str:
-    """Return a hash of encoded rows."""
     digest = hashlib.sha256()
     for columns in chain.from_iterable(cast("Iterator[Json]", part.iter(BATCH)) for part in parts):
         for values in zip(*columns.values(), strict=True):
@@ -601,7 +583,7 @@ def fingerprint(*parts: Dataset) -> str:
 
 
 def monitored(sequences: Iterable[Sequence[int]]) -> torch.Tensor:
-    """Choose the four longest sequences for the layer monitor. Returns them at equal length: [sequences, tokens]."""
+    """Cut the four longest sequences to equal length for the layer monitor. Returns [sequences, tokens]."""
     longest = heapq.nlargest(4, sequences, key=len)
     length = min(map(len, longest))
     return torch.tensor([list(ids[:length]) for ids in longest])
@@ -609,14 +591,7 @@ def monitored(sequences: Iterable[Sequence[int]]) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class TuningIdentity:
-    """The hashes with which a resumed run recognizes its data and model.
-
-    Attributes:
-        stage: the job, which has the run's settings.
-        data: a hash of the encoded examples.
-        model: a hash of the starting model.
-        rewards: a hash of the reward models and functions, or "".
-    """
+    """Hashes that show whether the data, the model or the rewards have changed since the run began."""
 
     stage: TuningStage[Any]
     data: str
@@ -624,7 +599,7 @@ class TuningIdentity:
     rewards: str = ""
 
     def state_dict(self) -> Json:
-        """Return the settings and the hashes, under the names that a pretraining run's checkpoint uses."""
+        """Return the settings and the hashes, under the same names as in a pretraining run's checkpoint."""
         return {"settings": self.stage.settings.to_dict(), **self.text}
 
     def load_state_dict(self, state: RunState) -> None:
@@ -647,5 +622,5 @@ class TuningIdentity:
                     name = setting = "eval_corpus"
                 raise UserError(
                     f"{name}: {settings.get(setting)!r} has changed since the run in {str(folder)!r} began. To "
-                    f"resume, restore the original {name}. To start again, give another --output, or --overwrite."
+                    f"resume, restore the original content. To start again, give another --output, or --overwrite."
                 )

@@ -24,7 +24,7 @@ def tuning(
     *inputs: str,
     files: tuple[str, ...] = (),
 ) -> JobRow:
-    """Build the catalog entry of a job after pretraining."""
+    """Build the catalog entry of a training job after pretraining."""
     return JobRow(
         name=name,
         kind=name,

@@ -390,7 +390,7 @@ def test_a_reward_function_that_takes_too_long_gives_nothing(policy, tmp_path, c
     assert result["status"] == "finished"
     rewards = {json.loads(line)["reward"] for line in (folder / "held_out.jsonl").read_text().splitlines()}
     assert rewards == {0.0, 1.0}
-    assert "answers took more than 0.05 s and got the reward 0" in caplog.text
+    assert "answers took more than 0.05 s, so these answers got the reward 0" in caplog.text
 
 
 def test_the_alarm_that_another_library_has_set_stands_again():
