@@ -26,7 +26,7 @@ from lamina.modeling.wiring_lamina import NORMS, Block, LaminaNorm, NormStyle, R
 from lamina.placements import Layer, Plan, resolve
 from lamina.placements.plan import OWN_KINDS
 
-_CGROUP = Path("/sys/fs/cgroup")  # a container's own limit
+_CGROUP = Path("/sys/fs/cgroup")  # the memory limit of a container
 
 
 def build(
@@ -45,7 +45,7 @@ def build(
     adapter: Mapping[str, object] | None = None,
     **placement_options: object,
 ) -> PreTrainedModel:
-    """Build a model from a backbone's attention and feed-forward modules, with norms where the placement puts them.
+    """Build a model from a backbone's attention and feed-forward modules, with norms at the placement's positions.
 
     Args:
         backbone: a preset's name (``lamina.modeling.backbones.names()``), a transformers configuration or its folder,
@@ -94,7 +94,7 @@ def build(
 def _checked_head(config: PreTrainedConfig, head: str | None, adapter: Mapping[str, object] | None) -> str:
     """Set the user's adapter in the configuration, and return the head (default: the backbone's first head).
 
-    Raises UserError for an invalid adapter or head, and for a model that exceeds the memory.
+    Raises UserError for an invalid adapter or head, and for a model that needs more than the available memory.
     """
     if adapter is not None:
         config.lamina_adapter = adapter
@@ -125,7 +125,7 @@ def _wired(config: PreTrainedConfig, plan: Plan, head: str, num_labels: int | No
         labels = {"num_labels": whole_number("num_labels", num_labels)}
     try:
         outer = LaminaConfig(backbone_config=config, plan=plan.to_dict(), **labels)
-        outer._attn_implementation = config._attn_implementation  # the outer one decides for both
+        outer._attn_implementation = config._attn_implementation  # the outer configuration decides for both
         return HEADS[head].model(outer)
     except ValueError as error:
         raise UserError(str(error)) from error
@@ -138,7 +138,7 @@ def _wired(config: PreTrainedConfig, plan: Plan, head: str, num_labels: int | No
 
 @torch.no_grad()
 def _check_runs(model: PreTrainedModel) -> None:
-    """Raise UserError if a built model does not run, or if the key-value cache changes its logits."""
+    """Raise UserError if a built model does not run, or if the key-value cache changes the logits."""
     if model.main_input_name != "input_ids" or any(p.is_meta for p in model.parameters()):
         return
     text_config = backbone_of(model.config)
@@ -166,12 +166,12 @@ def _check_runs(model: PreTrainedModel) -> None:
 
 
 def recommended(plan: Plan) -> str:
-    """Return the placement's initializer, or "normal" if it has none."""
+    """Return the placement's initializer, or "normal" if the placement has none."""
     return plan.initialization or "normal"
 
 
 def make_plan(placement: str | Plan, num_layers: int, **options: object) -> Plan:
-    """Return the layers of a placement. Return a Plan unchanged.
+    """Return a placement's Plan for ``num_layers`` layers. Return a Plan unchanged.
 
     Raises UserError for options with a Plan, or for a Plan with another number of layers.
     """
@@ -193,8 +193,8 @@ def wire(attention: nn.Module, feed_forward: nn.Module, layer_plan: Layer, hidde
     """Combine plain attention and feed-forward modules into a block with the norms of a placement.
 
     Args:
-        attention: a module whose input is [batch, tokens, hidden_size] and the keyword arguments of the Block's call.
-            The output is a tensor of the same shape, or a tuple that starts with this tensor.
+        attention: a module that takes [batch, tokens, hidden_size] and the keyword arguments of the Block's call. The
+            output is a tensor of the same shape, or a tuple that starts with such a tensor.
         feed_forward: a module that takes and returns [batch, tokens, hidden_size].
         layer_plan: an entry of ``Plan.layers``.
         hidden_size: the width of the residual stream.
@@ -235,7 +235,7 @@ def norm(kind: str) -> Callable[[N], N]:
     Raises UserError for an invalid name, or for a name that another module has registered.
     """
     if not str(kind).isidentifier():
-        raise UserError(f"norm: {kind!r} is not a name. Give a text that is a valid identifier.")
+        raise UserError(f"norm: {kind!r} is not a name. Give a valid Python identifier.")
 
     def register(cls: N) -> N:
         holder = LaminaNorm if kind == "backbone" else NORMS.get(kind)
@@ -264,7 +264,7 @@ def available_memory(device: str = "cpu") -> int:
 
 
 def refuse_beyond_memory(fields: str, what: str, needed: float, device: str = "cpu") -> None:
-    """Raise UserError if fewer than ``needed`` bytes are free. ``fields`` begins the message."""
+    """Raise UserError if fewer than ``needed`` bytes are free. The error message begins with ``fields``."""
     if needed <= (free := available_memory(device)):
         return
     owner = "the GPU" if device == "cuda" else "this machine"

@@ -1,4 +1,4 @@
-"""Load checkpoints of Lamina or transformers. From a pickled file, Lamina reads only tensors."""
+"""Load models from checkpoints of Lamina or transformers. From a pickled file, Lamina reads only tensors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Loaded:
 
 
 def checked_device(name: str | None) -> str:
-    """Return a device's name, or the fastest device for None. Raises UserError if this machine lacks the device."""
+    """Return a device's name, or the fastest device for None. Raises UserError if PyTorch can't use the device."""
     if name is None:
         if torch.cuda.is_available():
             return "cuda"
@@ -57,14 +57,13 @@ def load(path: str | Path, *, dtype: str = "float32", device: str = "cpu") -> Lo
     ``path`` is a saved model's folder, a run's folder, a .gguf file, or a name on the hub. The weights may be in
     safetensors, GGUF or .bin files. From a .bin file, torch reads only tensors (``weights_only``).
 
-    Raises UserError if the path holds no checkpoint, if the checkpoint needs custom code, or if a weight is NaN or
-    infinite.
+    Raises UserError if ``path`` has no checkpoint, or if the checkpoint needs custom code or has non-finite weights.
     """
     source, run, more = _located(path)
     with local_when_unreachable():
         config = read_config(source, "checkpoint", **more)
         one_of("dtype", dtype, DTYPES)
-        # Old checkpoints have .bin files alone; torch reads them as tensors only.
+        # Old checkpoints have only .bin files. torch reads only tensors from these files.
         options: Json = {"dtype": getattr(torch, dtype, dtype), "pickles": True, "optional": _is_of_a_head, **more}
         loaded = load_weights(source, config, _class(config), "checkpoint", **options)
         tokenizer = _tokenizer(source, more)
@@ -85,7 +84,7 @@ def config_of(path: str | Path) -> PreTrainedConfig:
 def tokenizer_of(path: str | Path) -> PreTrainedTokenizerBase | None:
     """Load a checkpoint's tokenizer without the weights (see ``load``). Return None if there is no tokenizer.
 
-    Raises UserError if the folder has no weights, or if a file of weights is shorter than its header states.
+    Raises UserError if the folder has no weights, or if a weight file is incomplete.
     """
     source, _, more = _located(path)
     if Path(source).is_dir() and not more:
@@ -95,7 +94,7 @@ def tokenizer_of(path: str | Path) -> PreTrainedTokenizerBase | None:
 
 
 def _located(path: str | Path) -> tuple[str, Path | None, Json]:
-    """Return the path for transformers, the run's folder or None, and further arguments for transformers."""
+    """Return the path to load, the run's folder or None, and more arguments for ``from_pretrained``."""
     name, run = str(path), None
     folder = Path(path).expanduser()
     refuse_special("checkpoint", folder)
@@ -130,7 +129,7 @@ def _is_of_a_head(model: PreTrainedModel, key: str) -> bool:
 
 
 def _class(config: PreTrainedConfig) -> ModelClass:
-    """Return the model class that saved the checkpoint, or else a class that fits the configuration."""
+    """Return the model class that saved the checkpoint, or another class that fits the configuration."""
     for architecture in config.architectures or ():
         for module in (modeling_lamina, transformers):
             if hasattr(module, architecture):
@@ -139,7 +138,7 @@ def _class(config: PreTrainedConfig) -> ModelClass:
 
 
 def auto_class(config: PreTrainedConfig) -> type[_BaseAutoModelClass]:
-    """Return the Auto class for a configuration, with a head if the model type has one.
+    """Return the Auto class for a configuration, with a head if transformers has one for the model type.
 
     Raises UserError if transformers has no model for the model type.
     """
@@ -155,7 +154,7 @@ def auto_class(config: PreTrainedConfig) -> type[_BaseAutoModelClass]:
 def _tokenizer(source: str, more: Json) -> PreTrainedTokenizerBase | None:
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, **more)
-    except Exception:  # a vision model has none; a text model without one is refused where text is to be read
+    except Exception:  # a vision model has none. For a text model, the code that reads text raises the error
         return None
-    # without files, transformers makes a tokenizer for BERT that has only [UNK] and its like
+    # without files, transformers makes a tokenizer for BERT that has only special tokens such as [UNK]
     return tokenizer if len(tokenizer) > len(tokenizer.all_special_ids) else None

@@ -1,6 +1,6 @@
-"""The configuration of a Lamina model: a transformers backbone, and the norm placement layer by layer.
+"""The configuration of a Lamina model: a transformers backbone, and a norm placement layer by layer.
 
-transformers copies this file beside a checkpoint, so it imports nothing from the package.
+transformers copies this file beside a checkpoint, so this file imports nothing from the package.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 # The entry of config.json that names the code beside a checkpoint; modeling_lamina adds its heads.
 AUTO_MAP = {"AutoConfig": "configuration_lamina.LaminaConfig", "AutoModel": "modeling_lamina.LaminaModel"}
 
-# What readers of a configuration, or of its config.json, look for at the top: fields of the backbone, copied when it is
-# written. Every other field of the backbone can be read and set there, too, but is not copied.
+# Fields of the backbone that other tools expect at the top level of config.json. Lamina writes copies of these fields.
+# In Python, every field of the backbone can be read and set at the top level.
 FLAT = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "max_position_embeddings", "image_size", "patch_size", "num_channels"),
@@ -26,13 +26,13 @@ FLAT = (
 
 _TWO_LABELS = {0: "LABEL_0", 1: "LABEL_1"}  # what transformers gives a configuration without labels
 
-_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")  # of the model, which may have others than its backbone
+_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")  # the model's tokens may differ from the backbone's
 
 
 class LogitsStyle(NamedTuple):
-    """How a backbone changes its logits: by Cohere's factor, Granite's divisor or Gemma 2's soft-cap (None: no change).
+    """How a backbone changes its logits: a factor (Cohere), divisor (Granite) or soft-cap (Gemma 2), or None.
 
-    MiniCPM divides the head's input by ``states``.
+    ``states`` is the divisor of the output head's input (MiniCPM).
     """
 
     factor: float | None
@@ -44,13 +44,12 @@ class LogitsStyle(NamedTuple):
     def of(cls, config: PreTrainedConfig) -> LogitsStyle:
         fields = ("logit_scale", "logits_scaling", "final_logit_softcapping")
         factor, scaling, softcap = (getattr(config, name, None) or None for name in fields)
-        if config.model_type == "hyperclovax":  # the same field, and it multiplies
+        if config.model_type == "hyperclovax":  # here this field is a factor
             return cls(scaling, None, softcap)
         return cls(factor, None, softcap, scaling) if config.model_type == "minicpm3" else cls(factor, scaling, softcap)
 
     @property
     def scale(self) -> float:
-        """Return the total factor on the logits."""
         return float(self.factor or 1.0) / float(self.divisor or 1.0) / float(self.states or 1.0)
 
     def apply(self, head: nn.Module, states: torch.Tensor) -> torch.Tensor:
@@ -68,16 +67,16 @@ class LaminaConfig(PreTrainedConfig):
 
     Fields of the backbone, such as ``config.hidden_size``, are also fields of this configuration. ``backbone_of``
     returns the backbone's configuration. For serving engines, config.json also has copies of the fields in ``FLAT``,
-    and ``logit_scale``, the total factor on the head's output. A copy that differs from the field raises ValueError.
+    and the total factor on the logits (``logit_scale``). A copy with another value raises ValueError.
 
     Args:
         backbone_config: the transformers configuration of the backbone, or its dict (with ``model_type``).
-        plan: the norm placement, as ``lamina.placements.Plan.to_dict`` writes it. Raises ValueError if the
-            placement's number of layers is not ``num_hidden_layers``.
+        plan: the norm placement, as ``lamina.placements.Plan.to_dict`` writes it. Raises ValueError if the placement's
+            number of layers is not ``num_hidden_layers``.
     """
 
     model_type = "lamina"
-    # transformers reads it off the class; newer versions have a property of the name
+    # transformers reads this attribute of the class. Newer versions have a property of the same name
     sub_configs = {"backbone_config": AutoConfig}  # pyright: ignore
     keys_to_ignore_at_inference = ["past_key_values"]
 
@@ -93,7 +92,7 @@ class LaminaConfig(PreTrainedConfig):
             fields = dict(self.backbone_config)
             self.backbone_config = AutoConfig.for_model(fields.pop("model_type"), **fields)
         else:
-            self.backbone_config = copy.deepcopy(self.backbone_config)  # it is changed below
+            self.backbone_config = copy.deepcopy(self.backbone_config)  # the lines below change the copy
         backbone = self.backbone_config
         for name in FLAT:
             if name in kwargs and hasattr(backbone, name) and (value := kwargs.pop(name)) != getattr(backbone, name):
@@ -107,7 +106,7 @@ class LaminaConfig(PreTrainedConfig):
                 f"logit_scale is {value!r}, but backbone_config scales the logits by {scale!r}. Make the two values "
                 "equal."
             )
-        # The last hidden state is to be the stream before the final norm, as it is in every other layer.
+        # The last of the hidden_states is the stream before the final norm, like the others.
         backbone.tie_last_hidden_states = False
         # The head looks at the outer configuration, the backbone at its own: one value for both.
         backbone.tie_word_embeddings = self.tie_word_embeddings or bool(getattr(backbone, "tie_word_embeddings", False))
@@ -130,7 +129,7 @@ class LaminaConfig(PreTrainedConfig):
         return kwargs
 
     def __getattr__(self, name: str) -> Any:
-        """Return the backbone's field, for a field that LaminaConfig does not have."""
+        """Return the value in the backbone's configuration, for a field that LaminaConfig does not have."""
         backbone = self.__dict__.get("backbone_config")
         if not name.startswith("_") and isinstance(backbone, PreTrainedConfig):
             if name == "logit_scale" and (scale := LogitsStyle.of(backbone).scale) != 1.0:
@@ -140,7 +139,7 @@ class LaminaConfig(PreTrainedConfig):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Set a field of LaminaConfig, or of the backbone's configuration if only the backbone has the field."""
+        """Set a field of LaminaConfig. If only the backbone's configuration has the field, set it there."""
         backbone = self.__dict__.get("backbone_config")
         again = name in self.__dict__
         own = name in self.__dict__ or hasattr(type(self), name) or name in _TOKENS or name.startswith("_")
@@ -149,14 +148,14 @@ class LaminaConfig(PreTrainedConfig):
         else:
             super().__setattr__(name, value)
         if again and name == "tie_word_embeddings" and isinstance(backbone, PreTrainedConfig):
-            backbone.tie_word_embeddings = value  # one value for both; the first is a default
+            backbone.tie_word_embeddings = value  # both configurations have the same value
 
     def to_dict(self) -> dict:
-        """Return the configuration for JSON, with copies of the backbone's fields."""
+        """Return all fields for JSON, with copies of the backbone's fields."""
         return {**super().to_dict(), **self._copies()}
 
     def to_diff_dict(self) -> dict:
-        """Return the content of config.json: fields without default values, and copies of the backbone's fields."""
+        """Return the content of config.json: all non-default fields, and copies of the backbone's fields."""
         return {**super().to_diff_dict(), **self._copies()}
 
     def _copies(self) -> dict[str, object]:
@@ -170,7 +169,7 @@ def backbone_of(config: PreTrainedConfig) -> PreTrainedConfig:
     """Return a Lamina model's backbone configuration, or the text part of any other model's configuration."""
     lamina = (
         config.model_type == LaminaConfig.model_type
-    )  # by its name: code beside a checkpoint has a class of its own
+    )  # by name, because code beside a checkpoint defines another class
     inner = config.backbone_config if lamina else config.get_text_config()
     assert isinstance(inner, PreTrainedConfig)
     return inner

@@ -1,7 +1,7 @@
-"""Insert method calls into a module's forward, as source code that ``inspect.getsource`` returns.
+"""Insert method calls into the source code of a module's forward.
 
-Serving engines rewrite a forward from its source, and would lose calls that exist only in bytecode. transformers copies
-this file beside a checkpoint, so it does not import the package.
+Serving engines read and rewrite the source code of a forward. They would lose a call that exists only in bytecode.
+transformers copies this file beside a checkpoint, so this file does not import the package.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class _Calls(ast.NodeTransformer):
 
 
 def with_calls(base: type[nn.Module], before: Mapping[str, str], after: Mapping[str, str]) -> FunctionType:
-    """Return a module's forward that also calls methods of the module, before or after inner modules.
+    """Return a module's forward with additional method calls, before and after the calls of inner modules.
 
-    ``before`` maps an inner module's name to a method for its input. ``after`` maps the name to a method for its
-    output. Raises ValueError if the forward does not call an inner module, or if its source is not available.
+    ``before`` maps an inner module's name to a method for the input, and ``after`` to a method for the output. Raises
+    ValueError if the forward does not call an inner module, or if the forward's source code is not available.
     """
     name = f"{base.__name__}.forward"
     wrappers, forward = list[FunctionType](), base.forward
@@ -81,7 +81,6 @@ def with_calls(base: type[nn.Module], before: Mapping[str, str], after: Mapping[
 
 
 def _tree(forward: object) -> ast.FunctionDef | None:
-    """Return the syntax tree of a method, or None if the source is not available."""
     try:
         source = inspect.getsource(forward)  # type: ignore[arg-type]  # raises TypeError
         tree = ast.parse(f"class _:\n{source}" if source[:1].isspace() else source).body[0]
@@ -92,7 +91,7 @@ def _tree(forward: object) -> ast.FunctionDef | None:
 
 
 def _compiled(tree: ast.FunctionDef, original: FunctionType, name: str) -> FunctionType:
-    """Compile a method's changed syntax tree, and register its source under a unique file name."""
+    """Compile a changed method, and register the source code so that ``inspect.getsource`` finds it."""
     names = original.__code__.co_freevars
     owner = original.__qualname__.rpartition(".")[0].rpartition(".")[2]
     text = textwrap.indent(ast.unparse(ast.fix_missing_locations(tree)), "    ")
@@ -112,7 +111,6 @@ def _compiled(tree: ast.FunctionDef, original: FunctionType, name: str) -> Funct
 def _twin(
     original: FunctionType, code: CodeType, closure: tuple[CellType, ...], wrapped: FunctionType | None = None
 ) -> FunctionType:
-    """Return a copy of a function with other code, another closure and another ``__wrapped__`` function."""
     twin = FunctionType(code, original.__globals__, original.__name__, original.__defaults__, closure)
     functools.update_wrapper(twin, original)
     twin.__kwdefaults__ = original.__kwdefaults__

@@ -19,9 +19,9 @@ from lamina.modeling.backbones.loading import load_tokenizer, load_weights, read
 
 
 class Teller(TextStreamer):
-    """Pass an answer to ``tell`` in parts during its generation.
+    """Pass an answer to ``tell`` piece by piece during the generation.
 
-    A Teller keeps white space, and text that may begin a stop text, until more text follows.
+    A Teller holds back white space, and a possible beginning of a stop text, until more text follows.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], tell: Callable[[str], object]):
@@ -41,14 +41,14 @@ class Teller(TextStreamer):
 
 
 def until(text: str, stops: Sequence[str], begin: int = 0) -> int:
-    """Return the position of the first stop text, or the text's length. The search starts at ``begin``."""
+    """Return the position of the first stop text after ``begin``, or the text's length if the text has no stop text."""
     return min((end for stop in stops if (end := text.find(stop, begin)) >= 0), default=len(text))
 
 
 class Speaker:
-    """A saved model that continues a text, or answers a user in its chat template (see ``lamina.generate``).
+    """A saved model that continues a text, or answers a user with its chat template (see ``lamina.generate``).
 
-    Raises UserError if the folder holds no model that continues texts, or if a text fills the model's context.
+    Raises UserError if the folder has no model that continues texts, or if a text fills the model's context.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Speaker:
                 f"model: {path!r} is a {config.model_type}, which cannot continue a text. Choose a causal language "
                 "model."
             )
-        self.model: Any = load_weights(folder, config, AutoModelForCausalLM, "model", **code)[0]  # it can generate
+        self.model: Any = load_weights(folder, config, AutoModelForCausalLM, "model", **code)[0]  # has generate
         self.tokenizer = load_tokenizer(folder, config, "model", **code)
         longest = getattr(config.get_text_config(), "max_position_embeddings", None)
         self.longest = longest if isinstance(longest, int) else None
@@ -101,7 +101,7 @@ class Speaker:
         self.check_chat()
         try:
             text = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # whatever a template raises
+        except Exception as error:  # a template can raise any error
             raise UserError(
                 f"chat: the model's chat template rejects these messages ({one_line(error)}). Change the messages, "
                 "or leave out --chat."
@@ -115,7 +115,7 @@ class Speaker:
         return text
 
     def _text(self, ids: torch.Tensor, begin: int = 0) -> str:
-        """Decode tokens, up to the first stop text after token ``begin``."""
+        """Decode tokens, and cut the text at the first stop text after token ``begin``."""
         text, before = (str(self.tokenizer.decode(part, skip_special_tokens=True)) for part in (ids, ids[:begin]))
         return text[: until(text, self.stop, len(before))]
 
@@ -133,13 +133,13 @@ class Speaker:
             room = min(room, self.longest - tokens)
         try:
             return self.model.generate(**inputs, max_new_tokens=room, pad_token_id=pad, **options)
-        except Exception as error:  # whatever the files ask for, transformers has tried it
+        except Exception as error:  # the files can cause any error
             raise UserError(
                 f"model {self.path!r}: the model loads, but does not run ({one_line(error)}). Choose another model."
             ) from error
 
     def _has_a_last_position(self, longest: int) -> bool:
-        """Return whether the model has a table with a row for each position. (OPT's table has two extra rows.)"""
+        """Return whether the model has an embedding for each position. (OPT has two extra embeddings.)"""
         tables = (m for m in self.model.modules() if isinstance(m, torch.nn.Embedding))
         words = self.model.get_input_embeddings()
         return any(longest <= table.num_embeddings <= longest + 2 for table in tables if table is not words)

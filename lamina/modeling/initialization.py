@@ -1,6 +1,6 @@
 """Draw the initial weights of a model with an initializer of core/initializers.py.
 
-A table (core/architectures.py) maps the modules' attribute names to roles, such as "query".
+The name of a weight's module decides the weight's role, such as "query" (core/architectures.py).
 """
 
 from __future__ import annotations
@@ -31,27 +31,21 @@ class Weight(Facts):
     """A parameter with the properties that initializers need.
 
     Parameters with the role "wiring" have no initializer and no weight decay.
-
-    Attributes:
-        sublayer: "attention", "feed_forward", "embedding" or "readout".
-        rows: the number of output channels of each matrix, if the parameter joins several matrices.
-        transposed: whether the first axis has the input channels, as in GPT-2's Conv1D.
     """
 
     name: str
     parameter: torch.Tensor
-    sublayer: str
-    rows: int | None = None
-    transposed: bool = False
+    sublayer: str  # "attention", "feed_forward", "embedding" or "readout"
+    rows: int | None = None  # the output channels of each matrix, if the parameter joins several matrices
+    transposed: bool = False  # whether the first axis has the input channels, as in GPT-2's Conv1D
 
     @property
     def matrix(self) -> torch.Tensor:
-        """Return the parameter as [..., output channels, input channels]."""
         return self.parameter.T if self.transposed else self.parameter
 
     @property
     def fan_in(self) -> int:
-        """Return the number of input channels, or the width for an embedding. Stacked experts count once."""
+        """Return the number of input channels, or the width for an embedding. Stacked experts count as one matrix."""
         return self.matrix.shape[-1]
 
     @property
@@ -66,7 +60,7 @@ def initialize(
     input_ids: torch.Tensor | None = None,
     base: Mapping[str, tuple[Weight, float]] | None = None,
 ) -> None:
-    """Draw every weight matrix from torch's global generator. Biases become 0.
+    """Draw each weight matrix from torch's global generator, and set all biases to 0.
 
     Norm gains and learned scales keep the values of the norm placement.
 
@@ -74,8 +68,7 @@ def initialize(
         model: a Lamina model.
         init: the initializer's name, such as "normal" or "normal(std=0.01)".
         input_ids: the input [batch, tokens] for an initializer that runs the model, such as Admin's (default: random).
-        base: for width scaling, a mapping from a weight's name to the base model's weight and a factor on its standard
-            deviation.
+        base: for width scaling, the base model's weight and a factor on the standard deviation, by weight name.
     """
     name, std = check(init)
     std_of, unknown, known_roles = INITIALIZERS[name], 0, (HIDDEN, *BRANCH_OUT, *WITH_GAIN)
@@ -87,7 +80,7 @@ def initialize(
             stds = [std_of(piece, std) * factor for piece in _pieces(like, model)]
             pieces = _pieces(weight, model)
             if weight.role == "key_value" and len(set(stds)) == 1:
-                pieces, stds = [weight], stds[:1]  # one draw, as trials of studies were drawn
+                pieces, stds = [weight], stds[:1]  # one draw, as in recorded trials of studies
             for piece, piece_std in zip(pieces, stds, strict=True):
                 if name not in CUT_AT:
                     piece.parameter.normal_(0.0, piece_std)
@@ -111,7 +104,7 @@ def initialize(
 
 
 def _pieces(weight: Weight, model: PreTrainedModel) -> list[Weight]:
-    """Split a matrix into the projections that it stacks."""
+    """Split a matrix that joins several projections, such as query, key and value, into one Weight per projection."""
     if weight.role == "gate_and_in":
         roles, sizes = ("gate", "feed_forward_in"), [weight.fan_out // 2] * 2
     elif weight.role == "query_key_value":
@@ -120,14 +113,14 @@ def _pieces(weight: Weight, model: PreTrainedModel) -> list[Weight]:
         key_heads = getattr(config, "num_key_value_heads", None) or heads
         key = weight.fan_out * key_heads // (heads + 2 * key_heads)
         roles, sizes = ("query", "key", "value"), [weight.fan_out - 2 * key, key, key]
-    elif weight.role == "query_key_value_by_head":  # GPT-NeoX's: a head's query, its key and its value
+    elif weight.role == "query_key_value_by_head":  # GPT-NeoX joins query, key and value head by head
         heads = backbone_of(model.config).num_attention_heads
         by_head = weight.parameter.unflatten(-2, (heads, 3, -1)).unbind(-3)
         return [
             replace(weight, role=role, parameter=part, rows=weight.fan_out // 3)
             for role, part in zip(("query", "key", "value"), by_head, strict=True)
         ]
-    elif weight.role == "key_value":  # DeepSeek's: by head, its key's rows and then its value's
+    elif weight.role == "key_value":  # DeepSeek joins key and value head by head
         config = backbone_of(model.config)
         width = config.qk_nope_head_dim + config.v_head_dim
         heads = weight.fan_out // width
@@ -144,7 +137,7 @@ def _pieces(weight: Weight, model: PreTrainedModel) -> list[Weight]:
 
 
 def weights(model: PreTrainedModel) -> Iterator[Weight]:
-    """Yield every parameter of a Lamina model once, with its role."""
+    """Yield every parameter of a Lamina model once, with the parameter's role."""
     base = body_of(model)
     prefix = "" if base is model else "model."
     config = backbone_of(base.config)
@@ -159,7 +152,7 @@ def weights(model: PreTrainedModel) -> Iterator[Weight]:
     modules = dict(model.named_modules())
     gains = {
         name for name, module in modules.items() if type(module).__name__.endswith("Norm")
-    }  # Cohere's are matrices
+    }  # the gains of Cohere's norms are matrices
     for name, parameter in model.named_parameters():
         owner, _, last = name.rpartition(".")
         holder = owner.rpartition(".")[2] if last in ("weight", "bias") else last
@@ -185,9 +178,9 @@ def profile_admin(model: PreTrainedModel, input_ids: torch.Tensor | None = None)
 
         omega_1 = 1,  omega_{i+1} = sqrt(Var(omega_i x_i) + Var(f_i(x_i)))
 
-    Here x_i is the input of sub-layer i, f_i is its branch, and Var is over all elements. ``input_ids`` are token ids
-    [batch, tokens], or images [batch, channels, height, width] for a vision backbone. The default is 8 x 64 random
-    tokens, or 8 images of noise. Raises UserError if a skip has no learned scale.
+    Here omega_i is the factor on the skip, x_i is the input of sub-layer i, f_i is its branch, and Var is over all
+    elements. ``input_ids`` are token ids [batch, tokens], or images [batch, channels, height, width]. The default is 8
+    x 64 random tokens, or 8 images of noise. Raises UserError if a skip has no learned scale.
     """
     base = body_of(model)
     residuals = [residual for _, _, residual in sublayers(base)]

@@ -8,8 +8,8 @@ The loss is the mean cross-entropy over the n labels t that are not -100:
 - W: the head's weight [vocab_size, hidden_size]
 - s, c: the logits' factor and soft-cap
 
-The gradient of the logits z needs only their softmax. So the forward pass computes the loss and the gradients of a few
-hundred tokens (a chunk), and then frees their logits.
+The gradient of the logits z needs only the softmax of z. So the forward pass computes the loss and the gradients for
+one chunk of tokens at a time, and then frees the logits of the chunk.
 """
 
 from __future__ import annotations
@@ -25,20 +25,21 @@ from torch.nn import functional
 IGNORED = -100
 # Logits in a chunk: enough for the products to run at full speed, 64 MiB of float32 on a CPU.
 ELEMENTS = {"cpu": 2**24, "cuda": 2**27}
-SMALLEST_CHUNK = 256  # below it the products with the head's weight wait for memory
-LARGEST_CHUNK = 512  # on a CPU, unless its logits are few: above it nothing is gained, and they leave the caches
+SMALLEST_CHUNK = 256  # smaller products with the head's weight wait for memory
+LARGEST_CHUNK = 512  # on a CPU, unless the logits are few: more tokens are not faster, and the logits leave the caches
 FEW = 2**21
 
 
-# From a chunk's logits, labels and soft-cap: the sum of the losses in float32, and its gradient in the logits' type.
+# A function of a chunk's logits, labels and soft-cap. It returns the sum of the losses in float32, and the gradient
+# of the logits in their dtype.
 ChunkKernel = Callable[[torch.Tensor, torch.Tensor, float | None], tuple[torch.Tensor, torch.Tensor]]
 
 
 class LinearLoss:
     """The ``linear_loss`` of a LaminaForCausalLM. On a GPU, LinearLoss uses Liger's kernels if they are installed.
 
-    If all logits fit into a chunk, LinearLoss returns None, and the model computes the usual loss. Compiled training on
-    a GPU always uses chunks, which are faster there.
+    If all logits fit into one chunk, LinearLoss returns None, and the model computes the usual loss. Compiled training
+    on a GPU always uses chunks, which are faster there.
 
     Args:
         compiled: whether to compile the operations on a chunk's logits, which is faster on a GPU.
@@ -49,7 +50,7 @@ class LinearLoss:
         self.elements = elements
         self.liger = _liger() if torch.cuda.is_available() else None
         self.compiled = compiled
-        # The vocabulary as a constant: a kernel for any size reads a half-precision number at a time.
+        # On a GPU, the vocabulary is a constant. A kernel for any size would read one half-precision number at a time.
         dynamic = None if torch.cuda.is_available() else True
         self.kernel: ChunkKernel = torch.compile(chunk_loss, dynamic=dynamic) if compiled else chunk_loss
 
@@ -73,18 +74,19 @@ class LinearLoss:
         shift_labels: torch.Tensor | None = None,
         **more: Any,
     ) -> torch.Tensor | None:
-        """Return the mean loss in float32, like transformers' ForCausalLMLoss, or None if the model must compute it.
+        """Return the mean loss in float32, like transformers' ForCausalLMLoss. Return None if the usual loss is
+        necessary.
 
         Args:
             states: [batch, tokens, hidden_size]. The state of token i predicts label i + 1.
-            head: the output head. The result is None for a head that is no nn.Linear, or has a bias, an adapter, or
-                a quantized or sharded weight.
+            head: the output head. The result is None for a head that is not an nn.Linear, or that has a bias, an
+                adapter, or a quantized or sharded weight.
             labels: [batch, tokens], with -100 for tokens without a label.
             scale: the factor on the logits.
             softcap: the logits' soft-cap c in c tanh(z / c).
             num_items_in_batch: the divisor of the summed losses (default: the number of labels that are not -100).
-            shift_labels: labels that are already shifted.
-            more: other arguments of the loss. If you give such an argument, the result is None.
+            shift_labels: labels that are already shifted by one token.
+            more: other arguments of the loss. The result is None with any such argument.
         """
         if type(head) is not nn.Linear or head.bias is not None or type(head.weight) is not nn.Parameter or more:
             return None
@@ -103,7 +105,7 @@ class LinearLoss:
         if scale != 1.0:
             hidden = hidden * scale
         if exact and device == "cpu" and softcap is None and hasattr(functional, "linear_cross_entropy"):
-            # PyTorch's own (2.13): the fastest in float32 on a CPU; in bfloat16 its loss would be rounded to bfloat16
+            # PyTorch's own loss (2.13) is the fastest in float32 on a CPU. In bfloat16, PyTorch would round the loss.
             more = {"options": torch.nn.LinearCrossEntropyOptions(batch_chunk_size=chunk), "reduction": "sum"}
             with torch.autocast(device, enabled=False):
                 loss = functional.linear_cross_entropy  # type: ignore[attr-defined]
@@ -120,18 +122,18 @@ class LinearLoss:
 
 
 def chunk_loss(logits: torch.Tensor, labels: torch.Tensor, softcap: float | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the loss and gradient of some logits in plain PyTorch. Float64 logits stay float64."""
+    """Compute the summed loss of a chunk, and the gradient of the chunk's logits. Float64 logits stay float64."""
     z = logits if logits.dtype == torch.float64 else logits.float()
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
     counted = (labels != IGNORED).unsqueeze(-1)
     target = labels.unsqueeze(-1).clamp(min=0)
-    # Not logsumexp: Inductor would not fuse what follows with it.
+    # Not logsumexp, which Inductor would not fuse with the next lines.
     largest = z.amax(-1, keepdim=True)
     log_sum = largest + (z - largest).exp().sum(-1, keepdim=True).log()
     loss = torch.where(counted, log_sum - z.gather(-1, target), 0.0).sum()
     gradient = (z - log_sum).exp()
-    if torch.compiler.is_compiling():  # part of one kernel; a scatter would be another, between two passes over memory
+    if torch.compiler.is_compiling():  # part of one kernel; a scatter would be another kernel
         gradient = gradient - (torch.arange(z.shape[-1], device=z.device) == target).to(gradient.dtype)
     else:
         gradient = gradient.scatter_add(-1, target, gradient.new_full((1, 1), -1.0).expand_as(target))
@@ -156,8 +158,8 @@ class LinearCrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         """Sum the losses for ``hidden`` [tokens, hidden_size] with the head's ``weight`` [vocab_size, hidden_size].
 
-        The logits have the dtype ``dtype``. The weight's gradient accumulates in float32. Lamina stores the gradients
-        of the sum, because the gradients of the mean would underflow in float16.
+        ``dtype`` is the dtype of the logits. The weight's gradient accumulates in float32. The stored gradients belong
+        to the sum of the losses, because the gradients of the mean would underflow in float16.
         """
         with torch.autocast(hidden.device.type, enabled=False):
             x, w = hidden.detach().to(dtype), weight.detach().to(dtype)
@@ -183,7 +185,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        """Scale the stored gradients by the loss's gradient, in place. You can call backward only once."""
+        """Multiply the stored gradients by the loss's gradient, in place. You can call backward only once."""
         if ctx.gradients is None:
             raise RuntimeError("the chunked loss supports only one backward pass. Leave out retain_graph.")
         (by_hidden, by_weight), ctx.gradients = ctx.gradients, None
@@ -195,7 +197,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 def _liger() -> Callable[..., torch.Tensor] | None:
-    """Return Liger's loss if it is installed and can accumulate the weight's gradient in float32."""
+    """Return Liger's loss. Return None without Liger, or if Liger can't accumulate the weight's gradient in float32."""
     try:
         from liger_kernel.transformers import functional as liger  # pyright: ignore[reportMissingImports]
     except ImportError:

@@ -1,6 +1,6 @@
 """The models that transformers' Auto classes load: a backbone with the norms of a placement.
 
-transformers copies this file beside a checkpoint, together with the files of the configuration and the norms.
+transformers copies this file beside a checkpoint, together with the other files ``*_lamina.py``.
 """
 
 from __future__ import annotations
@@ -49,20 +49,18 @@ class Adapter:
 
     Args:
         layers: the backbone's list of layers.
-        attention: a layer's attention module. Of several names ("self_attn|mamba"), Lamina takes the first that exists.
-        feed_forward: a layer's feed-forward module, also with several names.
+        attention: a layer's attention module, or several names ("self_attn|mamba"). Lamina uses the first that exists.
+        feed_forward: a layer's feed-forward module, or several names.
         norm: the backbone's final norm.
-        dropout: the configuration's field for dropout on the branches, or None if the layer's modules apply the
-            dropout.
+        dropout: the configuration's field for dropout on the branches. None if the layer's modules apply the dropout.
         head_bias: whether the output head has a bias.
-        stacked: the attention's joint projection to queries, keys and values, or None for separate projections.
-        embedding_norm: the norm at the end of the backbone's embeddings, which the placement's norm replaces, or None.
+        stacked: the projection that computes queries, keys and values together. None for separate projections.
+        embedding_norm: the backbone's norm after the embeddings, or None. The placement's norm replaces this norm.
         input: the name of the model's input.
-        embeddings: the module that computes x^0 from the input, if the model needs more than a look-up by id.
+        embeddings: the module that computes the first hidden state x^0. None if a look-up of token ids is enough.
         is_decoder: whether the model is causal and caches keys and values.
         heads: the heads (names in HEADS) that fit the model type. The first head is the default.
-        roles: a mapping from a module's attribute name to its weight's role, besides the names in
-            core/architectures.py.
+        roles: the roles of weights by their modules' attribute names, in addition to core/architectures.py.
         arguments: keyword arguments of the backbone's constructor.
     """
 
@@ -87,7 +85,6 @@ class Adapter:
         return {name: f"{half}.module" for half in HALVES for name in getattr(self, half).split("|")}
 
     def halves(self, layer: nn.Module) -> list[str]:
-        """Return the paths of a layer's attention and feed-forward modules."""
         have = {name for name, _ in layer.named_modules()}
         names = [getattr(self, half).split("|") for half in HALVES]
         return [next((name for name in every if name in have), every[0]) for every in names]
@@ -97,7 +94,7 @@ class Adapter:
         """Read a configuration's ``lamina_adapter``. Raises ValueError for an invalid field."""
         if not isinstance(names, Mapping):
             raise ValueError(f"adapter: {names!r} is not a mapping. Give a mapping from fields to modules' names.")
-        defaults = {f.name: f.default for f in fields(cls) if f.name != "arguments"}  # those a file may not choose
+        defaults = {f.name: f.default for f in fields(cls) if f.name != "arguments"}  # a file may not set ``arguments``
         for name, value in names.items():
             if name not in defaults:
                 raise ValueError(f"adapter: unknown field {name!r} (allowed: {', '.join(defaults)})")
@@ -117,8 +114,8 @@ class Adapter:
         return cls(**{**names, "heads": tuple(names.get("heads", cls.heads))})
 
 
-# One row per model type whose wiring is tested: its logits equal transformers' own on the same weights. Any other
-# backbone is taken for a decoder. What else Lamina knows of these model types is in core/architectures.py.
+# One row per model type whose wiring is tested: its logits equal transformers' own on the same weights. For any
+# other backbone, Lamina assumes a decoder. core/architectures.py has more facts about these model types.
 DECODER = Adapter()
 ADAPTERS: dict[str, Adapter] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "smollm3", "ernie4_5"), DECODER),
@@ -156,7 +153,7 @@ ADAPTERS: dict[str, Adapter] = {
 
 
 def adapter_of(config: PreTrainedConfig) -> Adapter:
-    """Return a configuration's ``lamina_adapter``, or its model type's adapter, or the default for decoders."""
+    """Return a configuration's ``lamina_adapter``. The default is the adapter of the model type, or of decoders."""
     names = getattr(config, "lamina_adapter", None)
     return ADAPTERS.get(config.model_type, DECODER) if names is None else Adapter.of(names)
 
@@ -164,13 +161,13 @@ def adapter_of(config: PreTrainedConfig) -> Adapter:
 def build_backbone(config: LaminaConfig) -> tuple[PreTrainedModel, LaminaNorm | None]:
     """Build a transformers model with the norms of ``config.plan``. Return the model and its embedding norm.
 
-    Raises ValueError if Lamina can't change the layers, or if a projection that needs a norm does not exist.
+    Raises ValueError if Lamina can't change the layers, or if a norm's projection does not exist.
     """
     backbone_config, plan = backbone_of(config), config.plan
     if plan is None:
         raise ValueError("plan: a Lamina model needs a plan. Make the model with lamina.build.")
     adapter = adapter_of(backbone_config)
-    # Not the configuration's own dtype: what is asked for holds for the whole model, backbone, norms and head.
+    # Not the dtype in the backbone's configuration: backbone, norms and head share the dtype that the user asked for.
     backbone = _backbone_class(backbone_config)._from_config(
         backbone_config, dtype=torch.get_default_dtype(), **adapter.arguments
     )
@@ -193,9 +190,9 @@ def build_backbone(config: LaminaConfig) -> tuple[PreTrainedModel, LaminaNorm | 
             Residual(attention, wiring["attention"], width, style, dropout, scaled["attention"], own_norms),
             Residual(feed_forward, wiring["feed_forward"], width, style, dropout, scaled["feed_forward"]),
             state.of_block(index),
-            tuple(inspect.signature(layer.forward).parameters)[1:],  # GPT-2 hands on more than the mask by position
+            tuple(inspect.signature(layer.forward).parameters)[1:],  # GPT-2 passes several by position
         )
-        if hasattr(layer, "attention_type"):  # some models pick the mask by it
+        if hasattr(layer, "attention_type"):  # some models choose the mask by this attribute
             block.attention_type = layer.attention_type
         layers[index] = block
     norm = make_norm(plan["final_norm"], width, style) or nn.Identity()
@@ -207,19 +204,20 @@ def build_backbone(config: LaminaConfig) -> tuple[PreTrainedModel, LaminaNorm | 
 
 
 def _backbone_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """Return a subclass of the backbone's model that records Blocks as its hidden states.
+    """Return a subclass of the backbone's model with the outputs of the Blocks as ``hidden_states``.
 
-    transformers looks up by class which outputs to record. This module stores the class, so that models can be pickled.
+    The subclass is global, so that models can be pickled.
     """
     try:
         base = cast(type[PreTrainedModel], MODEL_MAPPING[type(config)])
     except KeyError:
         raise ValueError(f"backbone {config.model_type!r}: it has no base model. Choose another backbone.") from None
     name = "Lamina" + base.__name__
-    while name in globals() and base not in globals()[name].__mro__:  # another class of the name, or one of Lamina's
+    while name in globals() and base not in globals()[name].__mro__:  # the name belongs to another class
         name += "_"
     if name not in globals():
-        # Transformers reads off a class's own file what it may choose, and keeps the answer for its subclasses.
+        # transformers reads these flags from the file of the class, and caches the answer for subclasses. It also looks
+        # up in the class which outputs to record.
         for may_choose in ("_can_set_attn_implementation", "_can_set_experts_implementation"):
             getattr(base, may_choose, bool)()
         record = {**(getattr(base, "_can_record_outputs", None) or {}), "hidden_states": Block}
@@ -229,9 +227,9 @@ def _backbone_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 
 
 def _rename_parallel_plans(backbone: PreTrainedModel, adapter: Adapter, plan: dict) -> None:
-    """Rename modules in the backbone's plans for tensor and expert parallelism and for FSDP.
+    """Rename modules in the backbone's plans for tensor parallelism, expert parallelism and FSDP.
 
-    The new plans omit the layers' original norms, because Lamina's norms act where every process has all channels. For
+    The new plans omit the original norms. Lamina's norms need no plan, because each process has all channels there. For
     norms over the full width of queries and keys, the processes gather the projections, as in OLMo 2.
     """
     parts = adapter.parts
@@ -261,15 +259,15 @@ def _rename_parallel_plans(backbone: PreTrainedModel, adapter: Adapter, plan: di
     backbone.tp_plan.update({name: STYLES.get(style, style) for name, style in backbone.tp_plan.items()})
 
 
-# Of transformers' styles with two names, the one that serving engines know, too.
+# Some of transformers' styles have two names. Serving engines know the second name.
 STYLES = {"colwise_gather_output": "colwise_rep", "rowwise_split_input": "rowwise_rep"}
-ENGINES = ("vllm", "vllm_mla", "sglang")  # as they call their attention
+ENGINES = ("vllm", "vllm_mla", "sglang")  # their attention implementations
 NO_QKV = {"qk_norm": "off", "v_norm": "off"}
-PARALLEL = ("use_parallel_residual", "parallel_attn")  # fields that say so, in GPT-NeoX's and Falcon's relatives
+PARALLEL = ("use_parallel_residual", "parallel_attn")  # fields of GPT-NeoX, Falcon and similar models
 
 
 def _check_wirable(backbone: PreTrainedModel, adapter: Adapter, plan: dict) -> None:
-    """Raise ValueError if the backbone lacks a module, or if its layers compute something that Lamina would drop."""
+    """Raise ValueError if the backbone lacks a module, or if a Block would lose something that the layers compute."""
     kind = f"backbone {backbone.config.model_type!r}"
     for name in ("layers", "norm", "embedding_norm", "embeddings"):
         _check_module(backbone, getattr(adapter, name), f"{kind}: {name}")
@@ -283,9 +281,9 @@ def _check_wirable(backbone: PreTrainedModel, adapter: Adapter, plan: dict) -> N
                 raise ValueError(f"{kind}: {name}: {path!r} is a ModuleList. Give the name of one module.")
     if adapter.dropout and not hasattr(backbone.config, adapter.dropout):
         raise ValueError(f"{kind}: dropout: the configuration has no field {adapter.dropout!r}. Name a field.")
-    known = backbone.config.model_type in ADAPTERS  # there a branch's factor is the placement's, as the norms are
+    known = backbone.config.model_type in ADAPTERS  # the placements of these types include the branches' factors
     halves = [layer[half] for layer in plan["layers"] for half in HALVES]
-    scaled = all("out_scale" in half or "out_scale_learned" in half for half in halves)  # left out where it is 1
+    scaled = all("out_scale" in half or "out_scale_learned" in half for half in halves)  # absent if it is 1
     for scale in ("residual_multiplier", "scale_depth"):
         if not (scaled or known) and getattr(backbone.config, scale, None) not in (None, 1, 1.0):
             raise ValueError(
@@ -304,13 +302,13 @@ def _check_wirable(backbone: PreTrainedModel, adapter: Adapter, plan: dict) -> N
         lost = [key for key, one in modules.items() if key not in norms and any(True for _ in one.parameters())]
         logger.warning_once(
             f"{kind}: Lamina is not tested with this model type (tested: {', '.join(ADAPTERS)}). Make sure that its "
-            "layers contain only attention, feed-forward, norms and adds"
+            "layers contain only attention, feed-forward, norms and additions"
             + (f". Lamina leaves out these modules of the layers: {', '.join(lost)}" if lost else "")
         )
 
 
 def _check_module(backbone: nn.Module, path: str | None, subject: str) -> None:
-    """Raise ValueError if ``path`` names no module, and list the modules. ``subject`` begins the message."""
+    """Raise ValueError if the backbone has no module at ``path``. The error message begins with ``subject``."""
     module, before = backbone, list[str]()
     for part in path.split(".") if path else ():
         children = dict(module.named_children())
@@ -331,7 +329,7 @@ class LaminaPreTrainedModel(InitializesPlan, PreTrainedModel):
     _supports_flash_attn = _supports_sdpa = _supports_flex_attn = _supports_attention_backend = True
 
     def train(self, mode: bool = True) -> Self:
-        """Set the mode of all modules. Trainer calls this method in every step, so return early if possible."""
+        """Set training or evaluation mode. Trainer calls this method in every step, so return early if possible."""
         waiting: list[nn.Module] = [self]
         for module in waiting:
             waiting += filter(None, module._modules.values())
@@ -339,10 +337,10 @@ class LaminaPreTrainedModel(InitializesPlan, PreTrainedModel):
 
 
 class LaminaModel(LaminaPreTrainedModel):
-    """A backbone with a norm placement, from token ids [batch, tokens] to states [batch, tokens, hidden_size].
+    """A backbone with a norm placement and without a head. It maps token ids to states [batch, tokens, hidden_size].
 
-    A vision backbone takes ``pixel_values`` [batch, channels, height, width] instead, and its tokens are the patches.
-    The output's ``hidden_states`` are the residual stream x^0 .. x^N. The final norm is not applied to x^N.
+    A vision backbone takes ``pixel_values`` [batch, channels, height, width], and its tokens are the image patches. The
+    output's ``hidden_states`` are the residual stream x^0 .. x^N. The final norm is not applied to x^N.
     """
 
     def __init__(self, config: LaminaConfig):
@@ -357,11 +355,10 @@ class LaminaModel(LaminaPreTrainedModel):
             self.backbone.get_submodule(self._adapter.embeddings).register_forward_hook(self._after_embeddings)
         self.post_init()
         if self.embedding_norm is not None or self.embedding_scale != 1.0 or isinstance(self.norm, Collapse):
-            self._pp_plan = {}  # a later stage takes the stream as embeddings, normed again, and alone
+            self._pp_plan = {}  # a later stage would normalize its input like an embedding, and gets one stream only
 
     @property
     def layers(self) -> nn.ModuleList:
-        """Return the blocks in order."""
         return cast(nn.ModuleList, self.backbone.get_submodule(self._adapter.layers))
 
     @property
@@ -376,7 +373,7 @@ class LaminaModel(LaminaPreTrainedModel):
         self.backbone.set_input_embeddings(value)
 
     def _check_whole(self) -> None:
-        """Raise ValueError if a serving engine has split layers or channels that the norm placement needs together."""
+        """Raise ValueError if a serving engine splits the model where the norm placement needs whole layers."""
         if not (self._pp_plan or all(isinstance(layer, Block) for layer in self.layers)):
             raise ValueError(
                 "plan: a model cannot be split into pipeline stages if it scales or normalizes the embedding, or "
@@ -398,7 +395,6 @@ class LaminaModel(LaminaPreTrainedModel):
         return x if self.embedding_norm is None else self.embedding_norm(x)
 
     def _after_embeddings(self, module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
-        """Scale and normalize the embeddings."""
         return self._scaled_and_normed(output)
 
     def forward(
@@ -418,7 +414,7 @@ class LaminaModel(LaminaPreTrainedModel):
             if kwargs.get(name) is None and getattr(self.config, name, False):
                 kwargs[name] = True
         if self._adapter.is_decoder:
-            # Off in training: nothing reads it, and its guards would make torch.compile compile every layer anew.
+            # No cache in training: nothing reads it, and its guards would make torch.compile recompile every layer.
             kwargs["use_cache"] = False if use_cache is None and self.training else use_cache
         if self._adapter.input == "pixel_values":
             if pixel_values is None or input_ids is not None or inputs_embeds is not None:
@@ -434,7 +430,7 @@ class LaminaModel(LaminaPreTrainedModel):
         inputs["position_ids"] = position_ids
         if self._adapter.is_decoder:
             return self.backbone(**inputs, past_key_values=past_key_values, **kwargs)
-        # without a cache: the sequence classifier hands one on, and reads one
+        # An encoder has no cache, but the sequence classifier reads a field past_key_values of the output.
         output = self.backbone(**inputs, **kwargs)
         return BaseModelOutputWithPast(**output) if isinstance(output, dict) else output
 
@@ -460,7 +456,7 @@ M = TypeVar("M", bound=type[LaminaWithHead])
 
 @dataclass(frozen=True, kw_only=True)
 class Head:
-    """A model class with a head, and the Auto class that loads it."""
+    """A model class with a head, and the Auto class that loads the model class."""
 
     model: type[LaminaWithHead]
     auto_class: str
@@ -470,7 +466,7 @@ HEADS: dict[str, Head] = {}
 
 
 def head(name: str, auto_class: str) -> Callable[[M], M]:
-    """Register a model class for a head and its Auto class, also for loading as remote code."""
+    """Register the decorated model class as a head that ``auto_class`` loads, also from a checkpoint's own code."""
 
     def register(model: M) -> M:
         model.kind = name
@@ -485,9 +481,8 @@ def head(name: str, auto_class: str) -> Callable[[M], M]:
 class LaminaForCausalLM(LaminaWithHead, GenerationMixin):
     """A LaminaModel with a language-model head: logits [batch, tokens, vocab_size], and the loss if there are labels.
 
-    If ``linear_loss`` is set, it computes the loss from the last states [batch, tokens, hidden_size], the head and the
-    labels, and the output has no logits. If ``linear_loss`` returns None, the model computes the loss from
-    the logits.
+    ``linear_loss`` computes the loss from the last states [batch, tokens, hidden_size], the head and the labels. The
+    output then has no logits. If ``linear_loss`` is None or returns None, the model computes the loss from the logits.
     """
 
     linear_loss: Callable[..., torch.Tensor | None] | None = None
@@ -502,7 +497,7 @@ class LaminaForCausalLM(LaminaWithHead, GenerationMixin):
         bias = adapter_of(text_config).head_bias
         self.lm_head = nn.Linear(text_config.hidden_size, text_config.vocab_size, bias=bias)
         self.post_init()
-        peer = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text_config), None)  # it says how to shard its head
+        peer = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text_config), None)  # its plan says how to shard the head
         of_head = getattr(peer, "_tp_plan", None) or {}
         self.tp_plan.update({name: STYLES.get(style, style) for name, style in of_head.items()})
 
@@ -577,10 +572,10 @@ class LaminaForSequenceClassification(GenericForSequenceClassification, LaminaWi
         use_cache: bool | None = None,
         **kwargs: Any,
     ) -> SequenceClassifierOutputWithPast:
-        """Score the last token in the attention mask [batch, tokens], or without a mask, the last token that is no
+        """Score the last token in the attention mask [batch, tokens]. Without a mask, score the last token that is no
         padding.
 
-        If the tokenizer pads with the end-of-text token, these two tokens can differ.
+        The two tokens can differ if the tokenizer pads with the end-of-text token.
         """
         kwargs |= {"position_ids": position_ids, "past_key_values": past_key_values, "inputs_embeds": inputs_embeds}
         if attention_mask is None or attention_mask.ndim != 2:

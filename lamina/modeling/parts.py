@@ -1,4 +1,4 @@
-"""Access to the parts of a Lamina model for measurements: its body, its sub-layers, and hooks on them."""
+"""Find the body and the sub-layers of a Lamina model, and change a model for the duration of a measurement."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SUBLAYERS = ("attention", "feed_forward")
 def body_of(model: nn.Module, user: str = "model") -> LaminaModel:
     """Return the LaminaModel inside a model with a head. Return a LaminaModel unchanged.
 
-    Raises UserError for any other model. ``user`` begins the message.
+    Raises UserError for any other model. The error message begins with ``user``.
     """
     body = model if isinstance(model, LaminaModel) else getattr(model, "model", None)
     if not isinstance(body, LaminaModel):
@@ -33,7 +33,7 @@ def body_of(model: nn.Module, user: str = "model") -> LaminaModel:
 
 
 def sublayers(body: LaminaModel) -> Iterator[tuple[int, str, Residual]]:
-    """Yield (layer index from 0, sub-layer's name, sub-layer) for each sub-layer, in order."""
+    """Yield the layer index (from 0), the name and the module of each sub-layer, in order."""
     for index, block in enumerate(body.layers):
         for name in SUBLAYERS:
             yield index, name, getattr(block, name)
@@ -41,10 +41,7 @@ def sublayers(body: LaminaModel) -> Iterator[tuple[int, str, Residual]]:
 
 @contextmanager
 def temporary_hooks() -> Iterator[list[RemovableHandle]]:
-    """Yield a list for hooks' handles. At the end of the context, remove all hooks in the list.
-
-    >>> with temporary_hooks() as hooks: ...     hooks.append(module.register_forward_hook(look)) ...     module(x)
-    """
+    """Yield an empty list for hook handles. When the context ends, remove all hooks in the list."""
     hooks: list[RemovableHandle] = []
     try:
         yield hooks
@@ -55,7 +52,7 @@ def temporary_hooks() -> Iterator[list[RemovableHandle]]:
 
 @contextmanager
 def patched(holder: object, **attributes: object) -> Iterator[None]:
-    """Set attributes on an object inside the context, and restore the old values afterwards."""
+    """Set attributes of an object inside the context, and restore the old values afterwards."""
     before = {name: vars(holder)[name] for name in attributes if name in vars(holder)}
     for name, value in attributes.items():
         setattr(holder, name, value)
@@ -71,7 +68,8 @@ def patched(holder: object, **attributes: object) -> Iterator[None]:
 
 @contextmanager
 def uncompiled(model: nn.Module) -> Iterator[None]:
-    """Run compiled modules eagerly in the context. Compiled modules skip inner hooks and recompile for each shape."""
+    """Inside the context, run compiled modules without compilation."""
+    # Compiled modules skip the hooks of inner modules, and recompile for each new shape.
     calls = {module: call for module in model.modules() if (call := module._compiled_call_impl) is not None}
     for module in calls:
         module._compiled_call_impl = None
@@ -83,15 +81,13 @@ def uncompiled(model: nn.Module) -> Iterator[None]:
 
 
 def one_sequence_each() -> AbstractContextManager[None]:
-    """Inside the context, let transformers treat each row of a batch as one sequence, without checking the positions.
-
-    The check would make the CPU wait for the device.
-    """
+    """Inside the context, let transformers treat each row of a batch as one sequence."""
+    # transformers would look for several sequences in a row, and the CPU would wait for the device.
     return patched(masking_utils, find_packed_sequence_indices=lambda position_ids: None)
 
 
 def decaying(model: nn.Module) -> list[str]:
-    """Return the names of the parameters with weight decay: all matrices except biases, norms and residual paths."""
+    """Return the names of the parameters for weight decay: all weight matrices, except in norms and residual paths."""
     kept = {
         id(parameter)
         for module in model.modules()
@@ -99,14 +95,14 @@ def decaying(model: nn.Module) -> list[str]:
         for parameter in module.parameters(recurse=False)
     }
     matrices = (name for name, p in model.named_parameters() if p.ndim >= 2 and id(p) not in kept)
-    return [name for name in matrices if not name.endswith("bias")]  # experts' are matrices
+    return [name for name in matrices if not name.endswith("bias")]  # the biases of experts are matrices
 
 
 def drop_branches(model: PreTrainedModel, rate: float) -> None:
-    """Drop branches at random for each item of a batch, as in DeiT and ConvNeXt.
+    """Drop branches at random for each item of a training batch, as in DeiT and ConvNeXt.
 
-    Layer l of N (from 0) has the probability rate * l / (N - 1). Lamina divides the kept branches by 1 - probability.
-    Lamina drops a branch after the branch's output norm. The model gets no new weights, and evaluation does not change.
+    The drop probability p of layer l (of N, from 0) is rate * l / (N - 1). Lamina divides the kept branches by 1 - p. A
+    branch is dropped after its output norm. The model gets no new weights, and evaluation does not change.
     """
     body = body_of(model, "drop_path")
     last = max(1, len(body.layers) - 1)

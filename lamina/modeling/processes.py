@@ -32,20 +32,15 @@ PATIENCE = timedelta(hours=2)  # a process may wait for another to read a corpus
 class Processes:
     """This process of a distributed run, and its communication with the other processes.
 
-    Decisions that all processes must share (stop, diverged, failed) use CPU collectives, so no process waits for a
-    device or for a process that has ended.
-
-    Attributes:
-        rank: the number of this process.
-        size: the number of processes.
-        tensor: the number of processes that share each layer's matrices.
+    The processes share decisions (stop, diverged, failed) through CPU collectives. So no process waits for a device, or
+    for a process that has ended.
     """
 
-    rank: int = 0
-    size: int = 1
+    rank: int = 0  # the number of this process
+    size: int = 1  # the number of processes
     local_rank: int = 0
     parallel: str = "ddp"
-    tensor: int = 1
+    tensor: int = 1  # the number of processes that split each layer's matrices (tensor parallelism)
     group: Any = None
 
     @property
@@ -55,7 +50,6 @@ class Processes:
 
     @property
     def data_size(self) -> int:
-        """Return the number of parts of a batch."""
         return self.size // self.tensor
 
     @property
@@ -64,7 +58,7 @@ class Processes:
         return self.rank == 0
 
     def apart(self) -> Processes:
-        """Return the processes with separate CPU collectives, for another thread. Call it in all processes."""
+        """Return a copy with separate CPU collectives, for another thread. Call this method in all processes."""
         return self if self.size == 1 else replace(self, group=distributed.new_group(backend="gloo", timeout=PATIENCE))
 
     def anyone(self, mine: bool) -> bool:
@@ -92,17 +86,17 @@ class Processes:
         return values
 
     def gathered(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return all processes' tensors of equal shape, concatenated along the first axis, on the CPU."""
+        """Return the tensors of all processes on the CPU, concatenated along the first axis."""
         return torch.cat(self.everyones(tensor.detach().cpu()))
 
     def together(self, act: Callable[[], T]) -> T:
-        """Call ``act`` in every process. If it fails in some processes, raise the first error in all processes."""
+        """Call ``act`` in every process. If ``act`` fails in any process, raise the first error in all processes."""
         answer, error = _attempt(act)
         self._raise_first(error)
         return cast(T, answer)
 
     def by_first(self, act: Callable[[], T]) -> T:
-        """Call ``act`` in the first process. Return its result or raise its error in all processes."""
+        """Call ``act`` in the first process. Return the result, or raise the error, in all processes."""
         answer, error = _attempt(act) if self.first else (None, None)
         self._raise_first(error)
         if self.size > 1:
@@ -112,7 +106,7 @@ class Processes:
         return cast(T, answer)
 
     def first_per_host(self, act: Callable[[], T]) -> T:
-        """Call ``act`` in one process per host to write files, and then in the host's other processes."""
+        """Call ``act`` in one process per host, which may write files, and then in the other processes of the host."""
         if self.size == 1:
             return act()
         answer, error = _attempt(act) if self.local_rank == 0 else (None, None)
@@ -137,7 +131,7 @@ class Processes:
         if isinstance(error, UserError) and failed > 0:
             error = UserError(f"process {failed}: {error}")
         if not self.first:
-            mark_reported(error)  # the first process says it for all
+            mark_reported(error)  # the first process prints the error for all
         raise error
 
 
@@ -174,7 +168,8 @@ def _sendable(error: BaseException) -> BaseException:
 
 
 def launched() -> tuple[int, int, int, int]:
-    """Return (rank, processes, rank on this host, processes on this host), as torchrun or accelerate launch set them.
+    """Return (rank, processes, rank on this host, processes on this host) from the variables of torchrun or accelerate
+    launch.
 
     Raises UserError for invalid values.
     """
@@ -193,7 +188,7 @@ def launched() -> tuple[int, int, int, int]:
 
 
 def reported_once(act: Callable[[], T]) -> T:
-    """Call ``act`` and return its result. If all processes raise UserError, only the first process prints it."""
+    """Call ``act``. If all processes raise UserError, only the first process prints the message."""
     try:
         return act()
     except UserError as error:
@@ -203,7 +198,7 @@ def reported_once(act: Callable[[], T]) -> T:
 
 
 def device_of(device: str) -> str:
-    """Return "cpu", "cuda" or "mps" for a setting. Raises UserError for a device that this machine lacks."""
+    """Return "cpu", "cuda" or "mps" for a setting. Raises UserError for a device that this machine does not have."""
     devices = ["cpu"]
     if torch.cuda.is_available():
         devices.insert(0, "cuda")
@@ -218,16 +213,16 @@ def device_of(device: str) -> str:
 
 @contextmanager
 def join_processes(device: str, parallel: str, tensor: int = 1) -> Iterator[Processes]:
-    """Join the processes that torchrun or accelerate launch has started, and leave them at the end.
+    """Join the processes that torchrun or accelerate launch has started. Leave the group when the context ends.
 
     Args:
         device: "auto", "cpu", "cuda" (one GPU per process) or "mps".
         parallel: "auto", "ddp" or "fsdp2".
-        tensor: the number of processes that share each layer's matrices.
+        tensor: the number of processes that split each layer's matrices (tensor parallelism).
 
     Raises:
         UserError: for more processes than GPUs, for several processes on "mps", or if the processes cannot connect.
-        OSError: if another process has ended. That process has printed the reason.
+        OSError: if another process has ended. The other process has printed the reason.
     """
     rank, size, local_rank, local_size = launched()
     device, parallel = reported_once(lambda: (device_of(device), parallel_of(parallel)))
@@ -272,9 +267,9 @@ def join_processes(device: str, parallel: str, tensor: int = 1) -> Iterator[Proc
             raise
         raise OSError(errno.ECONNRESET, GONE) from error
     finally:
-        if failed:  # it leaves at once: the others may wait in another collective
+        if failed:  # leave at once: the other processes may wait in another collective
             atexit.unregister(_leave)
-        elif ours:  # DTensor's caches keep FSDP2's group: a later run in another one would hang
+        elif ours:  # DTensor's caches keep FSDP2's group, and a later run in another group would hang
             atexit.register(_leave) if parallel == "fsdp2" else _leave()
 
 
@@ -288,18 +283,18 @@ def _leave() -> None:
 def _settle() -> None:
     """Wait for gloo's threads to become idle before the interpreter ends.
 
-    A gloo thread needs the interpreter to release a collective's tensors. If the interpreter has already ended, the
-    thread aborts the process, and torchrun reports a finished run as failed.
+    To release a collective's tensors, a gloo thread needs the interpreter. After the end of the interpreter, the thread
+    would abort the process, and torchrun would report a finished run as failed.
     """
-    gc.collect()  # a process group that nothing keeps waits for its threads itself
-    time.sleep(0.2)  # DTensor's caches keep FSDP2's group for good; its threads need a millisecond
+    gc.collect()  # an unreferenced process group waits for its own threads
+    time.sleep(0.2)  # DTensor's caches keep FSDP2's group; the group's threads need a millisecond
 
 
 def parallel_of(parallel: str) -> str:
-    """Return "fsdp2" for "auto" if accelerate launch's configuration asks for FSDP, and "ddp" otherwise.
+    """Return "ddp" or "fsdp2". The setting "auto" means FSDP if the configuration of accelerate launch asks for FSDP.
 
-    Turn accelerate's own sharding off, because Lamina shards the model before Trainer sees it. Raises UserError if
-    accelerate's configuration has other plugins.
+    Also turn off accelerate's own sharding, because Lamina shards the model before Trainer sees the model. Raises
+    UserError if accelerate's configuration has other plugins.
     """
     switches = {name: os.environ.pop(f"ACCELERATE_USE_{name}", "") for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM")}
     requested = [name for name, value in switches.items() if value.lower() in ("1", "true", "yes")]

@@ -4,8 +4,8 @@
   deviation n^-b and the learning rate n^-c. Under Adam, the exponents (a, b, c) and (0, a + b, a + c) train the same
   function, up to Adam's epsilon and gradient clipping. So Lamina needs no multiplier.
 - Depth (CompleteP, Dey et al. 2025, arXiv 2505.01618, Table 1): with m = depth / base depth, Lamina divides every
-  branch by m^alpha. In the blocks, it multiplies the learning rates by m^(alpha - 1), and epsilon by m^-alpha. The
-  placement's option ``depth_scaling`` stores the branches' factor.
+  branch by m^alpha. For weights in the blocks, Lamina multiplies the learning rates by m^(alpha - 1), and Adam's
+  epsilon by m^-alpha. The placement's option ``depth_scaling`` stores the branches' factor.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ class Scaling:
 
     @property
     def placement_options(self) -> Json:
-        """Return the options with which a norm placement divides its branches."""
+        """Return the placement's options for depth scaling."""
         return {} if self.depth == "none" else {"depth_scaling": self.depth, "base_depth": self.base_depth}
 
     def check_options(self, options: Json) -> None:
-        """Raise UserError if a placement's options do not divide its branches as the depth scaling needs."""
+        """Raise UserError if a placement's options do not match the depth scaling."""
         if any(options.get(name) != value for name, value in self.placement_options.items()):
             stated = ", ".join(f"{name}={value}" for name, value in self.placement_options.items())
             raise UserError(
@@ -79,7 +79,7 @@ class Scaling:
             )
 
     def exponents(self, kind: Kind) -> tuple[float, float]:
-        """Return the exponents of the width in the standard deviation and in the learning rate."""
+        """Return two exponents of the width ratio: for the standard deviation, and for the learning rate."""
         if kind == "vector" or self.width == "none":
             return 0.0, 0.0
         scheme, index = SCHEMES[self.width], KINDS.index(kind)
@@ -87,15 +87,15 @@ class Scaling:
         return multiplier + scheme.std[index], multiplier + scheme.rate[index]
 
     def rate(self, kind: Kind, width: float) -> float:
-        """Return the factor on the learning rate of a weight in a model ``width`` times as wide as the base model."""
+        """Return the factor on a weight's learning rate. ``width`` is the model's width divided by the base width."""
         constant = 1.0 if kind == "vector" else float(getattr(self, f"k_{kind}"))
         return constant * width ** self.exponents(kind)[1]
 
     def depth_factors(self, weight: Weight) -> tuple[float, float]:
         """Return the factors of depth scaling on a weight's learning rate and on Adam's epsilon (CompleteP, Table 1).
 
-        The initial value of a branch's learned scale is already divided by m^alpha, where m is depth / base depth. So
-        its learning rate has another factor m^-alpha. Its epsilon has no factor, because its gradient grows by m^alpha.
+        Let m be depth / base depth. A branch's learned scale starts divided by m^alpha, so the scale's learning rate
+        has another factor m^-alpha. The scale's gradient grows by m^alpha, so its epsilon has no factor.
         """
         if self.depth == "none" or weight.layer < 0:
             return 1.0, 1.0
@@ -107,42 +107,35 @@ class Scaling:
 
 @dataclass(frozen=True, kw_only=True)
 class StepFactors:
-    """Factors on a parameter's learning rate (``rate``) and on Adam's epsilon. ``width_rate`` is the width's part of
-    ``rate``.
+    """Factors on a parameter's learning rate and on Adam's epsilon."""
 
-    Lamina divides the weight decay by ``width_rate``, because AdamW multiplies it by the learning rate. ``muon`` is
-    true if Muon updates the parameter instead of AdamW.
-    """
-
-    rate: float = 1.0
+    rate: float = 1.0  # on the learning rate
+    # The part of ``rate`` from width scaling. Lamina divides the weight decay by this factor, because AdamW multiplies
+    # the decay by the learning rate.
     width_rate: float = 1.0
     epsilon: float = 1.0
-    muon: bool = False
+    muon: bool = False  # whether Muon updates the parameter, instead of AdamW
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScaledWeight:
-    """A weight with its scale factors, and the base model's weight of the same name.
-
-    ``std`` is the factor on the base model's initial standard deviation.
-    """
+    """A weight with its scale factors, and the base model's weight of the same name."""
 
     weight: Weight
     base: Weight
     kind: Kind
-    std: float
+    std: float  # the factor on the base model's initial standard deviation
     factors: StepFactors
 
 
 def scaled_weights(model: PreTrainedModel, scaling: Scaling) -> Iterator[ScaledWeight]:
-    """Yield every parameter of a Lamina model once, with its factors.
+    """Yield every parameter of a Lamina model once, with the parameter's factors.
 
-    The learning rate depends on hidden size / base width. The standard deviation depends on the ratio of the weight's
-    fan-in to the base model's fan-in. Weights whose fan-in does not grow with the width, such as the weights after
-    MLA's latent, keep both.
+    The learning rate depends on hidden size / base width. The standard deviation depends on the weight's fan-in / the
+    base model's fan-in. A weight keeps both if its fan-in does not grow with the width, as after MLA's latent.
 
     Raises UserError for tied embeddings or an impossible base width under width scaling. Under depth scaling, raises
-    UserError if the placement does not divide its branches.
+    UserError if the placement does not divide the branches.
     """
     scaling.check_options(model.config.plan["options"])
     base = base_model(model, scaling)
@@ -151,7 +144,7 @@ def scaled_weights(model: PreTrainedModel, scaling: Scaling) -> Iterator[ScaledW
     for weight, narrow in zip(weights(model), weights(base), strict=True):
         kind = kind_of(weight)
         if kind == "readout" and weight.fan_out != narrow.fan_out:
-            kind = "hidden"  # a matrix of the head whose both sides grow, such as a masked language model's
+            kind = "hidden"  # both sides of the matrix grow, as in the head of a masked language model
         width = 1.0 if kind == "vector" else weight.fan_in / narrow.fan_in
         std = width ** scaling.exponents(kind)[0]
         width_rate = scaling.rate(kind, m if width != 1.0 else 1.0)
@@ -177,7 +170,7 @@ def kind_of(weight: Weight) -> Kind:
 def base_model(model: PreTrainedModel, scaling: Scaling) -> PreTrainedModel:
     """Return the model at the base width, on the meta device. Without width scaling, return the model itself.
 
-    Raises UserError if no model has this width, or if the embeddings are tied.
+    Raises UserError if Lamina can't build a model with this width, or if the embeddings are tied.
     """
     outer = model.config
     if scaling.width == "none":

@@ -1,6 +1,6 @@
-"""Residual paths other than a single stream: several streams, or stored states of earlier blocks.
+"""Residual paths with several streams, or with stored states of earlier blocks.
 
-transformers copies this file beside a checkpoint, so it imports only torch.
+transformers copies this file beside a checkpoint, so this file imports only torch.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import NamedTuple, cast
 import torch
 from torch import nn
 
-DEPTH_READS = ("depth", "memory")  # what a sub-layer may read of the memory: with the stream, and without
+DEPTH_READS = ("depth", "memory")  # reads of stored states: with the stream ("depth"), or without ("memory")
 
 
 class State(NamedTuple):
-    """The output of a block that stores states: the residual stream and earlier states, each [batch, tokens, width]."""
+    """The residual stream, and the stored states of earlier blocks, each [batch, tokens, width]."""
 
     stream: torch.Tensor
     memory: tuple[torch.Tensor, ...]
@@ -25,8 +25,8 @@ class State(NamedTuple):
 class LaminaWiring(nn.Module, ABC):
     """The base class of residual paths with learned weights, other than norms and scales.
 
-    No initializer draws these weights, and they have no weight decay. The module computes in float32. ``begin``
-    registers a parameter for each entry of ``starts``, or keeps a constant if the placement learns only gains.
+    Initializers and weight decay skip these weights, and the module computes in float32. ``begin`` registers the
+    entries of ``starts`` as parameters, or as constants (except "gains") if the placement learns no weights.
     """
 
     def begin(self, learned: bool = True) -> None:
@@ -39,7 +39,7 @@ class LaminaWiring(nn.Module, ABC):
 
     @abstractmethod
     def starts(self) -> dict[str, torch.Tensor]:
-        """Return the initial values of the parameters, by name."""
+        """Return the initial value of each parameter, by the parameter's name."""
 
     def initial(self) -> dict[str, torch.Tensor]:
         """Return ``starts`` on the CPU, because tensors on the meta device have no values."""
@@ -47,19 +47,19 @@ class LaminaWiring(nn.Module, ABC):
             return self.starts()
 
     def held(self, name: str, like: torch.Tensor) -> torch.Tensor:
-        """Return a parameter, or the constant in its place, in float32."""
+        """Return the parameter or the constant of this name, in float32."""
         value = getattr(self, name)
         return value.float() if isinstance(value, torch.Tensor) else torch.tensor(value, device=like.device)
 
 
 def inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return 1 / root mean square over the last axis, and keep this axis."""
+    """Return 1 / sqrt(mean(x^2) + eps) over the last axis. The result keeps the axis with length 1."""
     return torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
 def mixed(matrix: torch.Tensor, streams: torch.Tensor) -> torch.Tensor:
     """Return sum_i M_ij S_i [..., m, width], for streams S [..., n, width] and a matrix M [..., n, m]."""
-    with torch.autocast(streams.device.type, enabled=False):  # a stream of float32 stays so
+    with torch.autocast(streams.device.type, enabled=False):  # a float32 stream stays float32
         return matrix.to(streams.dtype).transpose(-1, -2).expand(*streams.shape[:-2], -1, -1) @ streams
 
 
@@ -74,9 +74,9 @@ def sinkhorn(logits: torch.Tensor, iterations: int = 20, eps: float = 1e-6) -> t
 
 
 class StreamMixer(LaminaWiring):
-    """Read a state from n streams [batch, tokens, n, width], and compute the weights for mixing and writing.
+    """Read a sub-layer's input from n streams [batch, tokens, n, width], and compute the mixing and write weights.
 
-    See ``lamina.placements.plan.Streams``. After the last block, a mixer has no write weights.
+    For the equations, see ``lamina.placements.plan.Streams``. The mixer after the last block has no write weights.
     """
 
     def __init__(self, spec: dict, width: int, eps: float):
@@ -88,15 +88,15 @@ class StreamMixer(LaminaWiring):
         self.begin(learned=spec["weights"] != "constant")
 
     def starts(self) -> dict[str, torch.Tensor]:
-        """Return the initial values. The projections are 0 or small, so the weights start near the given values."""
+        """Return the initial values. Projections start near 0, so the weights start near the placement's values."""
         n, kind = self.n, self.spec["weights"]
         if kind == "gate":
-            generator = torch.Generator().manual_seed(0)  # the model's weights are drawn as without it
+            generator = torch.Generator().manual_seed(0)  # so that the other weights do not depend on this draw
             down = torch.randn(self.spec["rank"], n * self.width, generator=generator) * (n * self.width) ** -0.5
             up, inject = (
                 0.02 * torch.randn(*size, generator=generator) for size in (down.T.shape, (n, n * self.width))
             )
-            starts = {"gain": torch.ones(n * self.width), "down": down, "up": up}  # all streams alike would stay so
+            starts = {"gain": torch.ones(n * self.width), "down": down, "up": up}  # equal streams would stay equal
             return starts | ({"inject": inject} if self.writes else {})
         tops = {"read": 1.0, "write": self.spec["magnitude"]}
         starts = {name: torch.tensor(self.spec[name], dtype=torch.float32) for name in tops if self.spec[name]}
@@ -124,7 +124,7 @@ class StreamMixer(LaminaWiring):
         return torch.stack(parts, dim=-2).to(streams.dtype)
 
     def forward(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Return the read state [batch, tokens, width], the mixing matrix [..., n, n], and write weights [..., n]."""
+        """Return a sub-layer's input [batch, tokens, width], mixing matrix [..., n, n] and write weights [..., n]."""
         with torch.autocast(streams.device.type, enabled=False):
             x = self.normed(streams, "read").float()
             if self.spec["weights"] == "gate":
@@ -144,20 +144,20 @@ class StreamMixer(LaminaWiring):
         return read.to(streams.dtype), logits[-1] if self.mixes else None, write
 
     def _moved(self, logits: list[torch.Tensor], x: torch.Tensor) -> list[torch.Tensor]:
-        """Return the static weights plus the weights that a projection computes from the normed streams."""
+        """Return the static weights, plus the weights that a projection computes from the normed streams."""
         flat = self.spec["weights"] == "sigmoid"
         rows = x.flatten(-2) if flat else x
         y = nn.functional.linear(rows, self.held("projection", x)) * inverse_rms(rows, self.eps)  # no normed copy
         if flat:
             split = y.split([p.numel() for p in logits], -1)
             parts = [part.unflatten(-1, p.shape) for part, p in zip(split, logits, strict=True)]
-        else:  # of each stream: its weights, and its row of the matrix
+        else:  # for each stream: the stream's weights, and its row of the matrix
             split = y.tanh().split([1 if p.ndim == 1 else self.n for p in logits], -1)
             parts = [part.squeeze(-1) if p.ndim == 1 else part for part, p in zip(split, logits, strict=True)]
         return [p + part * scale for p, part, scale in zip(logits, parts, self.held("scale", x), strict=True)]
 
     def _gates(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return Qwen's gated residual (the mean of the gated, normed streams) and the write weights."""
+        """Return the mean of the gated, normed streams (Qwen's gated residual), and the write weights."""
         y = (x * inverse_rms(x, self.eps)).flatten(-2) * self.held("gain", x)
         low = nn.functional.silu(nn.functional.linear(y, self.held("down", x)) / self.n)
         share = torch.sigmoid(nn.functional.linear(low, self.held("up", x)))
@@ -167,7 +167,7 @@ class StreamMixer(LaminaWiring):
 
 
 class DepthAttention(LaminaWiring):
-    """Compute sum_i softmax_i(query . unit(v_i)) v_i over the stored states and the stream (arXiv 2603.15031 Eq 3)."""
+    """Compute sum_i softmax_i(query . v_i / RMS(v_i)) v_i over stored states and the stream (arXiv 2603.15031 Eq 3)."""
 
     def __init__(self, width: int, eps: float):
         super().__init__()
@@ -181,7 +181,7 @@ class DepthAttention(LaminaWiring):
     def forward(self, memory: tuple[torch.Tensor, ...], stream: torch.Tensor | None = None) -> torch.Tensor:
         states = [*memory, *([] if stream is None else [stream])]
         with torch.autocast(states[0].device.type, enabled=False):
-            values = [state.float() for state in states]  # each where it is: a stack would copy them for every reader
+            values = [state.float() for state in states]  # no stack, which would copy all states for each reader
             query = self.held("query", values[0])
             logits = [(v * query).sum(-1, keepdim=True) * inverse_rms(v, self.eps) for v in values]
             shares = torch.cat(logits, -1).softmax(-1).split(1, -1)
@@ -197,9 +197,10 @@ def _weighted(shares: Sequence[torch.Tensor] | torch.Tensor, states: Sequence[to
 
 
 class StateSources(LaminaWiring):
-    """Compute the sum of the weighted residual stream and weighted earlier states. ``slots`` are the states' indices.
+    """Compute a weighted sum of the residual stream and of earlier states, which have the indices ``slots``.
 
-    Dynamic weights are a + W_2 GELU(W_1 RMS(x)) (arXiv 2502.12170 Eq 6). Separate sums have the order q, k, v, stream.
+    Dynamic weights are a + W_2 GELU(W_1 RMS(x)) (arXiv 2502.12170 Eq 6). With ``multiway``, queries, keys, values and
+    the stream (in this order) have separate sums.
     """
 
     def __init__(self, spec: dict, width: int, slots: Sequence[int], eps: float):
@@ -211,8 +212,7 @@ class StateSources(LaminaWiring):
     def starts(self) -> dict[str, torch.Tensor]:
         """Return the initial weights of the residual stream and the states, [1 + states].
 
-        The shape is [1 + states, width] if each weight is a vector. It is [4, 1 + states] if queries, keys, values and
-        the stream have separate sums.
+        Vector weights have the shape [1 + states, width]. With separate sums, the shape is [4, 1 + states].
         """
         states = [weight for _, weight in self.spec["states"]]
         weights = torch.tensor([self.spec["stream"], *states], dtype=torch.float32)
@@ -228,7 +228,7 @@ class StateSources(LaminaWiring):
         return starts | ({"gains": torch.ones(self.width)} if self.spec.get("normed_states") else {})
 
     def normed(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply the RMSNorm, if there is one, to the stream in float32, before Lamina adds or stores it."""
+        """Apply the placement's RMSNorm to the stream in float32, before Lamina adds or stores the stream."""
         if not self.spec.get("normed_states"):
             return x
         return (x.float() * inverse_rms(x.float(), self.eps) * self.held("gains", x)).to(x.dtype)
@@ -238,7 +238,7 @@ class StateSources(LaminaWiring):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Return the residual stream [batch, tokens, width].
 
-        With four sums, also return the inputs of queries, keys and values, [batch, tokens, 3, width].
+        With separate sums, also return the inputs of the queries, keys and values [batch, tokens, 3, width].
         """
         weights, states = self.held("weight", x), [x, *(memory[slot] for slot in self.slots)]
         if self.dynamic:
@@ -255,7 +255,7 @@ class StateSources(LaminaWiring):
 
 
 class Collapse(nn.Module):
-    """The final norm for several streams or stored states: join them into a single state, and normalize it."""
+    """Replace the final norm: combine several streams or stored states into one state, and normalize this state."""
 
     def __init__(self, norm: nn.Module, reader: StreamMixer | DepthAttention | StateSources | None):
         super().__init__()
@@ -276,27 +276,18 @@ class Collapse(nn.Module):
 
 
 class BlockState(NamedTuple):
-    """How a block changes the residual streams and the stored states.
+    """The streams of a block, and the states that the block reads and stores."""
 
-    Attributes:
-        streams: the number of copies that the first block makes of its input, and 0 in other blocks.
-        sources: the weighted sum of the stream and earlier states that the block reads, or None.
-        remembers: whether the block stores its input.
-        has_memory: whether any block stores a state.
-        slots: the number of stored states at the block's attention.
-        remembers_inside: whether the block also stores the stream between its sub-layers.
-    """
-
-    streams: int = 0
-    sources: StateSources | None = None
-    remembers: bool = False
-    has_memory: bool = False
-    slots: int = 0
-    remembers_inside: bool = False
+    streams: int = 0  # the number of copies that the first block makes of its input; 0 in the other blocks
+    sources: StateSources | None = None  # the weighted sum that the block reads
+    remembers: bool = False  # whether the block stores its input
+    has_memory: bool = False  # whether any block stores a state
+    slots: int = 0  # the number of states that are stored before the block's attention
+    remembers_inside: bool = False  # whether the block also stores the stream between its sub-layers
 
 
 class StatePlan:
-    """The number of streams that a placement's blocks return, and the states that they store."""
+    """The number of streams in a placement, and the states that the blocks read and store."""
 
     def __init__(self, plan: dict, width: int, eps: float):
         self.plan, self.width, self.eps, layers = plan, width, eps, plan["layers"]
@@ -309,7 +300,6 @@ class StatePlan:
         self.is_more = self.streams is not None or self.has_memory
 
     def of_block(self, index: int) -> BlockState:
-        """Return the BlockState of the block at an index."""
         streams = len(self.streams["read"]) if self.streams and index == 0 else 0
         remembers = index in self.slots
         sources = self._sources(self.plan["layers"][index].get("sources"))

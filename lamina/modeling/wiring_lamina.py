@@ -1,6 +1,6 @@
 """The norms, sub-layers and blocks of a norm placement, around a backbone's attention and feed-forward modules.
 
-transformers copies this file beside a checkpoint, so it imports only torch, transformers and other copied files.
+transformers copies this file beside a checkpoint. So this file imports only torch, transformers and other copied files.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ class Record(dict):
 
 
 class LaminaNorm(nn.Module):
-    """The base class of all norms, with a gain [hidden_size] (None if it is not learned) and an epsilon.
+    """The base class of all norms. To define a norm, write a subclass with a ``forward``.
 
-    With ``zero_centered``, the weight is the gain minus 1. To create a norm, write a subclass with a ``forward``.
-    ``more`` names further parameters, and ``starts`` has their initial values.
+    ``weight`` is the learned gain [hidden_size] (minus 1 if ``zero_centered``), or None. A subclass lists other learned
+    numbers in ``more``, and their initial values in ``starts``.
     """
 
-    divides = True  # whether it is x over the root mean square, or the deviation, of a token's channels
-    more: tuple[str, ...] = ()  # learned numbers
-    biased = False  # whether it has a bias [hidden_size]
+    divides = True  # whether the norm divides by the channels' root mean square or standard deviation
+    more: tuple[str, ...] = ()  # names of other learned numbers
+    biased = False  # whether the norm has a bias [hidden_size]
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class LaminaNorm(nn.Module):
             self.register_parameter("bias", nn.Parameter(torch.zeros(hidden_size)))
 
     def starts(self) -> dict[str, float]:
-        """Return the initial values of the parameters, by name."""
+        """Return the initial value of each parameter, by the parameter's name."""
         return {"weight": self.initial_gain - self.zero_centered, "bias": 0.0}
 
     def gain(self) -> torch.Tensor | None:
@@ -93,8 +93,8 @@ class LaminaNorm(nn.Module):
 class LaminaRMSNorm(LaminaNorm):
     """Compute x / sqrt(mean(x^2) + eps) * gain over the last axis, bit-identical to LlamaRMSNorm.
 
-    Serving engines replace every LaminaRMSNorm (vLLM), or every class whose name ends in "RMSNorm" (SGLang), with this
-    formula. So norms with other formulas need classes with other names.
+    Serving engines use this formula for LaminaRMSNorm (vLLM), or for any class with a name that ends in "RMSNorm"
+    (SGLang). So norms with other formulas need other class names.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -116,7 +116,7 @@ class LaminaGainlessNorm(LaminaRMSNorm):
 
 
 class LaminaGroupedNorm(LaminaNorm):
-    """An RMSNorm over each of ``groups`` equal parts of a token's channels."""
+    """An RMSNorm that normalizes ``groups`` equal groups of channels separately."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = x.to(torch.float32).unflatten(-1, (self.groups, -1))
@@ -125,7 +125,7 @@ class LaminaGroupedNorm(LaminaNorm):
 
 
 class LaminaLayerNorm(LaminaNorm):
-    """Compute (x - mean) / sqrt(var + eps) * gain + bias over the last axis, without bias if ``bias`` is False."""
+    """Compute (x - mean) / sqrt(var + eps) * gain + bias over the last axis. ``bias=False`` leaves out the bias."""
 
     def __init__(self, hidden_size: int, *, bias: bool = True, **options: Any):
         super().__init__(hidden_size, **options)
@@ -138,7 +138,7 @@ class LaminaLayerNorm(LaminaNorm):
 
 
 class LaminaL2Norm(LaminaNorm):
-    """Scale a token's state to length 1: x / ||x|| * gain over the last axis (nGPT), with statistics in float32."""
+    """Compute x / ||x|| * gain over the last axis (nGPT). The division runs in float32."""
 
     divides = False
 
@@ -171,7 +171,7 @@ class LaminaErfNorm(LaminaTanhNorm):
         return self.apply_gain(torch.erf(self.alpha * x + self.shift)) + self.bias
 
 
-# By their kinds; lamina.modeling.norm adds one's own.
+# The norms by kind. lamina.modeling.building.norm adds a user's own.
 NORMS: dict[str, type[LaminaNorm]] = {
     "rms": LaminaRMSNorm,
     "group": LaminaGroupedNorm,
@@ -184,21 +184,15 @@ NORMS: dict[str, type[LaminaNorm]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class NormStyle:
-    """The kind of norm in the backbone, for the placement's norms of kind "backbone".
+    """The settings of the backbone's norms. The placement's norms of kind "backbone" use the same settings."""
 
-    Attributes:
-        kind: "rms" or "layer".
-        eps: the epsilon of every norm.
-        bias: whether a LayerNorm has a bias.
-    """
-
-    kind: str = "rms"
-    eps: float = 1e-6
-    bias: bool = True
+    kind: str = "rms"  # or "layer"
+    eps: float = 1e-6  # of every norm
+    bias: bool = True  # whether a LayerNorm has a bias
 
     @classmethod
     def of(cls, norm: nn.Module) -> NormStyle:
-        """Return the style of one of the backbone's norms."""
+        """Read the settings from one of the backbone's norms."""
         layer = isinstance(norm, nn.LayerNorm) or "LayerNorm" in type(norm).__name__
         return cls(
             kind="layer" if layer else "rms",
@@ -208,7 +202,7 @@ class NormStyle:
 
 
 def make_norm(spec: dict | None, hidden_size: int, style: NormStyle) -> LaminaNorm | None:
-    """Create a norm from its settings in a norm placement. Return None for None."""
+    """Create a norm from its settings in a norm placement. Return None if the settings are None."""
     if spec is None:
         return None
     kind = style.kind if spec["kind"] == "backbone" else spec["kind"]
@@ -226,25 +220,25 @@ def make_norm(spec: dict | None, hidden_size: int, style: NormStyle) -> LaminaNo
 
 
 class NormedProjections(nn.Module):
-    """A backbone's module with norms on its queries, keys or values, or before its last projection.
+    """The base class of attention and feed-forward modules with added norms.
 
-    Each norm is a separate module, and the projections stay linear layers of transformers. So LoRA, quantization and
-    serving engines, which replace linear layers, do not change the norms. With ``ways``, queries, keys and values read
-    three states, concatenated in the input's last axis.
+    The norms are on the queries, keys or values, or before the last projection. Each norm is a separate module, so
+    LoRA, quantization and serving engines can replace the linear layers. With ``ways``, the last axis of the input
+    concatenates three states, for queries, keys and values.
     """
 
     backbone_class: type[nn.Module]
-    normed: tuple[str, ...]  # of "q", "k" and "v", and the name of the last projection
-    stacked: str | None  # the one projection to all three, where there is one
+    normed: tuple[str, ...]  # some of "q", "k" and "v", or the name of the last projection
+    stacked: str | None  # the name of the projection that computes queries, keys and values together
     ways: bool
-    normed_widths: dict[str, int]  # what a norm sees at once: the channels of a head, or all
+    normed_widths: dict[str, int]  # the channels that a norm normalizes together: of one head, or all
     q_norm: LaminaNorm
     k_norm: LaminaNorm
     v_norm: LaminaNorm
     inner_norm: LaminaNorm
 
     def normed_queries(self, y: torch.Tensor) -> torch.Tensor:
-        """Normalize projected queries [batch, tokens, heads * head_dim]: each head separately, or the full width."""
+        """Normalize projected queries [batch, tokens, heads * head_dim], for each head or over the full width."""
         return self._in_parts("q", y)
 
     def normed_keys(self, y: torch.Tensor) -> torch.Tensor:
@@ -254,7 +248,7 @@ class NormedProjections(nn.Module):
         return self._in_parts("v", y)
 
     def normed_stack(self, y: torch.Tensor) -> torch.Tensor:
-        """Normalize queries, keys and values that are stacked in the last axis."""
+        """Normalize queries, keys and values that are concatenated in the last axis."""
         parts = zip("qkv", y.chunk(3, dim=-1), strict=True)
         return torch.cat([self._in_parts(name, part) if name in self.normed else part for name, part in parts], dim=-1)
 
@@ -262,7 +256,7 @@ class NormedProjections(nn.Module):
         return getattr(self, f"{part}_norm")(y.unflatten(-1, (-1, self.normed_widths[part]))).flatten(-2)
 
     def input_of_queries(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the queries' state [batch, tokens, hidden_size] from three states [batch, tokens, 3 * hidden_size]."""
+        """Return the input of the query projection, the first third of ``hidden`` [batch, tokens, 3 * hidden_size]."""
         return hidden.unflatten(-1, (3, -1))[..., 0, :]
 
     def input_of_keys(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -272,7 +266,7 @@ class NormedProjections(nn.Module):
         return hidden.unflatten(-1, (3, -1))[..., 2, :]
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
-        """Pickle by the backbone's class, because the loading process may not have created the subclass."""
+        """Pickle the backbone's class, because this subclass may not exist in the process that unpickles."""
         kind = self.backbone_class, self.normed, self.stacked, self.ways
         return _empty_normed_projections, kind, self.__getstate__()
 
@@ -284,7 +278,7 @@ def normed_class(
 
     In the forward, ``self.q_proj(x)`` becomes ``self.normed_queries(self.q_proj(x))``, and ``self.o_proj(x)`` becomes
     ``self.o_proj(self.inner_norm(x))``. Raises ValueError if the backbone's forward does not call the projections, or
-    if its source is missing.
+    if the forward's source code is not available.
     """
     key = (base, normed, stacked, ways)
     if key not in _NORMED_CLASSES:
@@ -300,7 +294,7 @@ def normed_class(
 
 
 _PARTS = {"q": "queries", "k": "keys", "v": "values"}
-# Of attentions and feed-forwards.
+# The possible names of the last projection in an attention or a feed-forward.
 LAST_PROJECTIONS = ("o_proj", "down_proj", "Wo", "fc2", "c_proj", "dense", "dense_4h_to_h")
 _NORMED_CLASSES: dict[tuple, type[NormedProjections]] = {}
 
@@ -316,9 +310,9 @@ T = TypeVar("T", torch.Tensor, float)
 
 
 def skip_source(skip: str, x: T, block_input: T | None = None) -> T:
-    """Return the source of the skip: x ("stream"), the block's input ("block_input") or their sum ("both").
+    """Return the tensor on the skip: x ("stream"), the block's input ("block_input") or their sum ("both").
 
-    For the attention, x is the block's input, and ``block_input`` is None.
+    In the attention, x is the block's input, and ``block_input`` is None.
     """
     if block_input is None or skip == "stream":
         return x
@@ -327,25 +321,17 @@ def skip_source(skip: str, x: T, block_input: T | None = None) -> T:
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """The terms of a sub-layer's equation in one forward pass, each [batch, tokens, hidden_size].
+    """The terms of a sub-layer's equation in one forward pass, each [batch, tokens, hidden_size]."""
 
-    Attributes:
-        output: the module's output.
-        branch: the output after the out_norm, times out_scale.
-        source: the source of the skip.
-        skip: the source times skip_scale.
-        sum: skip + branch, before the post_norm.
-    """
-
-    output: torch.Tensor
-    branch: torch.Tensor
-    source: torch.Tensor
-    skip: torch.Tensor
-    sum: torch.Tensor
+    output: torch.Tensor  # of the module
+    branch: torch.Tensor  # the output after the out_norm, times out_scale
+    source: torch.Tensor  # the tensor on the skip, before skip_scale
+    skip: torch.Tensor  # the tensor on the skip, times skip_scale
+    sum: torch.Tensor  # skip + branch, before the post_norm
 
 
 SCALES = ("skip_scale", "pre_scale", "out_scale")
-# A sub-layer's fields that its record leaves out at their default.
+# Fields of a sub-layer that a saved plan leaves out if they have these defaults.
 YOUNGER = {"out_scale": 1.0, "out_scale_learned": "no", "coupling": "none", "gate_temperature": 1.0, "inner_norm": None}
 YOUNGER |= {"streams": None, "read": "stream"}
 _LEAST_VARIANCE = 1e-3  # of the skip under "variance", as in Muse Spark
@@ -354,7 +340,7 @@ _LEAST_VARIANCE = 1e-3  # of the skip under "variance", as in Muse Spark
 class Residual(nn.Module):
     """A sub-layer of a norm placement: y = C(skip_scale * s + out_scale * B(module(pre_scale * A(x)))).
 
-    A, B and C are the pre_norm, out_norm and post_norm, and s is the source of the skip. Constant scales are floats,
+    A, B and C are the pre_norm, out_norm and post_norm, and s is the tensor on the skip. Constant scales are floats,
     because a buffer would lose its value on the meta device. ``scaled`` names the scales to apply even if they are 1,
     so that layers with different values share a compiled graph.
     """
@@ -373,7 +359,7 @@ class Residual(nn.Module):
         self.sublayer = Record({**YOUNGER, **sublayer})
         self.module = module
         self.pre_norm = make_norm(sublayer["pre_norm"], hidden_size, style)
-        # Of queries, keys and values that read three states, the pre_norm is then the queries' alone.
+        # With own_norms, the pre_norm is only for the queries, and keys and values have their own norms.
         self.key_norm, self.value_norm = (
             make_norm(sublayer["pre_norm"] if own_norms else None, hidden_size, style) for _ in range(2)
         )
@@ -406,7 +392,7 @@ class Residual(nn.Module):
         return nn.Parameter(torch.full((hidden_size,) if learned == "vector" else scalar, starts[name]))
 
     def starts(self) -> dict[str, float]:
-        """Return the initial scales, and the gate's logit if out_scale is learned under a coupling."""
+        """Return the initial scales. If out_scale is learned under a coupling, add the initial logit of the gate."""
         values = {name: float(self.sublayer[name]) for name in SCALES}
         if self.coupling != "none" and self.sublayer["out_scale_learned"] != "no":
             b = values["out_scale"]
@@ -427,8 +413,8 @@ class Residual(nn.Module):
         Args:
             x: the residual stream [batch, tokens, hidden_size], or n streams [batch, tokens, n, hidden_size].
             block_input: the block's input (default: x).
-            memory: stored states [batch, tokens, hidden_size].
-            ways: separate inputs of queries, keys and values [batch, tokens, 3, hidden_size], instead of x.
+            memory: the stored states of earlier blocks, each [batch, tokens, hidden_size].
+            ways: separate inputs for the queries, keys and values [batch, tokens, 3, hidden_size], instead of x.
             kwargs: arguments of the module.
         """
         hidden, mix, write = x if self.read != "block_input" or block_input is None else block_input, None, None
@@ -469,7 +455,7 @@ class Residual(nn.Module):
         return total if self.post_norm is None else self.post_norm(total)
 
     def _normed(self, hidden: torch.Tensor, norm: LaminaNorm) -> torch.Tensor:
-        """Normalize the input, [..., hidden_size], or its three states [..., 3, hidden_size] separately."""
+        """Normalize an input [..., hidden_size], or each of three inputs [..., 3, hidden_size]."""
         if self.key_norm is None or self.value_norm is None:
             return norm(hidden)
         norms = (norm, self.key_norm, self.value_norm)
@@ -480,7 +466,7 @@ class Residual(nn.Module):
         return self.out_scale if self.gate is None else torch.sigmoid(self.gate / self.sublayer["gate_temperature"])
 
     def skip_factor(self) -> float | torch.Tensor:
-        """Return the factor on the skip. With a coupling to the branch's factor b, it is 1 - b or sqrt(1 - b^2)."""
+        """Return the factor on the skip. If coupled to the branch's factor b, return 1 - b or sqrt(1 - b^2)."""
         if self.coupling == "none":
             return self.skip_scale
         b = self.branch_factor()
@@ -492,18 +478,18 @@ class Residual(nn.Module):
         return (rest * (1 + b)).clamp(min=_LEAST_VARIANCE).sqrt()
 
     def scale_skip(self, source: torch.Tensor) -> torch.Tensor:
-        """Multiply the skip by its factor, at least in the precision of ``source``."""
+        """Multiply the tensor on the skip by its factor."""
         return source * self.skip_factor() if self._applied["skip_scale"] else source
 
     def register_terms_hook(self, hook: Callable[[Terms], None]) -> RemovableHandle:
-        """Call ``hook`` with the terms of every forward pass until the handle is removed, except in compiled blocks."""
+        """Call ``hook`` with the Terms of each forward pass until the handle is removed. Compiled blocks skip hooks."""
         handle = RemovableHandle(self._terms_hooks)
         self._terms_hooks[handle.id] = hook
         return handle
 
     @property
     def graph_key(self) -> tuple[object, ...]:
-        """Return the properties that decide whether sub-layers can share a compiled graph."""
+        """Return a key. Sub-layers with equal keys can share a compiled graph."""
         spec = {} if self.mixer is None else self.mixer.spec
         kinds = {name: len(value) if name in ("read", "write") else value for name, value in spec.items()}
         return self.skip, self.coupling, self.read, str(kinds), *self._applied.values()
@@ -515,7 +501,7 @@ ONE_STREAM = BlockState()
 class Block(GradientCheckpointingLayer):
     """A layer of the model: the attention's Residual, then the feed-forward's Residual.
 
-    ``arguments`` are the names of the layer's positional arguments after the residual stream.
+    ``arguments`` names the positional arguments of a call after the hidden states.
     """
 
     def __init__(
@@ -530,7 +516,7 @@ class Block(GradientCheckpointingLayer):
         self.feed_forward = feed_forward
         self.streams, self.sources, self.remembers, self.has_memory, self.slots, self.remembers_inside = state
         takes = inspect.signature(attention.module.forward).parameters
-        known = (*takes, "attention_mask")  # what the attention does not know would be lost without a word
+        known = (*takes, "attention_mask")  # without a parameter of this name, the attention would ignore the argument
         self.arguments = tuple(itertools.takewhile(known.__contains__, arguments))
         self._takes_mask = "attention_mask" in takes or any(p.kind is p.VAR_KEYWORD for p in takes.values())
         self._is_recurrent = "cache_params" in takes  # the cache's name in Mamba's relatives
@@ -538,12 +524,12 @@ class Block(GradientCheckpointingLayer):
     def forward(self, hidden_states: torch.Tensor | State, *args: object, **kwargs: object) -> torch.Tensor | State:
         """Return the next residual stream [batch, tokens, hidden_size]. The attention gets all other arguments.
 
-        With n streams, input and output are [batch, tokens, n, hidden_size]. With stored states, they are a State.
+        With n streams, the shape is [batch, tokens, n, hidden_size]. With stored states, input and output are a State.
         """
         if len(args) > len(self.arguments):
             raise TypeError(f"the layer got too many arguments. The attention takes only: {', '.join(self.arguments)}")
         kwargs.update(zip(self.arguments, args, strict=False))
-        if self._takes_mask:  # a module of the user's own may not know of masks
+        if self._takes_mask:  # a user's own module may have no such parameter
             kwargs.setdefault("attention_mask", None)
         else:
             kwargs.pop("attention_mask", None)
@@ -559,7 +545,7 @@ class Block(GradientCheckpointingLayer):
 
     @property
     def graph_key(self) -> tuple[object, ...]:
-        """Return the properties that decide whether blocks can share a compiled graph."""
+        """Return a key. Blocks with equal keys can share a compiled graph."""
         own = self.sources
         read = (
             None
@@ -585,7 +571,7 @@ class Block(GradientCheckpointingLayer):
 
 
 class InitializesPlan:
-    """A mixin that gives Lamina's modules the initial values of the norm placement."""
+    """A mixin that gives norms, scales and residual paths the initial values of the norm placement."""
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, Residual):
@@ -599,7 +585,7 @@ class InitializesPlan:
         elif isinstance(module, LaminaNorm):
             starts = module.starts()
             for name, parameter in module.named_parameters(recurse=False):
-                if name in starts:  # a norm of one's own may have set more in its constructor
+                if name in starts:  # a user's own norm may initialize other parameters in its constructor
                     init.constant_(parameter, starts[name])
         else:
             super()._init_weights(module)  # type: ignore[misc]
@@ -613,10 +599,10 @@ def norm_projections(
     inner: dict | None = None,
     ways: bool = False,
 ) -> None:
-    """Put norms on an attention's queries, keys and values, and the norm ``inner`` before its last projection.
+    """Add norms to an attention's queries, keys and values, and the norm ``inner`` before the last projection.
 
-    ``stacked`` is the name of a joint projection for queries, keys and values. With ``ways``, they read three
-    concatenated states. Raises ValueError, before any change, if a projection is missing or already has a norm.
+    ``stacked`` names the projection that computes queries, keys and values together. With ``ways``, the input joins
+    three states. Raises ValueError, before any change, if a projection is missing or already has a norm.
     """
     last = next((name for name in LAST_PROJECTIONS if isinstance(getattr(attention, name, None), _LINEAR)), None)
     if inner and (last is None or hasattr(attention, "inner_norm")):
@@ -670,7 +656,7 @@ _LINEAR = (nn.Linear, Conv1D)  # the second is GPT-2's, whose weight is [channel
 
 
 def _channels(linear: nn.Module) -> tuple[int, int]:
-    """Return a projection's numbers of input and output channels."""
+    """Return the numbers of input and output channels of a projection."""
     first, second = linear.get_parameter("weight").shape
     return (first, second) if isinstance(linear, Conv1D) else (second, first)
 

@@ -1,6 +1,6 @@
-"""Norm placements for other trainers. ``emit`` writes a placement as code, and ``weights`` converts weights.
+"""Norm placements for other trainers: ``emit`` writes a placement as code, and ``weights`` converts the weights.
 
-Each trainer has two files in ``targets/``: a template, and a table of code expressions and weight names.
+The folder ``targets`` has two files for each trainer: a template, and a table of code expressions and weight names.
 """
 
 from lamina.ports.emitting import Emitted, emit

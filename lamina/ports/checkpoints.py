@@ -1,4 +1,4 @@
-"""Read and write other trainers' checkpoints, and find the model's configuration for transformers.
+"""Read and write other trainers' checkpoints.
 
 ``FORMATS`` lists the trainers. The tables in ``targets/`` have the trainers' weight names.
 """
@@ -32,7 +32,7 @@ from lamina.ports.foreign import ForeignCheckpoint, alone, distributed, reading,
 from lamina.ports.foreign import file_of as _file
 from lamina.ports.weights import Names, load_weights, weights_for
 
-# What its own block types are here; DepthBench's, too. None of them has a norm on the embedding by itself.
+# The placements of the block types in OLMo-core and DepthBench. None of these types includes an embedding norm.
 OLMO_BLOCKS = {
     "default": "pre_ln",
     "default_scaled": "layernorm_scaling",
@@ -112,7 +112,7 @@ def _read_olmo(folder: Path) -> ForeignCheckpoint:
     weights = {}
     for key, tensor in distributed(folder / "model_and_optim", "model.").items():
         name = key.removeprefix("model.")
-        if scale := re.fullmatch(r"blocks\.(\d+)\.ln_scale", name):  # a buffer, which the plan has as a number
+        if scale := re.fullmatch(r"blocks\.(\d+)\.ln_scale", name):  # a buffer. The plan has this factor as a number
             if abs(float(tensor) - (expected := (int(scale[1]) + 1) ** -0.5)) > 1e-6:
                 raise UserError(
                     f"source: {name} is {float(tensor):.3g} instead of {expected:.3g}, and Lamina supports no "
@@ -147,7 +147,7 @@ def _write_olmo(model: LaminaForCausalLM, folder: Path) -> None:
         **({"head_dim": head_dim} if head_dim else {}),
         "_CLASS_": _CLASSES + "attention.AttentionConfig",
     }
-    if plan.qk_norm != "off" and plan.v_norm == "off":  # its attention has these itself
+    if plan.qk_norm != "off" and plan.v_norm == "off":  # OLMo-core's attention has norms on queries and keys
         mixer |= {"qk_norm": norm, "use_head_qk_norm": plan.qk_norm == "head"}
         weights = {re.sub(r"\.w_([qk])\.norm\.", r".\1_norm.", name): tensor for name, tensor in weights.items()}
     inner = {"hidden_size": config.intermediate_size, "bias": config.mlp_bias}
@@ -201,7 +201,7 @@ def _write_nanogpt(model: LaminaForCausalLM, folder: Path) -> None:
 
 
 def _write_mlx(model: LaminaForCausalLM, folder: Path) -> None:
-    """Write the code, configuration and weights of a model for mlx_lm, which loads them with trust_remote_code."""
+    """Write a model's code, configuration and weights for mlx_lm. To load them, use trust_remote_code."""
     config, plan = backbone_of(model.config), Plan.from_dict(model.config.plan or {})
     if config.model_type != "llama":
         raise UserError(
@@ -222,7 +222,7 @@ def _write_mlx(model: LaminaForCausalLM, folder: Path) -> None:
 
 
 def _read_torchtitan(folder: Path) -> ForeignCheckpoint:
-    """Read the folder of one training step, which must also have a Llama's config.json."""
+    """Read the folder of one training step. The folder must also have the config.json of a Llama."""
     if not (folder / "config.json").is_file():
         raise UserError(
             f"source: {str(folder)!r} holds no config.json, and torchtitan does not save the model's sizes. "
@@ -268,7 +268,7 @@ FORMATS: dict[str, tuple[Callable[[Path], ForeignCheckpoint] | None, Callable[[L
 def from_trainer(folder: Path, target: str, placement: str | None) -> LaminaForCausalLM:
     """Return the Lamina model of a trainer's checkpoint, with bit-identical weights.
 
-    Raises UserError if the checkpoint is incomplete, or if neither it nor the caller names the norm placement.
+    Raises UserError for an incomplete checkpoint, or if neither checkpoint nor caller names the norm placement.
     """
     read, _ = FORMATS[target]
     assert read is not None
@@ -303,7 +303,7 @@ def _built(stored: ForeignCheckpoint, spec: str, options: Mapping[str, object], 
 
 
 def _advice(stored: ForeignCheckpoint, target: str) -> str:
-    """Return a sentence that lists the norm placements that need exactly the tensors of the checkpoint."""
+    """Return a sentence that lists the placements for which a model has exactly the checkpoint's tensors."""
     fitting = []
     for name in names():
         with contextlib.suppress(ValueError), torch.device("meta"):
@@ -319,9 +319,9 @@ def _advice(stored: ForeignCheckpoint, target: str) -> str:
 def convert(
     source: str, output: Path, target: str, placement: str | None, *, reads: bool, overwrite: bool
 ) -> ConversionRecord:
-    """Convert a trainer's checkpoint to a Lamina model, or the reverse if ``reads`` is false.
+    """Convert a trainer's checkpoint to a Lamina model, or a Lamina model to a checkpoint if ``reads`` is false.
 
-    Give ``placement`` if the checkpoint does not name its norm placement. Raises UserError if the conversion fails, and
+    Give ``placement`` if the checkpoint does not name the norm placement. Raises UserError if the conversion fails, and
     leaves ``output`` unchanged.
     """
     if reads:

@@ -18,8 +18,8 @@ from lamina.placements import Plan
 from lamina.placements.plan import Sublayer
 
 _QUERIES = {"attn_res": "attention", "mlp_res": "feed_forward"}
-FUSED_EPS = 1e-5  # of the norms that its kernel computes: those on the states and on their sums
-_OWN_EPS = 1e-8  # where the connections compute their own RMS
+FUSED_EPS = 1e-5  # of the norms in the kernel, on the states and on their sums
+_OWN_EPS = 1e-8  # of the RMS that the connections compute themselves
 _LAYERS = "model.backbone.layers"
 
 
@@ -67,7 +67,7 @@ class Connections:
         wirings = {"hc": "dynamic_hc", "mhc": "mhc", "liger_mhc": "mhc,start=liger"}
         if kind not in wirings:
             self._only("kind", kind, " or ".join(wirings))
-        collapse = "sum_of_norms" if collapse == "sum" else collapse  # the model norms each stream first
+        collapse = "sum_of_norms" if collapse == "sum" else collapse  # the model normalizes each stream before the sum
         return f"pre_ln(wiring={wirings[kind]},size={hyper.get('num_residual_streams', 4)},collapse={collapse})"
 
     def _only(self, name: str, value: object, allowed: object) -> None:
@@ -78,7 +78,7 @@ class Connections:
             )
 
     def settled(self, plan: Plan) -> Plan:
-        """Return a placement's layers with the epsilons of the connections' norms."""
+        """Return the plan with the epsilons of the connections' norms."""
         if self.hyper is not None and plan.streams > 1:
 
             def of_half(half: Sublayer) -> Sublayer:
@@ -87,16 +87,16 @@ class Connections:
 
             return replace(plan, layers=tuple(layer.map(of_half) for layer in plan.layers))
         first = plan.layers[0].attention
-        if self.attends and first.pre_norm is not None:  # the kernel has all norms but the one before the first block
+        if self.attends and first.pre_norm is not None:  # the kernel has no norm before the first block
             alone = replace(first, pre_norm=replace(first.pre_norm, eps=self.norm_eps))
             return replace(plan, layers=(replace(plan.layers[0], attention=alone), *plan.layers[1:]))
         return plan
 
     def split(self, weights: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Separate the connections' weights, under Lamina's names, from all other weights."""
+        """Return all other weights, and the connections' weights under Lamina's names."""
         rest, own = dict[str, torch.Tensor](), dict[str, dict[str, torch.Tensor]]()
         for name, tensor in weights.items():
-            plain = re.sub(r"\b(\w+)_hyper_connection\.branch\.norm\.", r"\1_norm.", name)  # the branch's second name
+            plain = re.sub(r"\b(\w+)_hyper_connection\.branch\.norm\.", r"\1_norm.", name)  # a second name
             plain = re.sub(r"\b\w+_hyper_connection\.branch\.", "", plain)
             if match := re.fullmatch(r"blocks\.(\d+)\.(\w+)_hyper_connection\.(\w+)", plain):
                 own.setdefault(f"{_LAYERS}.{match[1]}.{match[2]}.mixer", {})[match[3]] = tensor
@@ -105,8 +105,8 @@ class Connections:
                 own.setdefault(place, {})[match[3]] = tensor
             elif plain in rest and not torch.equal(rest[plain], tensor):
                 raise UserError(
-                    f"tensor {name!r}: differs from {plain!r}, but the two tensors are the same parameter. Give a "
-                    "checkpoint with equal tensors."
+                    f"tensor {name!r}: its values differ from {plain!r}, but the two tensors are the same parameter. "
+                    "Give a checkpoint with equal tensors."
                 )
             else:
                 rest[plain] = tensor
@@ -119,14 +119,14 @@ class Connections:
                     f"source: the checkpoint has no tensor {error.args[0]!r} for {place!r}. Give a complete checkpoint."
                 ) from None
             ours |= {f"{place}.{name}": tensor.contiguous() for name, tensor in made.items()}
-        if self.attends:  # a softmax over the embedding alone, for which no query is stored
+        if self.attends:  # a softmax over only the embedding needs no query, so the checkpoint has none
             ours[f"{_LAYERS}.0.attention.depth.query"] = torch.zeros_like(rest["blocks.0.attention_norm.weight"])
         return rest, ours
 
 
 def _parameters(parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the parameters of a DepthAttention or a StreamMixer. Raises KeyError for a missing part."""
-    if parts.keys() & {"proj", "norm"}:  # a query times the gain of the norm on what it weighs
+    """Return the parameters of a DepthAttention or a StreamMixer. Raises KeyError for a missing tensor."""
+    if parts.keys() & {"proj", "norm"}:  # the query, times the gain of the norm on the states
         return {"query": parts["proj"].flatten() * parts["norm"]}
     if "phi" in parts:  # Liger's
         bias = parts["b"]

@@ -1,4 +1,4 @@
-"""Write a norm placement as a file for another trainer, and a test that compares the file with Lamina's model."""
+"""Write a norm placement as a file for another trainer, and write a test that compares the file with Lamina's model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Emitted:
-    """The code of a norm placement for a trainer, its test, and the placement's settings for each layer."""
+    """The code of a norm placement for a trainer, a test of the code, and the placement's settings for each layer."""
 
     plan: Plan
     code: str
@@ -33,11 +33,10 @@ class Emitted:
 def emit(
     placement: str | Plan, target: str, num_layers: int, *, init: str = "recommended", module: str = ""
 ) -> Emitted:
-    """Return the code of a norm placement for ``num_layers`` blocks in a trainer, and a test that imports it as
-    ``module``.
+    """Return the code of a norm placement for ``num_layers`` blocks in a trainer, and a test.
 
-    Raises UserError for an unknown placement, trainer or initializer, and for a placement that the trainer can't
-    express.
+    The test imports the code as ``module``. Raises UserError for an unknown placement, trainer or initializer, and for
+    a placement that the trainer can't express.
     """
     require("emit", "report")
     table = target_of(target)
@@ -89,7 +88,6 @@ def _environment() -> Environment:
     made.filters["wrap"] = lambda text: textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
 
     def ends(names: list[str]) -> str:
-        """Return names as code for the argument of ``endswith``."""
         quoted = ", ".join(f'"{name}"' for name in names)
         return quoted if len(names) == 1 else f"({quoted})"
 

@@ -1,4 +1,4 @@
-"""Another trainer's checkpoint, and the reader for torch.distributed's files."""
+"""The content of another trainer's checkpoint, and a reader for the files of torch.distributed."""
 
 from __future__ import annotations
 
@@ -24,26 +24,21 @@ from lamina.placements import Plan
 
 @dataclass(frozen=True, kw_only=True)
 class ForeignCheckpoint:
-    """A trainer's checkpoint, with the configuration of the same model in transformers.
-
-    Attributes:
-        placement: the norm placement, or "" if the checkpoint does not name it.
-        options: the placement's options in the checkpoint.
-        wiring: the weights that the trainer's table does not list, under Lamina's names.
-        settled: a function that adapts the placement's layers to the checkpoint.
-    """
+    """The content of a trainer's checkpoint, with the configuration of the same model in transformers."""
 
     weights: Mapping[str, torch.Tensor]
     config: PreTrainedConfig
     adapter: Mapping[str, object] | None = None
-    placement: str = ""
-    options: Mapping[str, object] = field(default_factory=dict)
+    placement: str = ""  # empty if the checkpoint does not name the norm placement
+    options: Mapping[str, object] = field(default_factory=dict)  # the placement's options in the checkpoint
+    # Weights that are not in the trainer's table, under Lamina's names.
     wiring: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    # A function that adapts the placement's layers to the checkpoint.
     settled: Callable[[Plan], Plan] = field(default=lambda plan: plan)
 
 
 class _Metadata(pickle.Unpickler):
-    """A safe reader of a checkpoint's index. The index is a pickle, so the reader loads only harmless classes."""
+    """A safe reader of a checkpoint's index. The index is a pickle, and this reader loads only harmless classes."""
 
     def find_class(self, module: str, name: str, /) -> object:
         if name == "_StorageInfo":
@@ -61,8 +56,6 @@ class _Metadata(pickle.Unpickler):
 
 
 class _Reader(FileSystemReader):
-    """torch's reader of checkpoints, which reads the index with ``_Metadata``."""
-
     def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
         with open(Path(self.path) / ".metadata", "rb") as file:
             metadata = _Metadata(file).load()
@@ -75,7 +68,7 @@ _LAYOUT = ("torch.serialization", "_get_layout")
 
 
 def distributed(folder: Path, *prefixes: str) -> dict[str, torch.Tensor]:
-    """Read the tensors of a torch.distributed checkpoint whose names begin with one of ``prefixes``."""
+    """Read the tensors with one of the ``prefixes`` from a torch.distributed checkpoint."""
     if not (folder / ".metadata").is_file():
         raise UserError(
             f"source: {str(folder)!r} holds no torch.distributed checkpoint: .metadata is missing. Give the folder "
@@ -102,7 +95,7 @@ def alone() -> Iterator[None]:
 
 @contextmanager
 def tested_types() -> Iterator[None]:
-    """Suppress the warning about model types without a test."""
+    """Suppress the warning that Lamina is not tested with a model type."""
     logger = logging.getLogger(modeling_lamina.__name__)
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -114,13 +107,13 @@ def tested_types() -> Iterator[None]:
 
 @contextmanager
 def reading(folder: Path, trainer: str) -> Iterator[None]:
-    """Convert the many errors that a damaged file can cause to a UserError."""
+    """Raise UserError instead of the many errors that a damaged file can cause."""
     try:
         yield
     except (UserError, OSError, MemoryError):
         raise
     except Exception as error:
-        why = one_line(error).partition(". ")[0]  # torch's go on with advice about its own options
+        why = one_line(error).partition(". ")[0]  # the rest of torch's message is advice about torch's own options
         raise UserError(
             f"source: {str(folder)!r} is not a {trainer} checkpoint, or is damaged ({why}). Give a folder that "
             f"{trainer} wrote."

@@ -25,11 +25,11 @@ from lamina.ports.weights import weights_for
 LATEST = "latest_checkpointed_iteration.txt"
 _METADATA = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 _METADATA |= {"common_backend": "torch", "common_backend_version": 1}
-# A norm before a linear layer has the name that Transformer Engine gives it, whoever computes it.
+# Megatron stores a norm before a linear layer under Transformer Engine's name, whichever code computes the norm.
 _STORED = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
 _STORED["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
 _EXTRA = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2")
-# What a Llama of transformers is, by Megatron's arguments.
+# Megatron's arguments for a Llama of transformers.
 _LLAMA: dict[str, object] = {
     "swiglu": True,
     "add_bias_linear": False,
@@ -44,7 +44,7 @@ _LLAMA: dict[str, object] = {
 
 
 class _Unread:
-    """A replacement for the classes in a pickle that Lamina does not need, so that their code does not run."""
+    """A stand-in for the classes in a pickle that Lamina does not need, so that their code does not run."""
 
     def __init__(self, *args: object, **kwargs: object):
         pass
@@ -83,7 +83,7 @@ def _arguments(file: Path) -> Namespace:
 def read(folder: Path) -> ForeignCheckpoint:
     """Read a folder that Megatron saved, or the folder of one iteration. The result names no norm placement.
 
-    Raises UserError if the model has several residual streams, or modules that a Llama does not have.
+    Raises UserError if Megatron's arguments do not describe a Llama.
     """
     if (folder / LATEST).is_file():
         latest = (folder / LATEST).read_text("utf-8").strip()
@@ -99,7 +99,7 @@ def read(folder: Path) -> ForeignCheckpoint:
     count, heads = args["num_layers"], args["num_attention_heads"]
     tied = not args.get("untie_embeddings_and_output_weights", False)
     config = LlamaConfig(
-        vocab_size=len(tensors["embedding.word_embeddings.weight"]),  # padded, as Megatron trains it
+        vocab_size=len(tensors["embedding.word_embeddings.weight"]),  # Megatron pads the vocabulary
         hidden_size=args["hidden_size"],
         intermediate_size=args["ffn_hidden_size"],
         num_hidden_layers=count,
@@ -116,7 +116,7 @@ def read(folder: Path) -> ForeignCheckpoint:
         for ours, theirs in _STORED.items():
             name = name.replace(theirs, ours)
         name = re.sub(r"([qk]_layernorm)\.(?!norm\.)", r"\1.norm.", name)
-        if re.match(r"decoder\.layers\.\D", name):  # one tensor for all layers, as older versions save equal layers
+        if re.match(r"decoder\.layers\.\D", name):  # older versions save one tensor for all layers
             weights |= {name.replace("layers.", f"layers.{layer}."): row for layer, row in enumerate(tensor)}
         else:
             weights[name] = tensor
@@ -140,7 +140,7 @@ def write(model: LaminaForCausalLM, folder: Path) -> None:
             "model without biases."
         )
     stored: dict[str, object] = {}
-    nothing = [None]  # what Megatron's linear layers save beside their weights
+    nothing = [None]  # Megatron's linear layers save this beside their weights
     for name, tensor in weights_for(model, "megatron").items():
         for ours, theirs in _STORED.items():
             name = name.replace(ours, theirs)

@@ -1,6 +1,6 @@
 """Write a norm placement as Python code for a trainer: a block's norms, constants and forward pass.
 
-Where layers differ, the code has a condition on the layer's index, or a table if no condition is possible.
+If layers differ, the code has a condition on the layer's index, or a table if no condition is possible.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lamina.placements.plan import POSITIONS, SUBLAYERS, Norm, Plan, Sublayer
 from lamina.placements.registry import Placement
 from lamina.ports.targets import Target
 
-WIDTH = 88  # of a line: ruff's default
+WIDTH = 88  # the length of a line, ruff's default
 _FACTORS = ("skip_scale", "pre_scale", "out_scale")
 _FORMULAS: dict[str, Callable[[int], float]] = {"({0} + 1) ** -0.5": lambda layer: (layer + 1) ** -0.5}
 _INPUTS = {"attention": "x", "feed_forward": "y"}
@@ -41,7 +41,7 @@ def condition(layers: Sequence[int], count: int, index: str) -> str:
 
 
 def choose(values: Sequence[str], index: str = "layer", last: str = "") -> str:
-    """Return an expression for the values of all layers. A conditional expression ends with ``last``."""
+    """Return code for a layer's value, given the values of all layers. A conditional expression ends with ``last``."""
     if len(set(values)) == 1:
         return values[0]
     usual, count = next(v for v in reversed(values) if v != last), len(values)
@@ -54,7 +54,7 @@ def choose(values: Sequence[str], index: str = "layer", last: str = "") -> str:
 
 
 def assigned(target: str, value: str, indent: int = 8) -> list[str]:
-    """Return the lines of an assignment or a return statement, with line breaks for a long value."""
+    """Return the lines of an assignment or a return statement. A long value gets line breaks."""
     head = f"{target} " if target == "return" else f"{target} = "
     if indent + len(head) + len(value) <= WIDTH:
         return [head + value]
@@ -66,7 +66,7 @@ def assigned(target: str, value: str, indent: int = 8) -> list[str]:
 
 @dataclass(frozen=True)
 class _Factor:
-    """A scale factor of the attention or feed-forward: its values and kinds by layer, and its name in the code."""
+    """A scale factor of the attention or feed-forward: its name in the code, and its value and kind in each layer."""
 
     name: str
     starts: tuple[float, ...]
@@ -86,14 +86,14 @@ class _Factor:
 
 
 class Port:
-    """A norm placement as code for a trainer. Raises UserError for a part that the trainer can't express."""
+    """A norm placement as code for a trainer. Raises UserError for anything that the trainer can't express."""
 
     def __init__(self, placement: Placement, plan: Plan, target: Target):
         self.placement, self.plan, self.target = placement, plan, target
         self.num_layers = plan.num_layers
         self._refuse()
 
-    # what is refused
+    # errors for placements that the trainer can't express
 
     def _refuse(self) -> None:
         plan, halves = self.plan, [half for layer in self.plan.layers for half in (layer.attention, layer.feed_forward)]
@@ -131,10 +131,9 @@ class Port:
     # norms
 
     def norm_kind(self, norm: Norm) -> str:
-        """Return the key of a norm's constructor in the trainer's table. Raises UserError if the table has no
-        constructor.
+        """Return a norm's key in the trainer's table: the kind, with _zero for gains of 1 + w, or _plain for no gain.
 
-        The key is the norm's kind, with the suffix _zero for gains of 1 + w, or _plain for no gain.
+        Raises UserError if the table does not have the key.
         """
         if not norm.learnable_gain and norm.initial_gain != 1.0:
             self._refused(f"a norm has the constant gain {norm.initial_gain}", "Choose learned gains, or a gain of 1")
@@ -147,7 +146,7 @@ class Port:
         return kind
 
     def norm(self, norm: Norm | None, width: str = "") -> str:
-        """Return the constructor of a norm for ``width`` channels, or of an identity for None."""
+        """Return the code of a norm for ``width`` channels, or of an identity for None."""
         if norm is None:
             return self.target.norms["none"]
         kind = self.norm_kind(norm)
@@ -157,12 +156,11 @@ class Port:
 
     @cached_property
     def constructors(self) -> str:
-        """Return the constructors of all norms as one text."""
         return " ".join(sorted({self.norm(norm) for norm in self._all_norms()}))
 
     @cached_property
     def norm_names(self) -> dict[tuple[str, str], str]:
-        """Return the names of the block's norms by sub-layer and position, without norms that no layer has."""
+        """Return the names of a block's norms by sub-layer and position. Leave out norms that no layer has."""
         names = {}
         for half in SUBLAYERS:
             layers = [getattr(layer, half) for layer in self.plan.layers]
@@ -174,7 +172,6 @@ class Port:
 
     @cached_property
     def norm_lines(self) -> list[str]:
-        """Return the code that creates a block's norms."""
         lines = []
         for (half, position), name in self.norm_names.items():
             specs = [self.norm(getattr(getattr(layer, half), position)) for layer in self.plan.layers]
@@ -185,13 +182,13 @@ class Port:
 
     @cached_property
     def projections(self) -> dict[str, str]:
-        """Map each of "q", "k" and "v" that has a norm on its output to the norm's scope ("head" or "full")."""
+        """Map "q", "k" and "v" to the scope of the norm ("head" or "full"). Leave out projections without a norm."""
         scopes = {"q": self.plan.qk_norm, "k": self.plan.qk_norm, "v": self.plan.v_norm}
         return {part: scope for part, scope in scopes.items() if scope != "off"}
 
     @property
     def projections_by_scope(self) -> list[tuple[str, str]]:
-        """Return a pair for each scope: the scope, and the code of a tuple with the projections' names."""
+        """Return each scope with the names of its projections, as the code of a tuple."""
         names = {
             scope: [f'"{p}_proj"' for p, s in self.projections.items() if s == scope] for scope in ("head", "full")
         }
@@ -211,7 +208,7 @@ class Port:
             specs = {getattr(layer, half).inner_norm for layer in self.plan.layers}
             if len(specs) > 1:
                 self._refused(
-                    f"the {half} has an inner_norm in some layers only",
+                    f"only some layers have an inner_norm in the {half}",
                     "Choose a placement with this norm in all layers or in none",
                 )
             if (spec := specs.pop()) is not None:
@@ -225,13 +222,13 @@ class Port:
 
     @cached_property
     def gate(self) -> Sublayer | None:
-        """Return the first layer's attention if it couples the skip with a learned branch factor, otherwise None."""
+        """Return the first layer's attention if its skip is coupled to a learned branch factor, otherwise None."""
         first = self.plan.layers[0].attention
         return first if first.coupling != "none" and first.out_scale_learned != "no" else None
 
     @cached_property
     def factors(self) -> dict[tuple[str, str], _Factor]:
-        """Return the scale factors by sub-layer and kind, without factors that are 1 in every layer."""
+        """Return the scale factors by sub-layer and kind. Leave out factors that are 1 in every layer."""
         by_scale = {}
         for half in SUBLAYERS:
             subs = self._sublayers(half)
@@ -255,7 +252,6 @@ class Port:
         return shared
 
     def _numbers(self, factor: _Factor, index: str) -> str:
-        """Return code for a factor's value in layer ``index``."""
         for formula, compute in _FORMULAS.items():
             if all(value == compute(layer) for layer, value in enumerate(factor.starts)) and self.num_layers > 1:
                 return formula.format(index)
@@ -266,7 +262,7 @@ class Port:
     @cached_property
     def constants(self) -> list[str]:
         """Return the code of the constants: factors that all layers share, and tables of irregular factors."""
-        lines: dict[str, list[str]] = {}  # by name: two halves may share one
+        lines: dict[str, list[str]] = {}  # by name, because two sub-layers may share a factor
         for factor in self.factors.values():
             name = factor.name.upper()
             if factor.is_constant:
@@ -278,7 +274,6 @@ class Port:
 
     @cached_property
     def scale_lines(self) -> list[str]:
-        """Return the code that creates a block's scale factors."""
         lines: dict[str, list[str]] = {}
         code = self.target.code
         for factor in self.factors.values():
@@ -314,7 +309,6 @@ class Port:
         return lines
 
     def _guarded(self, holds: Sequence[bool], line: str) -> list[str]:
-        """Return a line of code, under a condition if only some layers need it."""
         if all(holds):
             return [line]
         layers = [layer for layer, holder in enumerate(holds) if holder]
@@ -329,7 +323,6 @@ class Port:
 
     @cached_property
     def forward_lines(self) -> list[str]:
-        """Return the code of a block's forward pass."""
         return [*self._half("attention", "y"), *self._half("feed_forward", "return")]
 
     def _used(self, half: str, scale: str) -> str:
@@ -378,26 +371,24 @@ class Port:
 
     @cached_property
     def block_lines(self) -> list[str]:
-        """Return the code of a block's constructor, without the norms that the trainer's own block creates."""
+        """Return the code of a block's constructor. Leave out norms that the trainer's own block creates."""
         return [line for line in self.norm_lines + self.scale_lines if line not in self.target.made]
 
     def uses(self, name: str) -> bool:
-        """Return whether a block's constructor uses a local variable."""
+        """Return whether a block's constructor uses the variable ``name``."""
         return re.search(rf"(?<![\w.]){re.escape(name)}", "\n".join(self.block_lines)) is not None
 
     @property
     def index(self) -> str:
-        """Return the code for the layer's index in a block's constructor."""
         return self.target.code.get("index", "layer")
 
     @property
     def function(self) -> str:
-        """Return the placement's name as a function name."""
         return re.sub(r"\W", "_", self.plan.placement) or "placement"
 
     @property
     def equations(self) -> list[str]:
-        """Return the placement's equations, without formulas for options that have a value."""
+        """Return the placement's equations. Leave out a formula for an option that has a value."""
         return [line for line in self.placement.equation if line.partition(" = ")[0] not in self.plan.options]
 
     @property
@@ -407,7 +398,7 @@ class Port:
         for option in self.placement.options:
             value = self.plan.options.get(option.name, option.default)
             if not self.plan.options and (found := re.search(r"\(default:? (\d[\d.]*)\)", option.help)):
-                value = float(found[1])  # a default that the scheme computes with
+                value = float(found[1])  # the default in the placement's equations
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if is_number and re.search(rf"\b{option.name}\b", equations):
                 words.append(f"{option.name} = {value}")
@@ -425,13 +416,13 @@ class Port:
 
 
 class Initialization:
-    """The numbers of the placement's initializer.
+    """The numbers of the placement's initializer, for the templates.
 
     Attributes:
         std: the standard deviation, or None if the variance is ``variance`` / width.
-        out: the divisor of the weights of each branch's last projection.
+        out: the divisor for the weights of the last projection in each branch.
         gains: Xavier's gains in the blocks by kind of weight, or None for other initializers.
-        cut: the number of standard deviations at which the distribution is truncated, or None.
+        cut: the largest magnitude of a truncated distribution in standard deviations, or None.
     """
 
     def __init__(self, plan: Plan, placement: Placement):
@@ -473,13 +464,12 @@ class Initialization:
         """Return a sentence about the distribution of the initial weights."""
         variance = f"{self.std:g}^2" if self.std is not None else f"{self.variance:g} / width"
         if self.gains is not None:
-            return f"Xavier's weights, with gain {self.gains['value']:.4g} on values, outputs, feed-forwards"
+            return f"Xavier's weights, with gain {self.gains['value']:.4g} on values, outputs and feed-forwards"
         words = f"{'a truncated' if self.cut else 'all weights from'} N(0, {variance})"
         return words + (", divided by sqrt(2 N) where a branch ends" if self.out != 1.0 else "")
 
 
 def _constant(sub: Sublayer, scale: str) -> float:
-    """Return the initial value of a scale factor. With a coupling, the branch's factor b decides the skip's factor."""
     if scale == "skip_scale" and sub.coupling != "none":
         b = sub.out_scale
         return 1 - b if sub.coupling == "lerp" else math.sqrt(1 - b * b)
@@ -487,6 +477,6 @@ def _constant(sub: Sublayer, scale: str) -> float:
 
 
 def nameless(plan: Plan) -> Placement:
-    """Return a placement without texts, for a placement that is not registered in this process."""
+    """Return a placement without texts for a plan. The plan's placement may not be registered in this process."""
     texts = dict.fromkeys(("title", "source", "initialization", "advice", "description"), "")
     return Placement(name=plan.placement, equation=(), options=(), make=lambda num_layers: plan, **texts)

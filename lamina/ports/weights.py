@@ -1,6 +1,6 @@
 """Convert a model's weights to a trainer's names and layout, and back.
 
-Lamina uses each tensor exactly once. Otherwise, it raises a UserError that names the tensor.
+A conversion uses each tensor exactly once. Otherwise, a UserError names the tensor.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Names:
         self._layer = re.compile(rf"model\.backbone\.{layers}\.(\d+)\.(attention|feed_forward)\.(?:module\.)?(.+)")
 
     def place(self, key: str) -> _Place:
-        """Return where the trainer keeps one of Lamina's tensors. Raises UserError for a tensor without a place."""
+        """Return the position of a Lamina tensor in the trainer's tensors. Raises UserError if there is none."""
         table, match = self.target.weights, self._layer.fullmatch(key)
         owner, _, last = key.rpartition(".")
         transposed = last == "weight" and isinstance(self.model.get_submodule(owner), Conv1D)
@@ -82,7 +82,7 @@ class Names:
         return _Place(name=f"{block}.{name}.{last}", **part_facts)
 
     def stored_names(self, wiring: Collection[str] = ()) -> set[str]:
-        """Return the trainer's names for the model's tensors, except for the tensors in ``wiring``."""
+        """Return the trainer's names for the model's tensors, without the tensors in ``wiring``."""
         return {self.place(key).name for key in self.model.state_dict() if key not in wiring}
 
     def _without_place(self, key: str) -> UserError:
@@ -92,7 +92,6 @@ class Names:
         )
 
     def to_theirs(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Convert Lamina's tensors to the trainer's names and layout."""
         found: dict[str, dict[int, torch.Tensor]] = {}
         for key, value in state.items():
             place = self.place(key)
@@ -110,7 +109,7 @@ class Names:
         The tensors in ``wiring`` already have Lamina's names.
         """
         expected, used, tensors = self.model.state_dict(), set[str](), dict(wiring)
-        refuse_tensors("extra", wiring.keys() - expected.keys(), "has no place in Lamina's model")
+        refuse_tensors("extra", wiring.keys() - expected.keys(), "does not exist in Lamina's model")
         for key, tensor in wiring.items():
             self._check_shape(key, tensor.shape, expected[key].shape)
         places = {key: self.place(key) for key in expected if key not in wiring}
@@ -130,7 +129,7 @@ class Names:
             shape = expected[key].shape
             self._check_shape(place.name, tensor.shape, shape)
             tensors[key] = tensor.reshape(shape).contiguous()
-        refuse_tensors("extra", theirs.keys() - used, "has no place in Lamina's model")
+        refuse_tensors("extra", theirs.keys() - used, "does not exist in Lamina's model")
         return tensors
 
     @staticmethod
@@ -164,7 +163,7 @@ class Names:
 
 
 def _without_wiring(plan: Plan) -> Plan:
-    """Return a placement's layers with one residual stream. The trainers' weight names need no other settings."""
+    """Return the placement with one residual stream and default epsilons, which is enough for the weights' names."""
     layers = [layer.map(lambda half: replace(half, streams=None, read="stream")) for layer in plan.layers]
     layers = [replace(layer, boundary=False, inner_boundary=False, sources=None) for layer in layers]
     plan = replace(plan, layers=tuple(layers), readout=None, final_sources=None)
@@ -172,7 +171,7 @@ def _without_wiring(plan: Plan) -> Plan:
 
 
 def in_halves(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Reorder the rows [heads * head_dim, ...] of a rotary projection, from neighboring pairs to halves of a head."""
+    """Reorder the rows [heads * head_dim, ...] of a rotary projection, so that rotated pairs are half a head apart."""
     return weight.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
 
 
@@ -199,8 +198,8 @@ def load_weights(
 ) -> None:
     """Copy the weights of a trainer's model into a Lamina model of the same sizes and norm placement, in place.
 
-    ``wiring`` has the weights that the trainer's table does not list, under Lamina's names. Raises UserError for a
-    missing, unused or wrongly shaped tensor.
+    ``wiring`` has Lamina's names, for weights that are not in the trainer's table. Raises UserError for a missing,
+    unused or wrongly shaped tensor.
     """
     ours = Names(_causal(model), target, writes=False).to_ours(weights, wiring)
     for name, value in model.state_dict().items():

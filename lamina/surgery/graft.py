@@ -1,9 +1,8 @@
-"""Put another norm placement on a trained model. Lamina keeps the weights and fits the new norms on a text.
+"""Change the norm placement of a trained model. Lamina keeps the weights and fits the new norms on a text.
 
-Lamina runs the old model on the text, and then the new model, one sub-layer at a time. It fits the gain of each new
-norm by least squares for each channel, so that the norm's output is close to the old model's tensor at this point.
-Where the new placement has no norm, or has another factor on the skip connection, Lamina rescales projection weights
-instead.
+Lamina runs the old model on the text, and then the new model, one sub-layer at a time. For each new norm, Lamina fits
+each channel's gain by least squares to the old model's tensor in the same position. Where the new placement has no
+norm, or another factor on the skip, Lamina rescales projection weights instead.
 """
 
 from __future__ import annotations
@@ -39,39 +38,30 @@ from lamina.probes.engine.probe_settings import ProbeSettings
 from lamina.probes.structure.hooks import Args, Kwargs, forward, forwards, stream_of
 from lamina.surgery.prune import mean_loss
 
-Factor: TypeAlias = torch.Tensor | float  # of each channel, or of all
-_FOLDED = 1e-3  # how far a module with a factor in its weights may be from the factor times the module
+Factor: TypeAlias = torch.Tensor | float  # for each channel, or for all channels
+_FOLDED = 1e-3  # the allowed relative error after a factor is moved into a module's weights
 _TINY = 1e-30
 
 
 class Grafting(TypedDict):
-    """The content of grafting.json.
-
-    Attributes:
-        fitted: the norms with fitted gains.
-        folded: the modules with rescaled weights.
-        lost: the tensors that the new model does not have.
-        loss_before: the old model's loss, in nats per token.
-        loss: the new model's loss, in nats per token.
-        tokens: the number of tokens behind the losses, which Lamina did not use to fit the gains.
-    """
+    """The content of grafting.json. Losses are in nats per token, on text that Lamina did not use to fit the gains."""
 
     source: str
     placement_before: str
     placement: str
-    fitted: list[str]
-    folded: list[str]
-    lost: list[str]
-    loss_before: float
+    fitted: list[str]  # the norms with fitted gains
+    folded: list[str]  # the modules with rescaled weights
+    lost: list[str]  # the tensors that the new model does not have
+    loss_before: float  # of the old model
     loss: float
-    tokens: int
+    tokens: int  # on which Lamina measured the losses
 
 
 def graft(source: str, output: Path, settings: ProbeSettings, *, placement: str, overwrite: bool = False) -> Grafting:
     """Write a trained model with another norm placement into a new folder (see ``lamina.api.models.graft``).
 
     Lamina fits the gains on the first half of the text in ``settings``, and measures the losses on the second half.
-    Raises UserError if this fails, and leaves ``output`` unchanged.
+    Raises UserError if the change fails, and leaves ``output`` unchanged.
     """
     stored = read_config(source, field="model").dtype
     context = make_context(source, settings)
@@ -84,7 +74,7 @@ def graft(source: str, output: Path, settings: ProbeSettings, *, placement: str,
     plan = resolve(placement, before.num_layers)
     for which, name, plan_of in (("model", source, before), ("placement", placement, plan)):
         if plan_of.streams > 1 or plan_of.has_memory:
-            more = "reads of earlier states" if plan_of.has_memory else "several residual streams"
+            more = "layers that read earlier states" if plan_of.has_memory else "several residual streams"
             raise UserError(f"{which}: {name!r} has {more}. Choose a placement with one residual stream.")
     blocks = torch.cat([batch["input_ids"] for batch in context.batches])
     if len(blocks) < 2:
@@ -123,7 +113,7 @@ class Told(TypedDict):
 
 @torch.no_grad()
 def grafted(old: LaminaForCausalLM, plan: Plan, ids: torch.Tensor) -> tuple[LaminaForCausalLM, Told]:
-    """Return the model with another norm placement and new norms fitted on ``ids`` [sequences, tokens]."""
+    """Return the model with another norm placement. The new norms are fitted on ``ids`` [sequences, tokens]."""
     old = old.eval()
     config = copy.deepcopy(old.config)
     assert isinstance(config, LaminaConfig)
@@ -131,7 +121,7 @@ def grafted(old: LaminaForCausalLM, plan: Plan, ids: torch.Tensor) -> tuple[Lami
     try:
         with init.no_init_weights():
             new = LaminaForCausalLM._from_config(config, dtype=old.dtype)
-    except ValueError as error:  # a norm on queries where the attention has one of its own
+    except ValueError as error:  # for example, the attention already has a norm on queries
         raise UserError(f"placement: {error}") from error
     assert isinstance(new, LaminaForCausalLM)
     tensors, new_tensors = old.state_dict(), new.state_dict()
@@ -148,13 +138,13 @@ def grafted(old: LaminaForCausalLM, plan: Plan, ids: torch.Tensor) -> tuple[Lami
     new.generation_config = copy.deepcopy(old.generation_config)
     told: Told = {"fitted": [], "folded": [], "lost": sorted(tensors.keys() - new_tensors.keys())}
     _Matching(old, new.eval(), told).run(ids)
-    for names in (told["fitted"], told["folded"]):  # a norm in a module that runs again is fitted again
+    for names in (told["fitted"], told["folded"]):  # a module that runs again repeats the names of its norms
         names[:] = dict.fromkeys(names)
     return new, told
 
 
 def _keep_values(old: LaminaForCausalLM, new: LaminaForCausalLM) -> None:
-    """Copy the old factors into learned scales. If the new norms store the gain minus 1, convert the gains."""
+    """Copy the old model's factors into learned scales. Convert gains if the new norms store the gain minus 1."""
     modules = dict(old.named_modules())
     for name, module in new.named_modules():
         before = modules.get(name)
@@ -173,12 +163,11 @@ def _keep_values(old: LaminaForCausalLM, new: LaminaForCausalLM) -> None:
 
 
 def _offset(norm: nn.Module) -> float:
-    """Return the difference between a norm's gain and its parameter: 1 for a zero-centered norm, otherwise 0."""
     return 1.0 if getattr(norm, "zero_centered", False) else 0.0
 
 
 def _is_new(norm: nn.Module | None, before: nn.Module | None) -> bool:
-    """Return whether a norm needs a fit, because the old model has no norm of the same type at this point."""
+    """Return whether a norm needs a fit, because the old model has no norm of the same type in this position."""
     if norm is None or before is None:
         return norm is not None
     return type(norm) is not type(before) or getattr(norm, "groups", 1) != getattr(before, "groups", 1)
@@ -204,7 +193,6 @@ class _Old:
     read: list[torch.Tensor] = field(default_factory=list)
 
     def run(self, model: LaminaForCausalLM, ids: torch.Tensor) -> list[_Seen]:
-        """Run the old model and keep the hidden states for the new model to reproduce."""
         residuals = [residual for _, _, residual in sublayers(body_of(model))]
         with temporary_hooks() as hooks:
             for residual in residuals:
@@ -222,9 +210,9 @@ def _keep(found: list[torch.Tensor]) -> Callable[[nn.Module, Args, Kwargs], None
 
 
 class _Matching:
-    """A forward pass of the new model that fits each new norm and factor just before its first use.
+    """A forward pass of the new model that fits each new norm and factor just before the first use.
 
-    ``scale`` is the ratio of the new model's residual stream to the old model's, where no norm is on the stream.
+    ``scale`` is the ratio of the new residual stream to the old one. A post_norm resets this ratio to 1.
     """
 
     def __init__(self, old: LaminaForCausalLM, new: LaminaForCausalLM, told: Told):
@@ -234,7 +222,6 @@ class _Matching:
         self.ends_in_norm = [isinstance(body_of(model).norm, LaminaNorm) for model in (old, new)]
 
     def run(self, ids: torch.Tensor) -> None:
-        """Fit all norms and factors on a text."""
         old, new = body_of(self.old), body_of(self.new)
         seen = _Old()
         pairs = zip(seen.run(self.old, ids), sublayers(old), sublayers(new), strict=True)
@@ -247,22 +234,21 @@ class _Matching:
             for name, norm in self.new.named_modules():
                 if not isinstance(norm, LaminaNorm) or norm in placed or not _is_new(norm, modules.get(name)):
                     continue
-                # inside a module it is to change as little as it can; at the ends it is to give what the old model has
+                # A norm inside a module should change its input little. Other norms should match the old states.
                 wanted = {new.embedding_norm: seen.first[0], new.norm: seen.read[0]}.get(norm)
                 hooks.append(norm.register_forward_pre_hook(partial(self.fit_before, wanted=wanted)))
             if new.embedding_norm is None:
                 self.scale = float(new.embedding_scale) / float(old.embedding_scale)
-            if new.embedding_norm is None and old.embedding_norm is not None:  # the mean length stands for the norm
+            if new.embedding_norm is None and old.embedding_norm is not None:  # use the mean length instead of the norm
                 table = new.get_input_embeddings()(ids) * new.embedding_scale
                 self.scale = float(ratio(seen.first[0].flatten(), table.flatten()))
             forward(self.new, {"input_ids": ids})
 
     def fit_before(self, norm: nn.Module, args: Args, wanted: torch.Tensor | None) -> None:
-        """Fit a norm just before it runs, so that its output is close to ``wanted`` (default: the norm's input)."""
         self.fit(norm, args[0], args[0] if wanted is None else wanted)
 
     def fit(self, norm: nn.Module, x: torch.Tensor, wanted: torch.Tensor) -> None:
-        """Set a norm's gain and bias so that its output is close to ``wanted``. Skip a norm without a gain."""
+        """Set a norm's gain and bias so that the output is close to ``wanted``. Skip a norm without a gain."""
         weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
         if not isinstance(weight, torch.Tensor):
             return
@@ -295,7 +281,7 @@ class _Matching:
 
 
 class _Step:
-    """A sub-layer of the new model. ``forward`` computes Residual.forward, and fits each norm before its first use."""
+    """A sub-layer of the new model. ``forward`` computes Residual.forward, and fits each norm before the first use."""
 
     def __init__(self, matching: _Matching, old: Residual, new: Residual, seen: _Seen, read: torch.Tensor):
         self.matching, self.old, self.new, self.seen, self.read = matching, old, new, seen, read
@@ -303,7 +289,7 @@ class _Step:
 
     def forward(self, x: torch.Tensor, block_input: torch.Tensor | None = None, **kwargs: object) -> torch.Tensor:
         new, old, matching = self.new, self.old, self.matching
-        # the new sum is to be this times the old one
+        # the aimed ratio of the new sum to the old sum
         grown = over(new.skip_factor(), old.skip_factor()) * matching.scale
         factor = over(grown * as_factor(old.branch_factor()), new.branch_factor())
         hidden = self._entry(x, kwargs)
@@ -313,7 +299,7 @@ class _Step:
             gone = old.post_norm is not None
             matching.scale = float(ratio(self.seen.behind.flatten(), total.flatten())) if gone else grown
             return total
-        # the last one stands for the final norm of a model without one
+        # in a model without a final norm, the last post_norm has the role of the final norm
         was, ends = (self.is_last and not ends_in_norm for ends_in_norm in matching.ends_in_norm)
         if _is_new(new.post_norm, old.post_norm) or was != ends:
             matching.fit(new.post_norm, total, self.read if ends else self.seen.behind)
@@ -370,7 +356,6 @@ class _Step:
     def _linears(
         self, hidden: torch.Tensor, kwargs: Kwargs, belongs: Callable[[torch.Tensor, torch.Tensor], bool]
     ) -> list[nn.Linear]:
-        """Return the module's linear layers for which ``belongs(input, output)`` is true."""
         linears: list[nn.Linear] = []
 
         def see(linear: nn.Linear, args: Args, output: torch.Tensor) -> None:
@@ -393,13 +378,12 @@ class _Step:
 
 
 def ratio(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Return the factors that map x to y with the least squared error, over the first axis."""
+    """Return the factors f with the least squared error of f * x against y, over the first axis."""
     x, y = x.double(), y.double()
     return ((x * y).sum(0) / x.pow(2).sum(0).clamp_min(_TINY)).float()
 
 
 def as_factor(value: Factor) -> Factor:
-    """Detach a learned scale from the graph. Return a number unchanged."""
     return value.detach() if isinstance(value, torch.Tensor) else value
 
 

@@ -1,4 +1,4 @@
-"""Lists of layers, as users write them."""
+"""Parse lists of layers such as "3,5-7"."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MOST = 2**16  # layers
 
 
 def layers_of(text: str) -> list[int]:
-    """Parse "3,5-7" as layers counted from 0. Raises UserError for any other text."""
+    """Return the layers, counted from 0, of a text such as "3,5-7". Raises UserError for any other text."""
     layers: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")

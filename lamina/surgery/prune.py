@@ -1,4 +1,4 @@
-"""Remove layers from a trained model: layers that you choose, or the layers that matter least according to a probe."""
+"""Remove layers from a trained model: layers that you choose, or the least important layers by a probe's metric."""
 
 from __future__ import annotations
 
@@ -31,19 +31,16 @@ from lamina.surgery.layer_lists import refuse_twice
 ANGLE, HARM = "angular_distance", "layer_drop"
 _MEASURES = {ANGLE: (ANGLE, ANGLE), HARM: (f"{HARM}(meaning=remove, metric=loss)", "loss_increase")}  # probe, metric
 _INDEX = ("layer_idx", "layer_id", "layer_index", "idx")
-_SAME = 1e-4  # of the largest logit: the written model against the whole one without the layers
+_SAME = 1e-4  # the allowed difference of the written model's logits, relative to the largest logit
 
 
 class Pruning(TypedDict):
-    """The content of pruning.json. Losses are in nats per token, on ``tokens`` tokens.
-
-    ``measured`` has the measure of each layer that decided which layers to remove.
-    """
+    """The content of pruning.json. Losses are in nats per token, on ``tokens`` tokens."""
 
     source: str
     dropped: list[int]
     by: str | None
-    measured: dict[str, float]
+    measured: dict[str, float]  # the value of each layer that decided which layers to remove
     num_layers: int
     parameters_before: int
     parameters: int
@@ -65,8 +62,8 @@ def prune(
 ) -> Pruning:
     """Write a model without some layers into a new folder (see ``lamina.api.models.prune``).
 
-    Lamina measures layers and losses on the text in ``settings``. Raises UserError if this fails, and leaves ``output``
-    unchanged.
+    Lamina measures layers and losses on the text in ``settings``. Raises UserError if the removal fails, and leaves
+    ``output`` unchanged.
     """
     stored = read_config(source, "model").dtype
     context = make_context(source, settings)
@@ -132,9 +129,9 @@ def mean_loss(context: Context) -> tuple[float, int]:
 
 
 def chosen_layers(context: Context, by: str, drop: int) -> tuple[list[int], dict[str, float]]:
-    """Choose the layers to remove. Return them, and a mapping from a layer to its measure.
+    """Choose the layers to remove. Return these layers, and the measured value of each layer.
 
-    If a probe measures a group of layers, the group's first layer has the measure.
+    If a probe measures groups of consecutive layers, the value of a group belongs to the group's first layer.
     """
     count = context.structure.num_layers
     if not 0 < drop < count:
@@ -164,9 +161,9 @@ def chosen_layers(context: Context, by: str, drop: int) -> tuple[list[int], dict
 
 
 def _of_layers(frame: pd.DataFrame, metric: str, count: int) -> pd.Series | None:
-    """Return a metric's values by layer, or None unless the metric has exactly one value for each layer.
+    """Return a metric's values by layer. Return None unless the metric has exactly one value for each layer.
 
-    For a metric with a value for each sub-layer, use the values of the whole blocks.
+    If a metric has values for sub-layers, the values of the whole blocks count.
     """
     if not {"metric", "layer", "value"} <= {*frame}:
         return None
@@ -182,7 +179,7 @@ def _by_layer(values: pd.Series) -> dict[str, float]:
 
 
 def cut_layers(context: Context, gone: Sequence[int]) -> None:
-    """Remove layers from the model. Raises UserError unless one ModuleList holds exactly the layers."""
+    """Remove layers from the model. Raises UserError unless one ModuleList has exactly these layers."""
     model, sites = context.model, context.structure.layers
     parents = {site.path.rpartition(".")[0] for site in sites}
     holder = model.get_submodule(parents.pop()) if len(parents) == 1 else None
@@ -194,7 +191,7 @@ def cut_layers(context: Context, gone: Sequence[int]) -> None:
     layers = [holder[index] for index in kept]
     del holder[:]
     holder.extend(layers)
-    for index, layer in enumerate(layers):  # where each keeps its keys and values
+    for index, layer in enumerate(layers):  # the index of the layer's keys and values in the cache
         for module in layer.modules():
             if hasattr(module, "layer_idx"):
                 vars(module)["layer_idx"] = index
@@ -204,7 +201,7 @@ def cut_layers(context: Context, gone: Sequence[int]) -> None:
 
 
 def _by_index(cls: type[PreTrainedModel], config: PreTrainedConfig, holder: str, count: int) -> str:
-    """Return the names of the configuration's fields that set a layer's type by its index, or ""."""
+    """Return a sentence about the fields of config.json that describe layers by index, or ""."""
 
     def kinds(changed: PreTrainedConfig) -> list[str]:
         with torch.device("meta"):
@@ -229,7 +226,7 @@ def _by_index(cls: type[PreTrainedModel], config: PreTrainedConfig, holder: str,
         setattr(backbone_of(other), name, [*value[1:]] if isinstance(value, list) else value % count + 1)
         try:
             same = [a == b for a, b in zip(usual, kinds(other), strict=True)]
-        except Exception:  # a value that the model does not take says nothing
+        except Exception:  # the model rejects this value
             continue
         if not all(same) and any(same):
             fields.append(f"{name}: {value}")
@@ -243,7 +240,7 @@ def _difference(
     gone: Sequence[int],
     by_index: Callable[[], str],
 ) -> float:
-    """Return the largest difference between the logits of the written model and the expected logits.
+    """Return the largest difference between the written model's logits and the expected logits.
 
     Raises UserError for a difference above the tolerance.
     """

@@ -107,7 +107,7 @@ def test_what_wiring_a_layer_again_leaves_out_is_named(monkeypatch, caplog):
 
     monkeypatch.setattr(Turn, "__init__", with_more)
     talking()
-    assert "norms and adds. Lamina leaves out these modules of the layers: twist" in caplog.text
+    assert "norms and additions. Lamina leaves out these modules of the layers: twist" in caplog.text
     with pytest.raises(UserError, match=r"attention: 'pair' is a ModuleList\. Give the name of one module\."):
         talking(attention="pair")
 

@@ -238,7 +238,7 @@ def test_a_model_comes_back_with_every_weight(target):
     first, *rest = weights
     with pytest.raises(UserError, match=f"missing tensor '{first}': it is not in the checkpoint"):
         load_weights(again, {name: weights[name] for name in rest}, target)
-    with pytest.raises(UserError, match="extra tensor 'stray': it has no place in Lamina's model"):
+    with pytest.raises(UserError, match="extra tensor 'stray': it does not exist in Lamina's model"):
         load_weights(again, {**weights, "stray": torch.ones(1)}, target)
 
 

@@ -1,6 +1,6 @@
 """Convert checkpoints between transformers and Lamina, with the same logits.
 
-A UserError names any tensor that Lamina can't use exactly once.
+A conversion uses each tensor exactly once. Otherwise, a UserError names the tensor.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ from lamina.placements.resolution import map_norms
 # The roles of the projections that read the stream.
 _READING = ("query", "key", "value", "query_key_value_by_head", "gate", "feed_forward_in")
 _BRANCH_END = re.compile(r"(.+\.(?:attention|feed_forward))\.(?:module\.)?(out_norm|o_proj|down_proj)")
-# Backbones with the attention of Llama, but for biases and norms on queries and keys, and its feed-forward.
+# Backbones with Llama's feed-forward, and with Llama's attention except for biases and norms on queries and keys.
 LLAMAS = ("llama", "mistral", "qwen2", "qwen3", "olmo2")
 _BESIDE_TOKENIZER = ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json")
-# Logits that differ by more than this part of the largest are another model's; a correct conversion gives 0.0.
+# The allowed difference of the logits, relative to the largest logit. A correct conversion usually gives 0.0.
 TOLERANCE, HALF_TOLERANCE = 1e-4, 0.1
 RECORD = "conversion.json"
 logger = logging.getLogger(__name__)
@@ -62,38 +62,27 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Equivalent:
-    """A model type of transformers that has a given norm placement.
+    """A model type of transformers with the same norm placement as a Lamina model."""
 
-    Args:
-        placement: the norm placement with its options.
-        norms: a mapping from a norm's name in transformers to its position in Lamina's block.
-        qk_norm: the norms on queries and keys: "off", "head" or "full" (the full width).
-        bias: whether queries, keys and values have biases.
-        pairs: whether the rotary embedding rotates neighboring channels (GLM) or channels half a head apart (Llama).
-        gate_and_up: whether a single projection computes the feed-forward's gate and input.
-        one_norm: whether attention and feed-forward share the attention's norm.
-        gain_offset: the difference between a gain and the stored weight (see ``Conversion``).
-        scales_branches: whether the configuration has a field for the branches' factor. Without this
-            field, Lamina multiplies the weights by the factor.
-        fields: fields of the configuration other than the sizes.
-    """
-
-    placement: str
-    norms: Mapping[str, str]
-    qk_norm: str = "off"
-    bias: bool = False
+    placement: str  # with options
+    norms: Mapping[str, str]  # from a norm's name in transformers to the norm's position in Lamina's block
+    qk_norm: str = "off"  # the norms on queries and keys: "off", "head" or "full" (the full width)
+    bias: bool = False  # whether queries, keys and values have biases
+    # Whether the rotary embedding rotates neighboring channels (GLM), not channels half a head apart (Llama).
     pairs: bool = False
-    gate_and_up: bool = False
-    one_norm: bool = False
-    gain_offset: float = 0.0
+    gate_and_up: bool = False  # whether one projection computes the feed-forward's gate and input
+    one_norm: bool = False  # whether attention and feed-forward share the attention's norm
+    gain_offset: float = 0.0  # the difference between a gain and the stored weight (see ``Conversion``)
+    # Whether the configuration has a field for the branches' factor. If not, Lamina multiplies weights by the factor.
     scales_branches: bool = False
+    # Fields of the configuration other than the sizes.
     fields: Mapping[str, object] = field(default_factory=dict)
 
 
 _PRE = conversions()["llama"].norms
 _OUT = conversions()["olmo2"].norms
 _AROUND = conversions()["glm4"].norms
-# With the attention and feed-forward of a Llama.
+# Model types with the attention and feed-forward of a Llama.
 EQUIVALENTS: dict[str, Equivalent] = {
     "llama": Equivalent(placement="pre_ln", norms=_PRE),
     "qwen2": Equivalent(placement="pre_ln", norms=_PRE, bias=True),
@@ -110,7 +99,7 @@ _FIELDS = (
 
 
 def conversion_of(model_type: str) -> Conversion:
-    """Return how Lamina converts a model type. Raises UserError for a type that it can't convert."""
+    """Return the conversion of a model type. Raises UserError for a type that Lamina can't convert."""
     rows = conversions()
     if model_type in UNCONVERTED:
         raise UserError(
@@ -122,7 +111,6 @@ def conversion_of(model_type: str) -> Conversion:
 
 
 def lamina_name(key: str, theirs: PreTrainedModel, norms: Mapping[str, str]) -> str:
-    """Translate a tensor's name from transformers to Lamina."""
     adapter, prefix = adapter_of(theirs.config), f"{theirs.base_model_prefix}."
     if not key.startswith(prefix):
         return key
@@ -134,12 +122,10 @@ def lamina_name(key: str, theirs: PreTrainedModel, norms: Mapping[str, str]) -> 
 
 
 def fill(target: PreTrainedModel, tensors: Mapping[str, torch.Tensor], source: PreTrainedModel) -> None:
-    """Copy each tensor to the tensor with the same name in ``target``. Raises UserError for the first tensor that is
-    missing, extra or wrongly shaped.
-    """
+    """Copy each tensor to ``target`` by name. Raises UserError for a missing, extra or wrongly shaped tensor."""
     expected = target.state_dict()
     refuse_tensors("missing", expected.keys() - tensors.keys(), f"is not in the {type(source).__name__}")
-    refuse_tensors("extra", tensors.keys() - expected.keys(), f"has no place in {type(target).__name__}")
+    refuse_tensors("extra", tensors.keys() - expected.keys(), f"does not exist in {type(target).__name__}")
     with torch.no_grad():
         for name, tensor in expected.items():
             if tensors[name].shape != tensor.shape:
@@ -158,10 +144,10 @@ def _shifted(gain: torch.Tensor, offset: float) -> torch.Tensor:
 
 
 def copy_buffers(names: Mapping[str, str], source: PreTrainedModel, target: PreTrainedModel) -> None:
-    """Copy buffers that checkpoints do not store, such as rotary frequencies.
+    """Copy buffers that checkpoints do not store, such as rotary frequencies, from one model to another.
 
-    A cast of the model rounds such buffers, but a load does not round them. ``names`` maps the target's names to the
-    source's names.
+    Such buffers differ if only one of the models was rounded to a smaller dtype. ``names`` maps the target's names to
+    the source's names.
     """
     buffers = dict(source.named_buffers())
     for name, buffer in target.named_buffers():
@@ -179,8 +165,8 @@ def from_transformers(
         dtype: the dtype of the weights from a path. "auto" keeps the checkpoint's dtype.
 
     Returns:
-        A LaminaForCausalLM in evaluation mode that shares no weights with the source. The two models'
-        logits are equal, or differ by rounding for model types with ``Conversion.rounds``.
+        A LaminaForCausalLM in evaluation mode that shares no weights with the source. The logits are equal, or differ
+        by rounding for model types with ``Conversion.rounds``.
 
     Raises:
         UserError: for a model type that Lamina can't convert, for weights in another format than safetensors, or for a
@@ -200,12 +186,12 @@ def from_transformers(
         )
     plan = own_plan(config)
     outer = LaminaConfig(backbone_config=config, plan=plan.to_dict())
-    outer._attn_implementation = config._attn_implementation  # the outer one decides for both
+    outer._attn_implementation = config._attn_implementation  # the outer configuration decides for both
     with init.no_init_weights():
         converted = LaminaForCausalLM._from_config(outer, dtype=dtype)
     gains = {f"{name}.weight" for name, module in converted.named_modules() if isinstance(module, LaminaNorm)}
     tensors = {}
-    for key, value in model.state_dict().items():  # norms inside an attention belong to it, and stay as they are
+    for key, value in model.state_dict().items():  # norms inside an attention stay unchanged
         name = lamina_name(key, model, conversion.norms)
         tensors[name] = _shifted(value, conversion.gain_offset if name in gains else 0.0)
     for name in converted.state_dict() if _has_one_norm(conversion, plan) else ():
@@ -225,8 +211,7 @@ def to_transformers(model_or_path: PreTrainedModel | str | Path) -> PreTrainedMo
     The result has the backbone's model type, or another model type of transformers with the same norm placement. If
     Lamina has to multiply a gain by a factor, float32 logits differ by rounding.
 
-    Raises UserError if transformers has no model type with this placement. Also raises the errors of
-    ``from_transformers``.
+    Raises UserError if transformers has no model type with this placement, and for an unusable source.
     """
     model = load(model_or_path) if isinstance(model_or_path, str | Path) else model_or_path
     if not isinstance(model, LaminaForCausalLM):
@@ -263,7 +248,7 @@ def _has_one_norm(conversion: Conversion, plan: Plan) -> bool:
 
 
 def _with_one_norm(ours: dict[str, torch.Tensor], model: LaminaForCausalLM) -> None:
-    """If a layer's two pre-norms differ, move gains and biases into the next projections, leaving gain 1 and bias 0.
+    """If a layer's two pre-norms differ, move gains and biases into the next projections.
 
     A projection W n + c takes the norm's gain g and bias b: W (g n + b) + c = (W g) n + (W b + c).
     """
@@ -299,15 +284,15 @@ def _with_one_norm(ours: dict[str, torch.Tensor], model: LaminaForCausalLM) -> N
 
 
 def _theirs(model: LaminaForCausalLM) -> tuple[PreTrainedConfig, Equivalent]:
-    """Return the configuration of the transformers model with the same placement, and its ``Equivalent``."""
+    """Return the configuration of transformers' model with the same placement, and the matching ``Equivalent``."""
     backbone, plan = backbone_of(model.config), Plan.from_dict(model.config.plan or {})
     conversion = conversions().get(backbone.model_type)
     if conversion is not None and computed(plan) == computed(own_plan(backbone)):
         fields = backbone.to_dict()
-        for name in ("transformers_version", "tie_last_hidden_states"):  # the second is Lamina's own switch
+        for name in ("transformers_version", "tie_last_hidden_states"):  # Lamina sets the second field
             fields.pop(name, None)
         config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-        # The backbone's own: Gemma 2 runs on the eager kernel only, whatever the outer model was asked for.
+        # The backbone's kernel may differ from the outer model's: Gemma 2 runs only on the eager kernel.
         config._attn_implementation = model.model.backbone.config._attn_implementation
         row = Equivalent(
             placement=conversion.placement,
@@ -318,7 +303,7 @@ def _theirs(model: LaminaForCausalLM) -> tuple[PreTrainedConfig, Equivalent]:
         return config, replace(row, one_norm=_has_one_norm(conversion, plan))
     model_type = _find(model, plan, backbone)
     row = EQUIVALENTS[model_type]
-    changed = plan.embedding_norm is not None or plan.embedding_scale != 1.0  # the table's rows, not the readout's
+    changed = plan.embedding_norm is not None or plan.embedding_scale != 1.0  # not the output head
     fields = {name: getattr(backbone, name) for name in _FIELDS}
     fields |= {"head_dim": head_dim_of(backbone), "attention_bias": False, **row.fields}
     fields["tie_word_embeddings"] = bool(model.config.tie_word_embeddings) and not changed
@@ -349,7 +334,7 @@ def _as_stored(model: LaminaForCausalLM, row: Equivalent, theirs: PreTrainedMode
         names = [f"{name}.{last}" for name in owners]
         refuse_tensors("source: missing", set(names) - ours.keys(), f"is not in the {type(model).__name__}")
         values = [ours[name] for name in names]
-        value = torch.cat(values) if len(values) > 1 else values[0]  # no copy of all the weights
+        value = torch.cat(values) if len(values) > 1 else values[0]  # avoid a copy of all weights
         if owner.endswith(".pre_norm"):
             residual = owner.removesuffix(".pre_norm")
             value = value * cast(Residual, model.get_submodule(residual)).pre_scale
@@ -366,21 +351,21 @@ def _as_stored(model: LaminaForCausalLM, row: Equivalent, theirs: PreTrainedMode
             value = in_pairs(value, head_dim_of(backbone_of(model.config)))
         used.update(names)
         tensors[key] = value
-    refuse_tensors("source: extra", ours.keys() - used, "has no place in transformers' model")
+    refuse_tensors("source: extra", ours.keys() - used, "does not exist in transformers' model")
     return tensors
 
 
 def in_pairs(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Reorder the rows [heads * head_dim, ...] of a rotary projection, from halves of a head to neighboring pairs."""
+    """Reorder the rows [heads * head_dim, ...] of a rotary projection, so that rotated pairs are neighbors."""
     return weight.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
 
 
 def _find(model: LaminaForCausalLM, plan: Plan, config: PreTrainedConfig) -> str:
-    """Return transformers' model type with the same norm placement. Raises UserError if no type has this placement."""
+    """Return transformers' model type with the same norm placement. Raises UserError if there is none."""
     if config.model_type not in LLAMAS:
         raise UserError(
             f"plan: no model of transformers has this placement ({plan.placement!r}) on the backbone "
-            f"{config.model_type!r}. Choose the backbone's own placement, or a backbone {', '.join(LLAMAS)}."
+            f"{config.model_type!r}. Choose the backbone's own placement, or one of {', '.join(LLAMAS)}."
         )
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     biased = {name.rpartition(".")[2] for name, module in linear.items() if module.bias is not None}
@@ -416,7 +401,7 @@ def _find(model: LaminaForCausalLM, plan: Plan, config: PreTrainedConfig) -> str
 
 
 def _inner_norms(model: LaminaForCausalLM, plan: Plan) -> str:
-    """Return where queries and keys have norms: "off", "head" or "full". Return "other" for other norms."""
+    """Return which norms queries and keys have: "off", "head", "full" or "other"."""
     if plan.v_norm != "off" or plan.qkv_norm.kind not in ("backbone", "rms"):
         return "other"
     norm = getattr(model.get_submodule("model.backbone.layers.0.attention.module"), "q_norm", None)
@@ -439,7 +424,7 @@ def _folded(plan: Plan) -> Plan:
 
 
 def load(path: str | Path, *, dtype: str | torch.dtype = "auto", head: str = "causal_lm") -> PreTrainedModel:
-    """Load a model with a head, from Lamina or transformers, by its folder or its name on the hub.
+    """Load a Lamina or transformers model with a head, from a folder or the hub.
 
     Lamina reads only safetensors and runs no remote code. Raises UserError for an invalid field or file, and for a
     missing or extra tensor.
@@ -464,13 +449,12 @@ def read_config(path: str | Path, *, field: str = "source") -> PreTrainedConfig:
     if getattr(config, "quantization_config", None):
         raise UserError("quantization_config: quantized weights cannot be converted. Give the original checkpoint")
     if Path(path).is_dir():
-        stored_tensors(Path(path), field)  # before anything is begun
+        stored_tensors(Path(path), field)  # before any other work
     return config
 
 
 def computed(plan: Plan) -> Plan:
-    """Return the placement with defaults for all fields that do not change the computed function, such as initial
-    values.
+    """Reset all fields that do not change the computed function, such as initial values, to the defaults.
 
     A norm of kind "rms" counts as "backbone", because all backbones in ``EQUIVALENTS`` have RMSNorms.
     """
@@ -524,17 +508,12 @@ def _name(model_or_path: object) -> str:
 
 
 class ConversionRecord(TypedDict):
-    """The content of conversion.json.
-
-    Attributes:
-        model_type: the model type of the transformers model.
-        backbone: the model type of the Lamina model's backbone.
-    """
+    """The content of conversion.json."""
 
     source: str
     to: str
-    model_type: str
-    backbone: str
+    model_type: str  # of the transformers model
+    backbone: str  # the model type of the Lamina model's backbone
     placement: str
     placement_options: dict[str, object]
     num_layers: int
@@ -569,7 +548,7 @@ def convert(
     }
     with written_model(source, output, overwrite=overwrite) as draft:
         converted.save_pretrained(draft)
-        del converted, ours, theirs  # never more than two copies of the weights
+        del converted, ours, theirs  # at most two copies of the weights in memory
         if verify:
             again, _ = load_weights(
                 draft, loading.read_config(draft, "output"), AutoModelForCausalLM, "output", extra=False
@@ -581,7 +560,7 @@ def convert(
 
 @contextmanager
 def written_model(source: str, output: Path, *, overwrite: bool) -> Iterator[Path]:
-    """Yield an empty folder for a model's files. Then move the files and the source's tokenizer to ``output``.
+    """Yield a temporary folder for a model's files. Then move the files and the source's tokenizer to ``output``.
 
     After an error, ``output`` is unchanged.
     """
@@ -606,7 +585,7 @@ def written_model(source: str, output: Path, *, overwrite: bool) -> Iterator[Pat
 
 
 def saved(model: PreTrainedModel, draft: Path, stored: object, *, dtype: str | torch.dtype = "auto") -> PreTrainedModel:
-    """Save a model in the dtype ``stored`` (None: its own dtype). Return the model, loaded again in ``dtype``."""
+    """Save a model in the dtype ``stored`` (None: the model's dtype). Return the model, loaded again in ``dtype``."""
     if isinstance(stored, torch.dtype):
         nn.Module.to(model, stored)
     model.save_pretrained(draft)
@@ -637,7 +616,7 @@ def largest_difference(first: PreTrainedModel, second: PreTrainedModel) -> tuple
 
 
 def _verified_difference(model: PreTrainedModel, again: PreTrainedModel, backbone: str) -> float:
-    """Return the largest difference between two models' logits. Raises UserError for too large a difference."""
+    """Return the largest difference between two models' logits. Raises UserError if the difference is too large."""
     difference, largest = largest_difference(model, again)
     if math.isnan(difference):
         raise UserError(
@@ -654,8 +633,7 @@ def _verified_difference(model: PreTrainedModel, again: PreTrainedModel, backbon
 
 
 def _stored(source: str, name: str) -> str | None:
-    """Return the path of a file in a folder or in the hub's cache, or None."""
-    if Path(source).is_file():  # another trainer's checkpoint; transformers would look its name up on the hub
+    if Path(source).is_file():  # another trainer's checkpoint. transformers would look for this name on the hub
         return None
     quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
     try:

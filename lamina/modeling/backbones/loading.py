@@ -45,20 +45,20 @@ from lamina.modeling.modeling_lamina import adapter_of
 from lamina.placements import Plan
 from lamina.placements.registry import PLACEMENTS
 
-# The fields of a configuration that must be sizes before anything is built of it.
+# The fields of a configuration that must be positive whole numbers.
 _SIZES = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_layers", "num_attention_heads", "num_heads"),
     *("num_key_value_heads", "vocab_size", "max_position_embeddings"),
 )
 
-# Installed packages that register a model type of their own with transformers. They are imported when a configuration
-# has a type that transformers does not know.
+# Installed packages that register model types with transformers. Lamina imports these packages if transformers does
+# not know a configuration's model type.
 _PACKAGES: Registry[None] = Registry("backbone", plugins="lamina.backbones")
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "spiece.model"),
     *("sentencepiece.bpe.model", "source.spm", "tokenizer_config.json"),
 )
-_CHOOSING = re.compile(r"implementation|kernel")  # parts of the names of fields that choose code
+_CHOOSING = re.compile(r"implementation|kernel")  # in the names of fields that choose code
 _FLASH = re.compile(r"flash_attention_\d+")
 _OF_THE_HUB = ("sonicmoe", "deepgemm")  # experts whose kernels transformers fetches from the hub
 ModelClass = type[PreTrainedModel] | type[_BaseAutoModelClass]
@@ -84,8 +84,8 @@ def read_config(
 ) -> PreTrainedConfig:
     """Read the configuration of a saved model from a folder or the hub, and check the folder.
 
-    This function compares the files with the manifest, and the tensors' formats with the configuration. Lamina
-    rejects configurations that make transformers fetch code.
+    This function compares the files with the manifest, and the tensors' formats with the configuration. Raises
+    UserError for a configuration that makes transformers fetch code.
 
     Args:
         path: a folder with config.json, or a name on the hub.
@@ -111,7 +111,7 @@ def read_config(
         data = _read_fields(path, field, source)
         if not trust_remote_code:
             refuse_fetched(data, source)
-            if (adapter := folder / ADAPTER_CONFIG_NAME).is_file():  # transformers loads it with the model
+            if (adapter := folder / ADAPTER_CONFIG_NAME).is_file():  # transformers loads the adapter with the model
                 beside = f"{field} {name!r}: {adapter.name}"
                 refuse_fetched(read_json(adapter, beside), beside)
         _check_type(data, source, trust_remote_code)
@@ -142,7 +142,7 @@ def read_config(
 
 
 def _check_plan(plan: dict, source: str) -> None:
-    """Raise UserError for an invalid norm placement. Accept norm kinds that an installed package registers."""
+    """Raise UserError for an invalid norm placement. Installed packages may register the placement's kinds of norms."""
     try:
         Plan.from_dict(plan)
     except UserError:
@@ -157,7 +157,7 @@ def _check_plan(plan: dict, source: str) -> None:
 
 
 def refuse_scores(config: PreTrainedConfig, source: str) -> None:
-    """Raise UserError for a classifier, which can't continue a text. ``source`` is the beginning of the message."""
+    """Raise UserError for a classifier, which can't continue a text. The error message begins with ``source``."""
     for name in config.architectures or ():
         if name.endswith("Classification"):
             raise UserError(f"{source} is a {name}, which returns scores. Give a model that generates text.")
@@ -179,7 +179,7 @@ def _read_fields(path: str | Path, field: str, source: str) -> dict[str, object]
 
 
 def check_adapter(config: PreTrainedConfig, says: str) -> None:
-    """Raise UserError for an invalid ``lamina_adapter`` of a backbone. ``says`` is the beginning of the message."""
+    """Raise UserError for an invalid ``lamina_adapter`` of a backbone. The error message begins with ``says``."""
     try:
         roles = adapter_of(config).roles
     except ValueError as error:
@@ -242,19 +242,21 @@ def refuse_fetched(data: Mapping[str, object], source: str) -> None:
                 f"here. Set this field to one of {allowed}, or use `lamina generate --trust-remote-code`."
             )
     core = data.get("megatron_core")
-    if data.get("megatron_config") is not None and core != "megatron.core":  # an adapter's: peft would import it
+    if (
+        data.get("megatron_config") is not None and core != "megatron.core"
+    ):  # peft would import the module of an adapter
         raise UserError(f"{source}: megatron_core: {one_line(repr(core))}. Set megatron_core to 'megatron.core'.")
 
 
 def _falls_back(name: str) -> bool:
-    """Return whether transformers would use a kernel from the hub because a package is missing."""
+    """Return whether transformers would use a kernel from the hub because a package is not installed."""
     packages = ("kernels", "flash_attn", "flash_attn_interface")
     kernels, *installed = (importlib.util.find_spec(package) is not None for package in packages)
     return _FLASH.fullmatch(name) is not None and kernels and not any(installed)
 
 
 def _texts(data: object, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the path of each text in JSON data, and the text. Paths have no indices of lists."""
+    """Yield each string in JSON data with its path, such as "a.b". Paths leave out the indices of lists."""
     if isinstance(data, str):
         yield path, data
     elif isinstance(data, Mapping):
@@ -296,7 +298,7 @@ def load_weights(
         dtype: the dtype of the weights. "auto" keeps the checkpoint's dtype.
         pickles: whether to read the tensors of a .bin file if there is no safetensors file.
         trust_remote_code: whether to run the checkpoint's code.
-        optional: whether the checkpoint may lack a tensor, as a function of the model and the name (default: no).
+        optional: a function of the model and a tensor's name that is true if the checkpoint may lack the tensor.
         extra: whether to ignore a head in the checkpoint that the model does not have.
         more: further arguments of ``from_pretrained``.
 
@@ -309,7 +311,7 @@ def load_weights(
     if stored is not None:
         _check_room(config, cls, stored, f"{source}: config.json")
     options = {"dtype": dtype, "trust_remote_code": trust_remote_code, "output_loading_info": True, **more}
-    options |= {"ignore_mismatched_sizes": True}  # they are refused below, by name
+    options |= {"ignore_mismatched_sizes": True}  # the lines below raise an error for these tensors
     if "gguf_file" not in more:
         options["config"] = config
     if stored is not None:
@@ -324,7 +326,7 @@ def load_weights(
         raise UserError(f"{source}: {one_line(errors[0])}")
     missing = sorted(info["missing_keys"])
     refuse_tensors(f"{source}: missing", [k for k in missing if not (optional and optional(model, k))], NOT_STORED)
-    if stored is None:  # of a name on the hub, the files are in its cache by now
+    if stored is None:  # for a name on the hub, the files are now in the cache
         stored = {} if more else pickled_tensors(folder) if folder.is_dir() else _cached_tensors(name, field)
     refuse_foreign(model, stored, info["unexpected_keys"], source)
     if not extra:
@@ -386,7 +388,7 @@ def _check_room(config: PreTrainedConfig, cls: ModelClass, tensors: Mapping[str,
 
 
 def check_finite(model: nn.Module, field: str) -> None:
-    """Raise UserError for NaN or infinite values. The message gives the weight and the first value's position."""
+    """Raise UserError for NaN or infinite values. The error message names the weight and the first value's position."""
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and not bool(torch.isfinite(parameter.detach()).all()):
             bad = ~torch.isfinite(parameter.detach())
@@ -400,7 +402,7 @@ def check_finite(model: nn.Module, field: str) -> None:
 def load_tokenizer(
     path: str | Path, config: PreTrainedConfig, field: str, *, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """Load the tokenizer in a model's folder. Raises UserError for no tokenizer, or more tokens than the model has."""
+    """Load the tokenizer in a model's folder. Raises UserError if there is none, or if the model has fewer tokens."""
     name, folder = str(path), Path(path)
     if folder.is_dir():
         present = [file for file in TOKENIZER_FILES if (folder / file).is_file()]

@@ -25,7 +25,7 @@ _SPECIAL = tuple(f"{token}_token_id" for token in ("pad", "bos", "eos", "cls", "
 
 
 def preset_config(name: str) -> PreTrainedConfig:
-    """Return the configuration of a preset. Raises UserError for an unknown name, and suggests a similar name."""
+    """Return the configuration of a preset. Raises UserError for an unknown name."""
     preset = get(name)
     return AutoConfig.for_model(preset.model_type, **preset.fields)
 
@@ -73,7 +73,7 @@ def resolve_backbone(
             )
         key_heads = getattr(config, "num_key_value_heads", None)
         changes["num_attention_heads"] = num_heads
-        if getattr(config, "head_dim", None) and not hasattr(config, "kv_lora_rank"):  # MLA derives it
+        if getattr(config, "head_dim", None) and not hasattr(config, "kv_lora_rank"):  # MLA computes head_dim
             changes["head_dim"] = width // num_heads
         if key_heads:
             groups = max(1, config.num_attention_heads // key_heads)
@@ -100,7 +100,7 @@ def _find(backbone: str | Path | PreTrainedConfig) -> PreTrainedConfig:
             config = read_config(backbone, "backbone", weights=False)
     else:
         config = preset_config(str(backbone))
-    config = getattr(config, "backbone_config", None) or config  # a Lamina model's: the plan is chosen anew
+    config = getattr(config, "backbone_config", None) or config  # for a Lamina model, use only the backbone
     missing = [n for n in ("num_hidden_layers", "hidden_size", "num_attention_heads") if not hasattr(config, n)]
     if missing:
         raise UserError(f"backbone {config.model_type!r}: its configuration has no {missing[0]}. Choose a decoder.")
@@ -114,7 +114,7 @@ def with_fields(config: PreTrainedConfig, changes: Mapping[str, object]) -> PreT
     for name in _SPECIAL if "vocab_size" in changes else ():
         tokens = fields.get(name)
         if any(token >= fields["vocab_size"] for token in (tokens if isinstance(tokens, list) else [tokens or 0])):
-            fields[name] = None  # of a larger vocabulary
+            fields[name] = None  # outside the new vocabulary
     fields.pop("transformers_version", None)
     new = AutoConfig.for_model(fields.pop("model_type"), **fields)
     new._attn_implementation = config._attn_implementation
@@ -122,7 +122,7 @@ def with_fields(config: PreTrainedConfig, changes: Mapping[str, object]) -> PreT
 
 
 def cut_config(config: PreTrainedConfig, kept: Sequence[int], count: int) -> None:
-    """Remove all layers except ``kept`` from the lists of a configuration that have an entry for each layer."""
+    """Keep only the layers ``kept`` in a configuration's placement, depth, and lists with one entry per layer."""
     if isinstance(config, LaminaConfig) and config.plan is not None:
         config.plan = {**config.plan, "layers": [config.plan["layers"][index] for index in kept]}
     text = backbone_of(config)
@@ -140,7 +140,6 @@ def head_dim_of(config: PreTrainedConfig) -> int:
 
 
 def _heads(width: int, head_dim: int) -> int:
-    """Return the number of heads that gives a head's width closest to ``head_dim``."""
     return min(_fitting_heads(width), key=lambda h: abs(width // h - head_dim))
 
 
@@ -162,8 +161,8 @@ class Count(NamedTuple):
 def count_parameters(config: PreTrainedConfig) -> Count:
     """Count the parameters of transformers' model with this configuration. A tied parameter counts once.
 
-    Lamina counts two shallow models on the meta device and extrapolates to the depth. The count has a head if
-    transformers registers the model type with a head.
+    Lamina counts two shallow models on the meta device and extrapolates to the depth. The count includes the head if
+    transformers has a model class with a head.
     """
     first = (getattr(config, "first_k_dense_replace", None) or 0) + 1
     if config.num_hidden_layers <= first:
@@ -190,7 +189,7 @@ def parameters_of(model: PreTrainedModel) -> Count:
 
 
 def used_by_a_token(name: str, config: PreTrainedConfig) -> Fraction:
-    """Return the fraction of a parameter that a token uses, which is below 1 for routed experts."""
+    """Return the fraction of a parameter that a token uses. The fraction is below 1 for routed experts."""
     experts = getattr(config, "n_routed_experts", None) or getattr(config, "num_experts", None)
     routed = experts and ".experts." in name
     return Fraction(config.num_experts_per_tok, experts) if routed else Fraction(1)

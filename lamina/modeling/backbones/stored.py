@@ -1,4 +1,4 @@
-"""Read the names and shapes of tensors from a checkpoint's headers, and compare them with the loaded model."""
+"""Read the tensors' names, shapes and dtypes from a checkpoint's files, and compare these with the loaded model."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _LARGEST_JSON = 2**26  # bytes
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _WHOLE = ("I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL")
-_MASK = re.compile(r"(^|\.)(attn|attention)\.(bias|masked_bias)$")  # of old checkpoints: [1, 1, tokens, tokens], or []
+_MASK = re.compile(r"(^|\.)(attn|attention)\.(bias|masked_bias)$")  # in old checkpoints: [1, 1, tokens, tokens] or []
 _VALUES = (".weight", ".bias", ".gamma", ".beta")
-_VALUE_HEAD = "v_head."  # TRL's, beside a language model
+_VALUE_HEAD = "v_head."  # TRL's value head, in the checkpoint of a language model
 
 
 class Stored(NamedTuple):
@@ -37,7 +37,7 @@ Tensors = dict[str, Stored]
 
 
 def read_json(path: Path, source: str) -> dict[str, object]:
-    """Read a JSON object from a file. Raises UserError for any other file. ``source`` begins the message."""
+    """Read a JSON object from a file. Raises UserError for any other file. The message begins with ``source``."""
     if path.stat().st_size > _LARGEST_JSON:
         raise UserError(
             f"{source} has {path.stat().st_size} bytes, more than the {_LARGEST_JSON} that Lamina reads. Give the "
@@ -55,7 +55,6 @@ def read_json(path: Path, source: str) -> dict[str, object]:
 
 
 def kind_of(value: object) -> str:
-    """Return the type of a JSON value in words."""
     names = {"NoneType": "nothing", "list": "a list", "dict": "an object", "str": "a text", "bool": "true or false"}
     return names.get(type(value).__name__, "a number")
 
@@ -83,7 +82,7 @@ def stored_tensors(path: Path, field: str, *, pickles: bool = False) -> Tensors 
 def _indexed(path: Path, source: str) -> Tensors:
     places = read_json(path / INDEX, f"{source} {INDEX}").get("weight_map")
     if not isinstance(places, dict) or not places or not all(isinstance(v, str) for v in places.values()):
-        raise UserError(f"{source} {INDEX}: weight_map is not a table of tensors and files. Give the original file.")
+        raise UserError(f"{source} {INDEX}: weight_map does not map tensors to files. Give the original file.")
     shapes: Tensors = {}
     for file in sorted(set(places.values())):
         if Path(file).name != file or "\\" in file or not file.endswith(".safetensors"):
@@ -106,7 +105,7 @@ def _indexed(path: Path, source: str) -> Tensors:
 
 def _header(file: Path, source: str) -> Tensors:
     try:
-        file.open("rb").close()  # safetensors gives a file that may not be read no error of its own
+        file.open("rb").close()  # to raise an error for a file that the user may not read
         with safe_open(file, framework="pt") as opened:
             slices = {key: opened.get_slice(key) for key in list(opened.keys())}
             return {key: Stored(tuple(part.get_shape()), str(part.get_dtype())) for key, part in slices.items()}
@@ -119,7 +118,7 @@ def _header(file: Path, source: str) -> Tensors:
 
 
 def refuse_tensors(source: str, keys: Iterable[str], why: str) -> None:
-    """Raise UserError that names the first tensors in ``keys``, if there are any. ``source`` begins the message."""
+    """Raise UserError for the tensors in ``keys``, if there are any. The message begins with ``source``."""
     names = sorted(keys)
     if names:
         more = f" (and {len(names) - 1} more: {', '.join(names[1:3])}{', …' if len(names) > 3 else ''})"
@@ -139,7 +138,6 @@ def refuse_foreign_dtypes(stored: Mapping[str, Stored], config: PreTrainedConfig
 
 
 def is_quantized(config: PreTrainedConfig) -> bool:
-    """Return whether a configuration, or its text part, has a quantization_config."""
     return any(getattr(each, "quantization_config", None) for each in (config, config.get_text_config()))
 
 
@@ -148,12 +146,12 @@ def refuse_foreign(
 ) -> None:
     """Raise UserError for a stored tensor that the model does not use, or for integers where the model has floats.
 
-    Accept three kinds of unused tensors: heads of the same model type, buffers that older versions stored, and tensors
-    that transformers ignores.
+    Three kinds of unused tensors are allowed: heads of the same model type, buffers that older versions stored, and
+    tensors that transformers ignores.
     """
     unexpected = sorted(unexpected)
     _refuse_more_layers(model, unexpected, source)
-    if is_quantized(model.config):  # transformers has unpacked its tensors under other names
+    if is_quantized(model.config):  # transformers has unpacked the tensors under other names
         modules = {name for name, _ in model.named_modules() if name}
         unexpected = [key for key in unexpected if not _is_packed(key, modules)]
         stored = {}
@@ -172,7 +170,7 @@ def refuse_foreign(
     tensors: Mapping[str, torch.Tensor] = model.state_dict()
     for key, tensor in stored.items():
         expected = tensors.get(key, tensors.get(f"{model.base_model_prefix}.{key}"))
-        # transformers may have renamed it
+        # transformers may have renamed the tensor
         is_float = key.endswith(_VALUES) if expected is None else expected.is_floating_point()
         if tensor.dtype in _WHOLE and is_float and not _is_mask(key, tensor):
             raise UserError(
@@ -198,13 +196,13 @@ def _tensors_of_heads(model: PreTrainedModel) -> set[str]:
     for mapping in (value for name, value in vars(modeling_auto).items() if name.endswith("_MAPPING")):
         try:
             made: Any = mapping[type(model.config)]
-        except (KeyError, TypeError, AttributeError):  # plain tables of names are among them
+        except (KeyError, TypeError, AttributeError):  # some mappings contain only names
             continue
         for cls in made if isinstance(made, tuple) else (made,):
             try:
                 with torch.device("meta"):
                     names |= set(cls(model.config).state_dict())
-            except Exception:  # a head that needs more than this configuration has
+            except Exception:  # the head may need other fields of the configuration
                 continue
     prefix = f"{model.base_model_prefix}."
     return names | {name.removeprefix(prefix) for name in names}
@@ -217,7 +215,7 @@ def pickled_tensors(path: Path) -> Tensors:
     for file in sorted(path.glob("pytorch_model*.bin")):
         try:
             loaded = torch.load(file, map_location="meta", weights_only=True)
-        except Exception:  # the error is transformers' to raise when it reads the file
+        except Exception:  # transformers raises the error when it reads the file
             continue
         for key, value in loaded.items() if isinstance(loaded, Mapping) else ():
             if isinstance(value, torch.Tensor):
