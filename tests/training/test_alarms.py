@@ -167,7 +167,7 @@ def test_parameters_that_stay_without_a_gradient_are_named_from_the_first_record
     records = [steady(step, **({} if step in (20, 60) else {"without_gradient": 1.0})) for step in range(20, 161, 20)]
     (first,) = told(records, alarms)
     assert (first.step, first.rule, first.layer, first.metric) == (80, "dead", 1, "without_gradient")
-    assert "1 of its parameters get no gradient" in describe(first)
+    assert "1 of the layer's parameters get no gradient" in describe(first)
 
 
 def gradients(step, dead=(), layers=4, left_out=(), readout=1.0):
@@ -365,8 +365,8 @@ LATER = 240  # the step of a record
 BREAKS = {
     "unmoved": (steady, {"update_norm": 0.0, "unmoved_parameters": 2.0}, "weights do not change"),
     "unmoved, a part": (steady, {"unmoved_parameters": 2.0}, "parameters get a gradient but do not change"),
-    "written": (steady, {"written_ratio": 0.3}, "other than the optimizer changed its weights by 30% of their norm"),
-    "forgotten": (steady, {"forgotten_share": 1.0}, "100% of its optimizer's moments changed between two steps"),
+    "written": (steady, {"written_ratio": 0.3}, "changed by 30% of their norm, but not through the optimizer"),
+    "forgotten": (steady, {"forgotten_share": 1.0}, "100% of the optimizer's moments changed between two steps"),
     "apart": (steady, {"rate_ratio": 30.0}, "its learning rate is 30 times the other layers' median"),
     "fall": (steady, {"second_moment": 0.1}, "second moment is 0.1 times its recent median"),
     "rise": (steady, {"row_norm_abs_max": 9.0}, "the largest row norm is 9 times"),

@@ -486,7 +486,7 @@ def test_a_damaged_part_of_the_layers_is_named(run, runs, capsys, caplog):
     assert "part-00000.parquet is not readable" in (run / "report.html").read_text()
     part.unlink()
     assert go_on(run) == 0
-    assert "1 parts of this file are missing" in caplog.text
+    assert "1 files are missing" in caplog.text
     whole, ours = layers(runs / "whole"), layers(run)
     assert len(ours) < len(whole)
     assert len(ours.merge(whole)) == len(ours)

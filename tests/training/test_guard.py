@@ -129,7 +129,7 @@ def test_a_poisoned_gradient_ends_the_run_and_is_named(trained, before_step, req
     found = trained(steps=8, logging_steps=8, max_grad_norm=clip, gradient_accumulation=accumulation)
     assert found["status"] == "diverged"
     assert re.search(named(layer, "feed_forward"), found["reason"])
-    assert ("at step 3 (read only at step 8)" if late else "at step 3") in found["reason"]
+    assert ("at step 3 (Lamina read the norm at step 8)" if late else "at step 3") in found["reason"]
 
 
 def test_a_weight_that_is_read_late_names_its_layer_only_where_it_can(trained, before_step, as_on_a_gpu):
@@ -139,7 +139,7 @@ def test_a_weight_that_is_read_late_names_its_layer_only_where_it_can(trained, b
     assert "at step 5" in at_once["reason"]
     before_step(5, poison(2, "attention"))
     late = trained("late", num_layers=4, steps=12, eval_steps=12, logging_steps=10)
-    assert "at step 5 (read only at step 10)" in late["reason"]
+    assert "at step 5 (Lamina read the norm at step 10)" in late["reason"]
     assert "no layer" in late["reason"]
 
 

@@ -1,4 +1,4 @@
-"""Early alarms: find unusual gradients, updates, moments or hidden states of a layer before the loss rises."""
+"""Raise alarms for unusual gradients, updates, optimizer moments or hidden states, often before the loss rises."""
 
 from __future__ import annotations
 
@@ -20,38 +20,32 @@ from lamina.training.monitor.writers import LOSS, NORM, RATE, Row
 
 logger = logging.getLogger(__name__)
 
-Key: TypeAlias = tuple[str, Series]
-"""The alarm rules. If a step has several alarms, Lamina lists them in this order."""
+Key: TypeAlias = tuple[str, Series]  # a rule, and the series that it judges
 
-HELD = 8  # steps for which an isolated gradient outlier is held back
-FOLLOWS = 4  # another alarm follows the outlier if it begins within so many steps
-MARKED = 6.0  # one step's gradient is reported from this multiple of its usual value
-EVENT = 20  # after so many steps without an alarm, the next alarm begins another event
+HELD = 8  # steps for which an isolated gradient outlier waits for another alarm
+FOLLOWS = 4  # steps within which another alarm confirms a gradient outlier
+MARKED = 6.0  # a gradient outlier of one step is reported if it is this many times its usual value
+EVENT = 20  # after this many steps without an alarm, the next alarm begins another event
 NOTABLE = "notable"  # not an alarm: the batch of an isolated gradient outlier
 ORDER = (
     "not_finite", "skipped", "guess", "kept", "dead", "unmoved", "forgotten", "written", "repeated", "equal", "fall",
     "fp16", "apart", "low", "rewritten", "logit", "rise", "drift", "collapse", "cut", NOTABLE,
 )  # fmt: skip
-"""The rules and metrics that show where a failure is. Outliers in hidden states or gradients spread to other layers."""
+"""The alarm rules. If a step has several alarms, Lamina lists them in this order."""
 HARD = ("skipped", "guess", "kept", "dead", "unmoved", "forgotten", "written", "repeated", "equal")
 PLACED = ("not_finite", "guess", "dead", "unmoved", "written", "low")
 PARAMETERS = (
     "weight_norm", "update_ratio", "rate_ratio", "gain_abs_max", "gain_mean", "row_norm_abs_max", "row_norm_mean"
 )  # fmt: skip
-"""Rules and metrics that locate a failure. Outliers in the residual stream or in gradients do not locate a failure,
-because such outliers spread to other layers.
+"""``PLACED`` and ``PARAMETERS`` are rules and metrics that show in which layer a failure is.
+
+Outliers in the residual stream or in gradients spread to other layers, so they do not show the failed layer.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Alarm:
-    """A measurement outside its usual range.
-
-    Attributes:
-        rule: the name of the rule.
-        value: the measured value.
-        usual: the value that the rule expects.
-    """
+    """A measurement outside its usual range. The field ``usual`` is the value that the rule expects."""
 
     step: int
     rule: str
@@ -67,24 +61,24 @@ class Alarm:
 
     @property
     def excess(self) -> float:
-        """The value divided by the usual value, or infinity if a value is not positive and finite."""
+        """``value / usual``, or infinity if ``usual`` is not positive or ``value`` is not finite."""
         return self.value / self.usual if self.usual > 0 and math.isfinite(self.value) else math.inf
 
     @property
     def distance(self) -> float:
-        """abs(log(value / usual)), or infinity if a value is not positive and finite."""
+        """abs(log(value / usual)), or infinity if this logarithm does not exist."""
         return abs(math.log(self.excess)) if 0 < self.excess < math.inf else math.inf
 
     @property
     def order(self) -> tuple[float, ...]:
-        """The sort key. Alarms are sorted by step, and within a step by closeness to the cause.
+        """The sort key: the step, then how close the alarm is to the cause.
 
-        NaN and infinity spread to later layers in hidden states, and to earlier layers in gradients. The value that was
-        computed first is therefore closest to the cause.
+        The forward pass spreads NaN to later layers, and the backward pass spreads NaN to earlier layers. The value
+        that was computed first is therefore closest to the cause.
         """
         rank = 2 * self.layer + (self.sublayer == "feed_forward")
-        forward = self.metric.startswith(("hidden", "attention"))  # these come before the gradients
-        weights = self.metric == "weight_norm"  # they were so before the step
+        forward = self.metric.startswith(("hidden", "attention"))  # computed before the gradients
+        weights = self.metric == "weight_norm"  # not finite already before the step
         arose = [not weights, self.layer < 0, self.sublayer == "block", not forward, rank if forward else -rank]
         late = self.metric == LOSS  # the loss shows a problem last
         return self.step, late, ORDER.index(self.rule), *(arose if self.rule == "not_finite" else ()), -self.distance
@@ -92,19 +86,19 @@ class Alarm:
 
 @dataclass(kw_only=True)
 class Alarms(Rules):
-    """Raise alarms for unusual measurements. Each metric of a layer must return to normal before its next alarm.
+    """Raise alarms for unusual measurements. A metric raises its next alarm only after it was normal again.
 
     An unusual gradient becomes an alarm if it stays unusual, or if another metric, such as the loss, soon becomes
-    unusual. If neither happens, Lamina records a notable batch.
+    unusual. If neither happens, Lamina records the step's batch as notable.
 
     Args:
         folder: the run's folder, for alarms.jsonl and notable.jsonl. None means no files.
 
     Attributes:
         told: all alarms and notable batches so far, oldest first.
-        marked: the steps with an unusual value in the last call of ``see``.
+        marked: the steps in which the last call of ``see`` found unusual values.
         news: the text of the first alarm of a new event, or "".
-        paths: the known paths of layers in the model.
+        paths: the known module paths, by layer number.
     """
 
     folder: Path | None = None
@@ -113,17 +107,13 @@ class Alarms(Rules):
     news: str = ""
     paths: Mapping[int, str] = field(default_factory=dict)
     _out: set[Key] = field(default_factory=set)
-    _high: dict[Key, list[Alarm]] = field(default_factory=dict)  # gradients that stood out where they were last seen
-    _single: list[Alarm] = field(default_factory=list)  # those that are back
-    _done_at: int = -1  # the step of the last alarm that is independent
-    _scores: dict[Key, list[float]] = field(default_factory=dict)  # the last two, of what must last
+    _high: dict[Key, list[Alarm]] = field(default_factory=dict)  # gradients that are unusual now
+    _single: list[Alarm] = field(default_factory=list)  # gradients that were unusual and are normal again
+    _done_at: int = -1  # the step of the last independent alarm
+    _scores: dict[Key, list[float]] = field(default_factory=dict)  # the last scores of metrics that must stay unusual
 
     def see(self, rows: Iterable[Row], rate: float | None = None) -> list[Alarm]:
-        """Check new measurements. Returns the alarms, which are also written to the file.
-
-        Args:
-            rate: the learning rate, by which Lamina divides updates.
-        """
+        """Check new measurements. Write and return the alarms. Updates are divided by the learning rate ``rate``."""
         by_step: dict[int, list[Row]] = {}
         for row in rows:
             by_step.setdefault(row[0], []).append(row)
@@ -139,7 +129,7 @@ class Alarms(Rules):
 
     @property
     def so_far(self) -> list[Alarm]:
-        """Return the alarms so far, with the unusual gradients that may still become alarms."""
+        """The alarms so far, including unusual gradients that may still become alarms."""
         every = [*self.told, *chain(*self._high.values()), *self._single]
         return sorted((alarm for alarm in every if alarm.rule != NOTABLE), key=lambda alarm: alarm.order)
 
@@ -150,7 +140,6 @@ class Alarms(Rules):
         self._tell(self._followed(math.inf, begun=math.inf))
 
     def _tell(self, alarms: Sequence[Alarm]) -> list[Alarm]:
-        """Write alarms and notable batches. Return the alarms."""
         alarms = sorted(alarms, key=lambda alarm: alarm.order)
         told = [alarm for alarm in alarms if alarm.rule != NOTABLE]
         last = max((alarm.step for alarm in self.told if alarm.rule != NOTABLE), default=-math.inf)
@@ -177,7 +166,7 @@ class Alarms(Rules):
         return {"alarms": state}
 
     def load_state_dict(self, state: RunState) -> None:
-        """Restore the state from a checkpoint, and the alarms up to the checkpoint's step from the folder."""
+        """Restore the state from a checkpoint, and read the folder's alarms up to the checkpoint's step."""
         seen = {"out": [], "waiting": [], "back": [], **state.get("alarms", {})}
         super().load_state_dict(seen)
         self._out = {(rule, (layer, sub, role, metric)) for rule, layer, sub, role, metric in seen["out"]}
@@ -198,7 +187,7 @@ class Alarms(Rules):
         high = [(key, values[0]) for key, values in self._high.items()]
         for key, alarm in [*high, *((None, alarm) for alarm in self._single)]:
             if key is None and alarm.step < self._done_at <= begun:
-                continue  # what was done to the training is not what it led to
+                continue  # the independent alarm in between explains the new alarm better
             if begun <= alarm.step + FOLLOWS and alarm.step <= step <= alarm.step + HELD:
                 told.append(alarm)
                 if key is not None:
@@ -207,14 +196,14 @@ class Alarms(Rules):
         over = [alarm for alarm in self._single if alarm.step + HELD < step and alarm not in told]
         self._single = [alarm for alarm in self._single if alarm not in (*told, *over)]
         last = max((alarm.step for alarm in self.told if alarm.rule != NOTABLE), default=-math.inf)
-        steps = {alarm.step for alarm in over if alarm.step > last + EVENT}  # else it belongs to what went on
+        steps = {alarm.step for alarm in over if alarm.step > last + EVENT}  # else the outlier belongs to an event
         for at in sorted(steps - {alarm.step for alarm in self.told}):
             largest = max((alarm for alarm in over if alarm.step == at), key=lambda alarm: alarm.excess)
             told.append(replace(largest, rule=NOTABLE))
         return told
 
     def _once(self, found: Found) -> list[Alarm]:
-        """Return an alarm when a metric leaves its usual range, or when a gradient stays outside for several steps."""
+        """Return an alarm if a metric leaves its usual range, or if a gradient stays outside for several steps."""
         if not (found.left or found.name or self._out):
             return []
         rule, (step, layer, sublayer, role, _, metric, value), usual = found.rule, found.row, found.usual
@@ -245,20 +234,17 @@ class Alarms(Rules):
 
 
 def is_hard(alarm: Alarm) -> bool:
-    """Return whether an alarm shows a fault of the training code or its settings, and not an outlier."""
+    """Return whether an alarm shows a fault of the training code or settings instead of an outlier."""
     return alarm.rule in HARD or alarm.metric in ("rate_ratio", "label_match", RATE)
 
 
 def is_independent(alarm: Alarm) -> bool:
-    """Return whether no gradient can cause an alarm: hard alarms (``is_hard``), and falling weights or moments."""
+    """Return whether no gradient can have caused an alarm: a hard alarm, or a fall of weights or moments."""
     return is_hard(alarm) or (alarm.rule == "fall" and alarm.metric != LOSS)
 
 
 def outlasts_spikes(alarm: Alarm) -> bool:
-    """Return whether an alarm cannot be the aftermath of a spike.
-
-    Such alarms show faults of the training code, values that are not finite, or shrinking weights or moments.
-    """
+    """Return whether a spike that passed cannot explain an alarm, such as an alarm about NaN."""
     return is_independent(alarm) or alarm.rule == "not_finite"
 
 
@@ -295,19 +281,17 @@ _NAMES = {
 
 
 def place_in_words(alarm: Alarm) -> str:
-    """Return the location of an alarm in words."""
     if alarm.layer < 0:
         return _OUTSIDE.get(alarm.role, "the model")
     return f"layer {alarm.layer} ({alarm.sublayer.replace('_', '-')})"
 
 
 def in_words(metric: str) -> str:
-    """Return a metric's name in words."""
     return _NAMES.get(metric, f"the {metric.replace('_', ' ')}")
 
 
 def describe(alarm: Alarm, paths: Mapping[int, str] = MappingProxyType({})) -> str:
-    """Return an alarm as a sentence without the final period, with the layer's path if it is known."""
+    """Return an alarm as a sentence without the final period. If ``paths`` has the layer, append the layer's path."""
     name = in_words(alarm.metric)
     others = "the other layers' median" if alarm.layer >= 0 else "the layers' median"
     words = {
@@ -319,8 +303,8 @@ def describe(alarm: Alarm, paths: Mapping[int, str] = MappingProxyType({})) -> s
             "gradient to zero"
         ),
         "unmoved": "parameters get a gradient but do not change" if alarm.value else "the weights do not change",
-        "forgotten": f"{alarm.value:.0%} of its optimizer's moments changed between two steps",
-        "written": f"something other than the optimizer changed its weights by {alarm.value:.0%} of their norm",
+        "forgotten": f"{alarm.value:.0%} of the optimizer's moments changed between two steps",
+        "written": f"the weights changed by {alarm.value:.0%} of their norm, but not through the optimizer",
         "repeated": f"the batch is the same as in the previous {alarm.value:g} steps",
         "equal": f"for {alarm.value:g} steps, all rewards of each group have been equal, so there is no gradient",
         "collapse": (
@@ -333,14 +317,16 @@ def describe(alarm: Alarm, paths: Mapping[int, str] = MappingProxyType({})) -> s
         "rise": f"{name} is {alarm.excess:.3g} times its recent median",
         "logit": f"the largest attention logit is {alarm.value:.3g} (above {alarm.usual:g}, attention saturates)",
         "fp16": f"the largest |x| is {alarm.value:.3g}, and float16's limit is {alarm.usual:g}",
-        "dead": "its gradient is zero" if alarm.layer >= 0 else "no layer gets a gradient, although other parts do",
+        "dead": "the gradient is zero" if alarm.layer >= 0 else "no layer gets a gradient, although other parts do",
         "apart": f"{name} is {alarm.excess:.3g} times {others}",
         "low": f"{name} is {alarm.excess:.2g} times the neighboring layers' value",
         NOTABLE: f"{name} was {alarm.excess:.3g} times its usual value, and nothing went wrong afterward",
         "rewritten": f"one step changes its weights by {alarm.value:.0%} of their norm",
     }
     if alarm.metric == "without_gradient":
-        words["dead"] = f"{alarm.value:g} of its parameters get no gradient, though most other layers' parameters do"
+        words["dead"] = (
+            f"{alarm.value:g} of the layer's parameters get no gradient, though most other layers' parameters do"
+        )
     if alarm.metric == LOSS and alarm.rule in ("rise", "fall"):
         words[alarm.rule] = f"the loss went from {alarm.usual:.3g} to {alarm.value:.3g}, which is more than its noise"
     if alarm.metric == RATE:
@@ -350,9 +336,9 @@ def describe(alarm: Alarm, paths: Mapping[int, str] = MappingProxyType({})) -> s
 
 
 def events(alarms: Iterable[Alarm]) -> list[list[Alarm]]:
-    """Group alarms into events, oldest first. An alarm within 20 steps of the previous alarm joins its event.
+    """Group alarms into events, oldest first. An alarm at most 20 steps after an event's last alarm joins the event.
 
-    The limit is 60 steps for an alarm about the loss, and after an alarm about the learning rate.
+    The limit is 60 steps if the new alarm is about the loss, or if the last alarm is about the learning rate.
     """
     groups: list[list[Alarm]] = []
     for alarm in sorted((alarm for alarm in alarms if alarm.rule != NOTABLE), key=lambda alarm: alarm.order):
@@ -364,12 +350,9 @@ def events(alarms: Iterable[Alarm]) -> list[list[Alarm]]:
 
 
 def first_before(alarms: Iterable[Alarm], rose: float | None) -> Alarm | None:
-    """Return the first alarm of the event that preceded a rise of the loss.
+    """Return the first alarm of the last event that began before the loss rose (at step ``rose``).
 
-    Without such an event, return the first alarm of all.
-
-    Args:
-        rose: the step of the rise, or None.
+    If no event began before, or if the loss did not rise, return the first alarm.
     """
     groups = events(alarms)
     before = [group for group in groups if rose is not None and group[0].step <= rose]
@@ -377,18 +360,18 @@ def first_before(alarms: Iterable[Alarm], rose: float | None) -> Alarm | None:
 
 
 def says_where(alarm: Alarm) -> bool:
-    """Return whether an alarm shows where a failure is."""
+    """Return whether an alarm shows in which layer a failure is."""
     return alarm.rule in PLACED or (alarm.metric in PARAMETERS and alarm.rule != "rewritten")
 
 
 def place_of(alarms: Iterable[Alarm], first: Alarm) -> Alarm:
-    """Return the first alarm that shows where a failure is, within 20 steps of the given alarm.
+    """Return the first alarm that shows the failed layer, at most 20 steps after the alarm ``first``.
 
-    Later alarms count too, because Lamina takes most measurements only at some steps. Without such an alarm, return the
-    first alarm that names a layer or part.
+    Lamina searches later steps because it takes most measurements only at some steps. If no alarm shows the failed
+    layer, return the first alarm that names a layer or another part of the model.
     """
     if is_hard(first) and (first.sublayer, first.role) == ("model", "all"):
-        return first  # what was done to the whole training
+        return first  # a fault of the whole training
     near = [alarm for alarm in alarms if first.step <= alarm.step <= first.step + EVENT]
     within = [alarm for alarm in near if alarm.layer >= 0 or alarm.role != "all"] or [first]
     return next(filter(says_where, within), first if first in within else within[0])

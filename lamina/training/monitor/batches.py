@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Rows: TypeAlias = list["torch.Tensor"]
-SPARE = 64  # steps for which batches are kept beyond an interval of records: alarms come late
+SPARE = 64  # steps for which batches are kept beyond the interval between records, because alarms come late
 MOST_BYTES = 2**28  # of batches that are kept
 MOST_STEPS = 100  # in the file
-SHOWN = 64  # tokens at a row's beginning
-_LONGEST = 200  # characters of them
+SHOWN = 64  # tokens of a row's beginning
+_LONGEST = 200  # characters of a row's beginning
 HIGH = 6.0  # standard deviations by which a loss is an outlier
-_BESIDE = ("mask", "position", "type")  # parts of the names of inputs that only say how to read another
+_BESIDE = ("mask", "position", "type")  # parts of the names of inputs that only describe another input
 
 
 class Tokenizer(Protocol):
@@ -42,8 +42,7 @@ class Tokenizer(Protocol):
 class KeptBatches:
     """Keep the batches of the last steps in one process. Only the method ``rows`` waits for the device.
 
-    Args:
-        every: the number of steps between two records. On a GPU, Lamina checks for alarms only at a record.
+    On a GPU, Lamina checks for alarms only once in ``every`` steps, so it needs the batches of earlier steps.
     """
 
     def __init__(self, every: int):
@@ -105,7 +104,7 @@ class BatchRecords:
             write_lines(folder / BATCHES, self._lines)
 
     def write(self, steps: Iterable[int], series: Iterable[Row], processes: Processes) -> None:
-        """Write the batches of the given steps, and of steps whose loss is an outlier. Call this in all processes."""
+        """Write the batches of the given steps and of steps with an outlier loss. Call this in all processes."""
         steps = {*steps, *(row[0] for row in series if row[5] == LOSS and self._high.see(LOSS, row[6]))}
         written = {line["step"] for line in self._lines}
         new = sorted(step for step in set(steps) - written if self.kept.steps.get(step))
@@ -146,7 +145,7 @@ class BatchRecords:
 
 
 def hash_of_row(row: torch.Tensor) -> str:
-    """Return the first 16 digits of a row's SHA-256 hash, from token ids as int64 or values as float32."""
+    """Return the first 16 hexadecimal digits of a row's SHA-256. Token ids are hashed as int64, values as float32."""
     values = row.float().numpy().astype("<f4") if row.is_floating_point() else row.numpy().astype("<i8")
     return hashlib.sha256(values.tobytes()).hexdigest()[:16]
 
@@ -167,7 +166,7 @@ def tokenizer_of(model: nn.Module) -> Tokenizer | None:
 
 
 def read_batches(folder: Path) -> list[Json]:
-    """Read batches.jsonl. Damaged lines are skipped."""
+    """Read batches.jsonl without its damaged lines."""
     names = {"step", "process", "row", "hash", "beginning"}
     return [line for line in parse_lines(folder / BATCHES)[0] if line.keys() == names]
 

@@ -48,11 +48,11 @@ class BeforeTraining:
         batch: the batch's tensors, by the names of the model's arguments (empty without a batch).
         trial: the result of one forward and backward pass, or None without a batch or a loss.
         scaler: whether a GradScaler scales the loss, or None if unknown.
-        scaler_is_off: whether there is a GradScaler that is disabled.
+        scaler_is_off: whether a GradScaler exists but is disabled.
         half: whether autocast computes in float16.
-        running: whether the model runs its first training step.
+        running: whether Lamina checks the setup during the first training step.
         recording: whether autograd records operations.
-        failed: the names of checks that raised an exception, with the exception's text.
+        failed: the exception's text for each check that raised one, by the check's name.
     """
 
     model: nn.Module
@@ -69,7 +69,7 @@ class BeforeTraining:
 
     @cached_property
     def names(self) -> dict[int, str]:
-        """The parameters' names by id."""
+        """The names of the parameters, by the parameters' ids."""
         return {id(parameter): name for name, parameter in self.model.named_parameters()}
 
     @cached_property
@@ -78,12 +78,12 @@ class BeforeTraining:
 
     @cached_property
     def modules(self) -> dict[int, str]:
-        """The modules' paths by id."""
+        """The paths of the modules, by the modules' ids."""
         return {id(module): path for path, module in self.model.named_modules()}
 
     @cached_property
     def unregistered(self) -> dict[str, torch.Tensor]:
-        """Trainable tensors that model.parameters() lacks because lists or other attributes hold them, by name."""
+        """The trainable tensors that model.parameters() lacks, such as tensors in a list, by name."""
         found: dict[str, torch.Tensor] = {}
         for path, module in self.model.named_modules():
             for name, value in vars(module).items():
@@ -97,7 +97,7 @@ class BeforeTraining:
 
     @cached_property
     def inner(self) -> nn.Module:
-        """The model of transformers that holds all parameters, such as the model inside a LightningModule."""
+        """The transformers model inside a wrapper such as a LightningModule, otherwise the model itself."""
         count = sum(1 for _ in self.model.parameters())
         known = (m for m in self.model.modules() if hasattr(type(m), "get_input_embeddings"))
         return next((m for m in known if sum(1 for _ in m.parameters()) == count), self.model)
@@ -108,7 +108,6 @@ class BeforeTraining:
 
     @property
     def padding(self) -> int | None:
-        """The model's padding token."""
         token = getattr(self.config, "pad_token_id", None)
         return token if isinstance(token, int) else None
 
@@ -124,12 +123,12 @@ class BeforeTraining:
 
     @property
     def settings(self) -> list[tuple[torch.optim.Optimizer, Mapping[str, Output]]]:
-        """Pairs of an optimizer and one of its parameter groups."""
+        """Each parameter group, with its optimizer."""
         return [(optimizer, group) for optimizer in self.optimizers for group in optimizer.param_groups]
 
     @cached_property
     def groups(self) -> dict[int, list[Mapping[str, Output]]]:
-        """For each parameter, by id: the optimizer groups that contain it or its float32 master copy."""
+        """The optimizer groups that contain a parameter or its float32 master copy, by the parameter's id."""
         outputs: dict[int, list[Mapping[str, Output]]] = {}
         halves = [p for p in self.trained if p.dtype in (torch.float16, torch.bfloat16)]
         for _, group in self.settings:
@@ -143,14 +142,14 @@ class BeforeTraining:
 
     @cached_property
     def merged(self) -> dict[int, str]:
-        """The names, by id, of trainable parameters in adapters that are merged into their base matrices."""
+        """The names of trainable adapter parameters that are merged into the base weights, by id."""
         parts = [m for m in self.model.modules() if m.training and getattr(m, "merged", False) is True]
         adapters = (p for m in parts for p in adapter_of(m).values() if p.requires_grad)
         return {id(p): self.names[id(p)] for p in adapters}
 
     @cached_property
     def blocks(self) -> list[tuple[str, list[nn.Module]]]:
-        """Each ModuleList whose modules have the same class: its path and its modules."""
+        """The path and the modules of each ModuleList that holds several modules of one class."""
         lists = [
             (name, list(module)) for name, module in self.model.named_modules() if isinstance(module, nn.ModuleList)
         ]
@@ -189,14 +188,14 @@ class BeforeTraining:
 
 
 def adapter_of(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return a module's adapter parameters by name: the parameters from PEFT, or all with "lora" in their names."""
+    """Return a module's adapter parameters by name: PEFT's parameters, or all with "lora" in their names."""
     parts = {*getattr(module, "adapter_layer_names", ())}
     named = module.named_parameters()
     return {name: p for name, p in named if parts & {*name.split(".")} or (not parts and "lora" in name.lower())}
 
 
 def _leaves(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return [leaf] if only operations with a single input lie between a leaf tensor and this tensor, otherwise []."""
+    """Return [leaf] if only single-input operations computed this tensor from a leaf tensor, otherwise []."""
     node: Output = tensor.grad_fn
     while node is not None and len(of := [x for x, _ in node.next_functions if x is not None]) == 1:
         node = of[0]
@@ -209,7 +208,6 @@ CHECKS: dict[str, Check] = {}
 
 
 def checks(function: Check) -> Check:
-    """Register a check under its function's name."""
     CHECKS[function.__name__] = function
     return function
 

@@ -77,10 +77,7 @@ class WatchCallback:
         return None if self.monitor is None else self.monitor.diverged
 
     def _begin(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], step: int) -> None:
-        """Start the monitor. If training resumes from a checkpoint, continue the records.
-
-        If training was killed before its first checkpoint, replace the old records.
-        """
+        """Start the monitor. Continue the records of a resumed training, or replace the records of a killed one."""
         resume: Resume = "auto" if step else False
         overwrite = not step and (self.overwrite or was_killed(self.settings))
         modes: Json = {"resume": resume, "overwrite": overwrite, "on_alarm": self.on_alarm, "tokenizer": self.tokenizer}
@@ -102,7 +99,7 @@ class LayerMonitor(WatchCallback, TrainerCallback):
     Args:
         output: the folder of the records.
         overwrite: whether to replace the folder's content.
-        on_alarm: a function that Lamina calls with the first alarm of each event (alarms within 20 steps).
+        on_alarm: a function that Lamina calls with the first alarm of each event (a group of alarms within 20 steps).
         tokenizer: the tokenizer that decodes recorded batches (default: Trainer's or the model's).
         settings: the other settings of ``lamina.watch``.
 
@@ -168,7 +165,7 @@ class LayerMonitor(WatchCallback, TrainerCallback):
         self._end(Status.FINISHED if state.global_step >= state.max_steps else Status.INTERRUPTED)
 
     def _take_losses(self, trainer: Trainer | None) -> None:
-        """Record the return values of ``training_step``. Each value is a micro-batch's share of the step's loss."""
+        """Record the losses that ``training_step`` returns. The losses of a step's micro-batches sum to the step's."""
         assert self.monitor is not None
         if trainer is None:
             return  # not Trainer's loop: the model's outputs say it
@@ -200,10 +197,10 @@ class LayerMonitor(WatchCallback, TrainerCallback):
 
 
 def _calling_trainer() -> Trainer | None:
-    """Find on the call stack the Trainer that sent an event, because the event's arguments lack the Trainer."""
+    """Find the calling Trainer on the call stack, because Trainer does not pass itself to callbacks."""
     callers = (info.frame.f_locals.get("self") for info in inspect.stack(0))
     return next((caller for caller in callers if isinstance(caller, Trainer)), None)
 
 
 _OPEN: dict[Path, LayerMonitor] = {}
-"""The callbacks whose training has not ended, by the absolute path of the folder."""
+"""The callbacks of trainings that have not ended, by the absolute path of the folder."""

@@ -35,7 +35,7 @@ def check(
     Args:
         model: the model that will be trained.
         optimizer: the model's optimizer, or a list of optimizers.
-        batch: a batch on the model's device: a mapping or a tuple of the model's arguments, or a tensor. With a batch,
+        batch: a batch on the model's device: a tensor, or the model's arguments in a tuple or mapping. With a batch,
             Lamina also checks the first loss, labels, masks and each layer's gradient.
         loss: a function that takes the model and the batch and returns a scalar loss (default: the loss in the model's
             output).

@@ -12,18 +12,18 @@ from lamina.training.monitor.before_training import BeforeTraining, Mistake, che
 from lamina.training.monitor.first_pass import IGNORED, whole
 from lamina.training.monitor.loss_targets import Targets
 
-ABOVE, WIDER = 1.0, 2e-4  # nats above guessing at the first step, and more for each channel: a head's own 0.02
-ONE_TOKEN = 0.9  # of a batch's tokens: one that says nothing
-IN_A_ROW = 0.5  # of labels whose next token has one: an answer, where masked words lie scattered
+ABOVE, WIDER = 1.0, 2e-4  # nats by which the first loss may exceed guessing: a constant, and more for each channel
+ONE_TOKEN = 0.9  # the fraction of a batch's tokens from which a single token is reported
+IN_A_ROW = 0.5  # the fraction of labels that another label follows: high in an answer, low for masked words
 MANY = 4  # rows that share an unknown special token
-TAIL = 3  # equal tokens at a row's end that are padding, where one is an end of text
+TAIL = 3  # equal tokens at a row's end that show padding. A single token may be the end of text
 _CAUSAL = re.compile(r"ForCausalLM$|LMHeadModel$")
 LABELS = "Count labels from 0, and set num_labels"
 
 
 @checks
 def empty_rows(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find rows of the batch without a label, and rows in which all tokens are masked."""
+    """Find rows of the batch in which no token has a label, and rows in which all tokens are masked."""
     mask = setup.batch.get("attention_mask")
     if mask is not None and mask.ndim == 2 and (none := int((mask == 0).all(1).sum())):
         yield Mistake(
@@ -42,8 +42,8 @@ def empty_rows(setup: BeforeTraining) -> Iterator[Mistake]:
     none, following = int((~there).all(1).sum()), there[:, 1:][there[:, :-1]]
     if none and (none == len(there) or float(following.float().mean()) > IN_A_ROW):
         yield Mistake(
-            what=f"{none} of {len(there)} rows have no label that counts (all are {IGNORED}, or a mask hides them)",
-            why="these rows train nothing, and the mean loss over no labels is NaN",
+            what=f"{none} of {len(there)} rows have no label for the loss (all are {IGNORED}, or a mask hides them)",
+            why="the model learns nothing from these rows, and the mean loss over no labels is NaN",
             do="Leave out examples whose answer was cut off",
         )
 
@@ -100,7 +100,7 @@ def first_loss(setup: BeforeTraining) -> Iterator[Mistake]:
         yield Mistake(
             what=f"the first loss is {trial.loss}{some}",
             why="no step can use this loss" + "; a mask may hide all tokens of these rows" * bool(some),
-            do="Unmask at least a token of each row, look for invalid inputs and labels, and run the pass "
+            do="Unmask at least one token of each row, look for invalid inputs and labels, and run the pass "
             "under torch.autograd.set_detect_anomaly(True)",
         )
         return
@@ -120,7 +120,7 @@ def first_loss(setup: BeforeTraining) -> Iterator[Mistake]:
     if classes >= 8 and first > limit:
         yield Mistake(
             what=f"the first loss is {first:.3g}, but guessing among {classes} gives {math.log(classes):.3g}",
-            why="the logits start too large (weights, or a temperature), or the loss is a sum instead of a mean",
+            why="weights or a temperature make the logits too large, or the loss is a sum instead of a mean",
             do="Initialize head and embedding with a standard deviation of about 0.02 (or 1/sqrt(width)), and use a "
             "mean loss",
         )
@@ -133,11 +133,7 @@ def first_loss(setup: BeforeTraining) -> Iterator[Mistake]:
 
 
 def _reduction(targets: Targets, logits: torch.Tensor, *, alone: bool) -> Iterator[Mistake]:
-    """Find a cross-entropy that is averaged twice, or summed instead of averaged.
-
-    Args:
-        alone: whether the loss is a cross-entropy and nothing else. Only then does Lamina look for a sum.
-    """
+    """Find a cross-entropy that is averaged twice. If the loss has no other term (``alone``), also find a sum."""
     if targets.weights.ndim < 2 or not bool((targets.weights >= 0).all()):
         return
     total = float(targets.weights.sum())
@@ -147,14 +143,14 @@ def _reduction(targets: Targets, logits: torch.Tensor, *, alone: bool) -> Iterat
         yield Mistake(
             what=f"the loss is the sum of {len(added)} cross-entropies",
             why="gradients grow with the number of tokens, so SGD takes larger steps and clipping acts more often",
-            do="Average the cross-entropy over the tokens that count",
+            do="Average the cross-entropy over the tokens with labels",
         )
     for count, what in ((classes, "classes"), (tokens, "tokens"), (rows * tokens, "tokens of the batch")):
         if count >= 16 and abs(total * count - 1) < 0.02:
             yield Mistake(
                 what=f"the loss is the mean cross-entropy divided by {count}, the number of {what}",
                 why="this division makes the loss and all gradients too small",
-                do="Average the cross-entropy over the tokens that count, and not over the classes",
+                do="Average the cross-entropy over the tokens with labels, and not over the classes",
             )
 
 
@@ -189,7 +185,7 @@ def mask_and_labels(setup: BeforeTraining) -> Iterator[Mistake]:
     ends[:, 1:] &= labels[:, :-1] >= 0  # behind a token that counts
     if bool(hidden.any()) and bool(ends.any()) and not bool((labels == padding).any()):
         yield Mistake(
-            what=f"{int(ends.sum())} ends of text have no label, because they are the padding token {padding}",
+            what=f"{int(ends.sum())} ends of text have no label, because padding uses the same token {padding}",
             why="without a label at the end of text, the model never learns to stop",
             do="Choose another padding token, or mask the labels by attention_mask",
         )
@@ -197,7 +193,7 @@ def mask_and_labels(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def doubled_tokens(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find rows that all begin, or all end, with the same special token twice."""
+    """Find a special token that occurs twice at the beginning of all rows, or twice at the end of all rows."""
     tokens, mask = setup.tokens, setup.batch.get("attention_mask")
     if tokens is None or tokens.shape[1] < 4:
         return
@@ -214,15 +210,15 @@ def doubled_tokens(setup: BeforeTraining) -> Iterator[Mistake]:
         only = ((rows == token) & there).sum(1) == 2
         if bool((pairs == token).all()) and bool(only.all()) and len(rows) >= (2 if token in known else MANY):
             yield Mistake(
-                what=f"all rows {where} with two tokens {token}",
-                why="the chat template and the tokenizer probably both add this token, and inference has only one",
+                what=f"all rows {where} with token {token} twice",
+                why="the chat template and the tokenizer probably both add this token, but inference adds only one",
                 do="Tokenize the template's text with add_special_tokens=False",
             )
 
 
 @checks
 def untrained_rows(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find tokens of the batch with an untrained embedding: zeros or, if it is frozen, nearly the mean embedding."""
+    """Find tokens with untrained embeddings: zeros, or values close to the mean embedding in a frozen table."""
     table, tokens = setup.ends[0].weight if setup.ends is not None else None, setup.tokens
     if table is None or tokens is None or table.ndim != 2 or not 0 <= int(tokens.max()) < len(table):
         return
@@ -238,7 +234,7 @@ def untrained_rows(setup: BeforeTraining) -> Iterator[Mistake]:
             what=f"tokens {listing([*map(str, new.tolist())])} of the batch have embeddings "
             + ("of zeros" if bool(zero.any()) else "close to the mean embedding, and the table is frozen"),
             why="the model cannot tell new tokens apart",
-            do="Train the table (modules_to_save, or trainable_token_indices of LoRA), and initialize its new rows at "
+            do="Train the embeddings (modules_to_save, or trainable_token_indices of LoRA), and initialize new rows at "
             "random around the mean",
         )
 
@@ -266,7 +262,7 @@ def sees_next_token(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def equal_inputs(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find batches of equal rows, and batches that consist of a single token."""
+    """Find batches of equal rows, and batches that consist mostly of a single token."""
     rows = next(
         (x for name, x in setup.batch.items() if x.ndim > 1 and not re.search("mask|label|pos|type", name)), None
     )
@@ -334,7 +330,7 @@ def image_values(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def reads_padding(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find an encoder that reads padding, because no mask hides it."""
+    """Find an encoder that reads padding because the mask is missing or does not hide the padding."""
     mask, tokens, padding = setup.batch.get("attention_mask"), setup.tokens, setup.padding
     encodes = setup.is_encoder_decoder or re.search("bert", type(setup.inner).__name__, re.IGNORECASE)
     if tokens is None or not encodes or padding is None or tokens.shape[1] <= TAIL:
@@ -350,7 +346,7 @@ def reads_padding(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def labels_of_padding(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find rows of a language model's labels that end in padding."""
+    """Find padding at the end of a language model's labels."""
     trial, mask = setup.trial, setup.batch.get("attention_mask")
     targets = trial.targets if trial is not None and (trial.offset is not None or setup.is_encoder_decoder) else None
     if targets is None or targets.classes.ndim != 2 or targets.classes.shape[1] <= TAIL:

@@ -32,10 +32,7 @@ from lamina.training.setting_groups import Balance
 
 
 def find_routers(model: nn.Module) -> dict[int, Any]:
-    """Return the routers by layer, from 0, or {} for a dense model.
-
-    A router is the module "gate" of a feed-forward, as in transformers' DeepSeek models.
-    """
+    """Return each layer's router: the module "gate" of the feed-forward, as in transformers' DeepSeek models."""
     routers: dict[int, Any] = {}
     for index, sublayer, residual in sublayers(body_of(model, "expert_balance")):
         gate = getattr(residual.module, "gate", None) if sublayer == "feed_forward" else None
@@ -74,7 +71,7 @@ class ExpertBalance(TrainerCallback):
     def __init__(self, model: nn.Module, mode: str = "auto", rate: float = 1e-3):
         self.routers = find_routers(model)
         self.mode, self.rate = choose(mode, self.routers), rate
-        self.load: dict[int, torch.Tensor] = {}  # of the last whole step: layer -> share of its tokens, by expert
+        self.load: dict[int, torch.Tensor] = {}  # by layer: each expert's fraction of the last step's tokens
         self._counts: dict[int, torch.Tensor] = {}
         self._tokens = 0
         self._watching = False
@@ -89,7 +86,7 @@ class ExpertBalance(TrainerCallback):
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Count the experts that routers choose in a forward pass inside the context."""
+        """Inside this context, count how often a forward pass chooses each expert."""
         self._watching = True
         try:
             yield
@@ -115,12 +112,11 @@ class ExpertBalance(TrainerCallback):
         return self.rate * torch.stack(losses).sum() if losses else None
 
     def on_optimizer_step(self, args: object, state: object, control: object, **kwargs: object) -> None:
-        """End the step. Trainer calls this method right after the optimizer's step."""
         self.finish_step()
 
     @torch.no_grad()
     def finish_step(self) -> None:
-        """Convert the step's counts of all processes to loads, and update the biases."""
+        """Compute each expert's load from the counts of all processes, and update the biases."""
         if not self._counts:
             return
         layers, tokens = list(self._counts), self._tokens
@@ -137,10 +133,7 @@ class ExpertBalance(TrainerCallback):
             bias += self.rate * torch.sign(count.mean() - count).to(bias)
 
     def rows(self, step: int) -> list[Row]:
-        """Return each expert's load: its tokens as a fraction of the step's tokens.
-
-        A layer's loads sum to ``top_k``. A balanced load is top_k / num_experts.
-        """
+        """Return each expert's load: the expert's tokens divided by the step's tokens. A balanced load is top_k / n."""
         return [
             (step, layer, "feed_forward", "expert", expert, "expert_load", value)
             for layer, load in self.load.items()

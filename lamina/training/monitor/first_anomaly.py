@@ -1,4 +1,4 @@
-"""Find the alarm that explains a failure. A spike that passed does not explain later alarms."""
+"""Find the alarm that explains a failure. A spike that passed does not explain a later failure."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from lamina.training.monitor.alarms import (
 )
 from lamina.training.monitor.rules import GRADIENTS, noise_of
 
-BEFORE, AFTER = 16, 3  # losses with which others are compared, and how many must lie above them
-NOISES = 6.0  # a loss differs from others if it differs by so many times their noise
-_TWICE = 2.0  # a gradient is back from a spike if its norm is at most so many times its norm before
-_HARD = ("not_finite", "dead", "written", "unmoved")  # the alarms of these rules are the failure itself
+BEFORE, AFTER = 16, 3  # the number of earlier losses, and the number of later losses that are compared with them
+NOISES = 6.0  # a loss is different if it differs by this many times the noise of the earlier losses
+_TWICE = 2.0  # a gradient's spike has passed if the norm is at most this many times the norm before the spike
+_HARD = ("not_finite", "dead", "written", "unmoved")  # an alarm of these rules is itself the failure
 
 
 def first_anomaly(
@@ -30,12 +30,12 @@ def first_anomaly(
     """Return the alarm that explains a failure best, or None without alarms.
 
     Lamina starts from the alarm that ``first_before`` returns. If this alarm is part of a spike that passed, Lamina
-    takes the first alarm of the next event. If a gradient rose first, Lamina prefers an alarm within ``FOLLOWS`` steps
-    that is independent or has a rule in ``_HARD``.
+    takes the first alarm of the next event. Instead of an alarm about a risen gradient, Lamina prefers an independent
+    alarm, or an alarm of a rule in ``_HARD``, within ``FOLLOWS`` steps.
 
     Args:
         alarms: the alarms, oldest first. Within a step, the alarm closest to the cause comes first.
-        rose: the first step at which the loss rose and stayed up, or was not finite; None without such a step.
+        rose: the first step at which the loss rose and stayed high, or was not finite. None if there is none.
         losses: the training loss by step.
         norms: the norm of the whole model's gradient by step.
     """
@@ -52,14 +52,14 @@ def first_anomaly(
 
 
 def _lasting(alarms: Iterable[Alarm], losses: Mapping[int, float], norms: Mapping[int, float]) -> list[list[Alarm]]:
-    """Return the alarms grouped into events, without spikes that passed.
+    """Group alarms into events, and leave out spikes that passed.
 
-    An alarm that a passed spike cannot explain (``outlasts_spikes``) begins a new event.
+    An alarm that no passed spike can explain (``outlasts_spikes``) begins a new event.
     """
     steps = sorted(losses), sorted(norms)
 
     def passed(group: Sequence[Alarm], end: int) -> bool:
-        """Return whether alarms belong to a spike, and the loss and the gradient came back down before ``end``."""
+        """Return whether alarms show a spike from which loss and gradient fell back before the step ``end``."""
         if not group or not is_spike(group):
             return False
         begin, between = group[0].step, range(group[-1].step + 1, end)
@@ -79,10 +79,10 @@ def _lasting(alarms: Iterable[Alarm], losses: Mapping[int, float], norms: Mappin
 def _calm_steps(
     values: Mapping[int, float], steps: Sequence[int], begin: int, between: range, *, times: float = 1.0
 ) -> set[int]:
-    """Return the steps in ``between`` at which a series has come back to its usual level.
+    """Return the steps in ``between`` at which the median of 3 values is back at the usual level.
 
-    The usual level is the median of the 16 values before the step ``begin``. The median of 3 later values must be at
-    most this level plus the noise, or at most this level times ``times``. With too few values, the result is empty.
+    The usual level is the median of the 16 values before the step ``begin``. "Back" means at most this level plus the
+    noise, or at most ``times`` this level. With too few values, the result is empty.
     """
     at = bisect_left(steps, begin)
     before = [values[step] for step in steps[max(0, at - BEFORE) : at]]

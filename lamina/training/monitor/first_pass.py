@@ -28,14 +28,14 @@ LossOf: TypeAlias = Callable[[nn.Module, Output], Output]
 Places: TypeAlias = Mapping[int | str, torch.Tensor]
 Target: TypeAlias = tuple[int | str, torch.Tensor, int]
 IGNORED = -100  # a label without a loss
-_KEPT = 2**20  # elements of a tensor that outlive the pass
-LAST = 0.5  # of the logits' standard deviation: a change by a hidden token at the end alone
-UNORDERED = 1e-4  # of the change by another token: a change by the order of two tokens
-_CLASSES = 256  # of logits, by which two passes are compared
-_ROWS = 64  # of a batch, each of which gets a pass of its own
+_KEPT = 2**20  # the largest number of elements of a tensor that Lamina keeps after the pass
+LAST = 0.5  # in the logits' standard deviations: a larger change by a masked token means a summary, not a mean
+UNORDERED = 1e-4  # a change by the order of two tokens counts from this fraction of a change by another token
+_CLASSES = 256  # the number of classes of which Lamina compares the logits of two passes
+_ROWS = 64  # the largest batch in which each row gets a separate pass
 _FEW = 8  # targets
-EXACT = 256  # integers that bfloat16 holds exactly
-LARGE_ANGLE = 16.0  # that bfloat16 rounds by more than 0.03
+EXACT = 256  # bfloat16 holds integers exactly up to this value
+LARGE_ANGLE = 16.0  # bfloat16 rounds a larger angle by more than 0.03
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +43,9 @@ class FirstPass:
     """The result of one forward and backward pass.
 
     Attributes:
-        loss: the loss's value.
         logits: the model's logits (only the first rows of large logits), or None.
         gradients: the root mean square of each parameter's gradient, by the parameter's id.
-        ran: whether autograd recorded the calls of each called module, by the module's id.
+        ran: whether gradients were enabled in the calls of each module, by the module's id.
         offset: the number of tokens by which the targets are ahead of the input (1: next token), or None for other
             targets.
         reads: whether the logits for a target depend on this target or on later tokens, or None if unknown.
@@ -55,21 +54,21 @@ class FirstPass:
         foreign: parameters outside the model on which the loss depends.
         mixes: whether a row's logits depend on other rows of the batch, or None if unknown.
         by_row: whether identical rows of the batch get different logits.
-        leaks: where masked tokens change the output: "attention" ("inverted" if only masked tokens do), "summary" (a
-            vector for each row), "mean" (the mean of a row's tokens), or "" for nowhere.
+        leaks: where masked tokens change the output: "attention" ("inverted" if only masked tokens change it),
+            "summary" (a vector for each row), "mean" (the mean of a row's tokens), or "" (nowhere).
         ordered: whether the first layer's output depends on the order of the tokens (true if unknown).
         turns: whether forward computes cosines, as for rotary positions.
         rounded: whether the positions of tokens are rounded, so that neighbors share a position.
         drops: whether dropout is active in evaluation mode.
-        skips: how similar each layer's output is to its input, by the layer's id.
-        strange: whether most targets of a causal model differ from the tokens of their row.
+        skips: the comparison of each layer's output with the layer's input, by the layer's id.
+        strange: whether most targets of a causal model differ from the tokens of the same row.
         broken: the rows that make the loss NaN or infinite, if the other rows' loss is finite.
         calls: the arguments of the first call of each watched function, by name.
         same: whether the reference or teacher of the loss is the trained model itself.
-        teaches: whether kl_div's target depends on trained weights, but kl_div's input does not.
+        teaches: whether kl_div's input and target depend on different trainable tensors.
         entropies: the values of all cross-entropies.
         targets: the targets of the logits, or None if the loss is not a cross-entropy of the model's logits.
-        half: whether an operation with a gradient has an output in float16.
+        half: whether an operation with a gradient returned float16.
     """
 
     loss: float
@@ -124,9 +123,12 @@ _TURNING = (torch.cos, torch.Tensor.cos)
 
 
 class Skip(NamedTuple):
-    """A comparison of a layer's output with its input: cosine, factor, and the input's variation between rows.
+    """A comparison of a layer's output with the layer's input, both without the mean over all tokens.
 
     Attributes:
+        cosine: the cosine between output and input.
+        factor: the factor on the input that comes closest to the output.
+        by_row: the norm of the input's variation between rows, divided by the input's norm (median over tokens).
         next_input: the cosine between this layer's input and the next layer's input.
     """
 
@@ -137,7 +139,7 @@ class Skip(NamedTuple):
 
 
 class Swap(NamedTuple):
-    """Token ids [batch, tokens]. The embeddings of column ``by`` replace the embeddings of column ``at``."""
+    """Tokens [batch, tokens]. The embeddings of the tokens in column ``by`` replace the embeddings of column ``at``."""
 
     tokens: torch.Tensor
     at: int
@@ -145,7 +147,6 @@ class Swap(NamedTuple):
 
 
 def _skip(skips: dict[int, Skip], layer: nn.Module, args: tuple, kwargs: dict[str, Output], output: Output) -> None:
-    """Compare a layer's first output with its input, both without the mean over all tokens."""
     given, returned = first_tensor(args or kwargs), first_tensor(output)
     if id(layer) in skips or given is None or returned is None or given.shape != returned.shape or given.ndim != 3:
         return
@@ -160,9 +161,7 @@ def _skip(skips: dict[int, Skip], layer: nn.Module, args: tuple, kwargs: dict[st
 class _Calls(TorchFunctionMode):
     """Keep the arguments of the first call of each watched function, and all cross-entropies.
 
-    Args:
-        part: a function that returns the part of an argument to keep.
-        swap: embeddings to replace.
+    The function ``part`` returns what to keep of an argument. ``swap`` names the embeddings to replace.
     """
 
     def __init__(self, part: Callable[[Output], Output], swap: Swap | None = None) -> None:
@@ -215,7 +214,7 @@ class _Calls(TorchFunctionMode):
     def targets(
         self, logits: torch.Tensor | None, given: Output
     ) -> tuple[torch.Tensor | None, list[list[Targets | None]]]:
-        """Return the logits, and a list that will hold their targets after the backward pass."""
+        """Return the logits, and lists to which the backward pass adds the logits' targets."""
         if logits is not None and logits.ndim > 1:
             asked = [_ask(logits, -1, logits)]
         else:
@@ -225,11 +224,11 @@ class _Calls(TorchFunctionMode):
         return logits, asked
 
     def scored(self) -> Iterator[tuple[torch.Tensor, int]]:
-        """Yield the loss's logits and their dimension of classes, if the loss is a cross-entropy."""
+        """If the loss is a cross-entropy, yield its logits and the logits' dimension of classes."""
         yield from (self.scores or self.normalized)[:1]
 
     def of_rows(self, given: Output) -> torch.Tensor | None:
-        """Return the loss's logits with the rows and tokens of the model's arguments, and with the classes last."""
+        """Return the loss's logits, if possible in the shape [rows, tokens, classes] of the model's arguments."""
         for logits in (x.movedim(of, -1) for x, of in self.scored()):
             shapes = [tuple(x.shape) for x in tree_leaves(given) if isinstance(x, torch.Tensor) and x.ndim > 1]
             for rows, tokens, *_ in shapes if logits.ndim == 2 else ():
@@ -240,7 +239,7 @@ class _Calls(TorchFunctionMode):
 
 
 def is_rounded(positions: torch.Tensor) -> bool:
-    """Return whether positions [tokens, angles] are rounded: large in half precision, or equal pairs after row 256."""
+    """Return whether positions [tokens, angles] are rounded: large in half precision, or equal after token 256."""
     if positions.ndim < 2 or positions.requires_grad or not positions.numel():
         return False
     rows = positions.flatten(0, -3)[0] if positions.ndim > 2 else positions
@@ -251,7 +250,7 @@ def is_rounded(positions: torch.Tensor) -> bool:
 
 
 def _is_spread(args: tuple, output: Output) -> bool:
-    """Return whether an operation pairs each of n outputs with each of n targets, as [n, 1] - [n] does."""
+    """Return whether broadcasting pairs each of n outputs with each of n targets, as in [n, 1] - [n]."""
     if len(args) != 2 or not all(isinstance(x, torch.Tensor) for x in (*args, output)):
         return False
     one, other = args
@@ -275,7 +274,7 @@ def _dropped(func: Callable[..., Output], args: tuple, kwargs: Mapping[str, Outp
 
 
 def _first_rows(value: Output) -> Output:
-    """Detach a tensor from its graph, and return only the first rows of a large tensor."""
+    """Detach a tensor, and keep only the first rows of a large tensor."""
     if not isinstance(value, torch.Tensor):
         return value
     large = value.is_floating_point() and value.numel() > _KEPT
@@ -283,7 +282,7 @@ def _first_rows(value: Output) -> Output:
 
 
 def _few_classes(logits: torch.Tensor | None) -> torch.Tensor | None:
-    """Return a sample of the logits' classes, which is enough to compare two passes."""
+    """Return the logits of a sample of the classes, to compare two passes."""
     return logits if logits is None else logits.detach()[..., :: -(-logits.shape[-1] // _CLASSES)].clone()
 
 
@@ -331,7 +330,8 @@ def first_pass(
 ) -> FirstPass | None:
     """Run a forward and backward pass, then restore gradients, random states and buffers.
 
-    Returns None without a loss. ``others`` are trainable tensors outside the model, and ``blocks`` are lists of layers.
+    Returns None if there is no loss. ``others`` are trainable tensors that model.parameters() lacks. ``blocks`` are the
+    paths and modules of the model's lists of layers.
     """
     every, seen, calls = [*model.parameters(), *others], _Seen(), _Calls(_first_rows)
 
@@ -384,12 +384,7 @@ def first_pass(
 
 
 def _ask(scores: torch.Tensor, classes: int, logits: torch.Tensor | None) -> list[Targets | None]:
-    """Return a list to which the backward pass adds the targets of the logits' first rows.
-
-    Args:
-        scores: the logits in the loss's shape.
-        classes: the dimension of the classes in this shape.
-    """
+    """Return a list to which the backward pass adds the targets. ``classes`` is the dimension of the classes."""
     asked = list[Targets | None]()
     if logits is not None and scores.requires_grad:
         shape, shown, rows = logits.shape, _first_rows(logits), len(logits)
@@ -403,11 +398,7 @@ def _ask(scores: torch.Tensor, classes: int, logits: torch.Tensor | None) -> lis
 
 @dataclass
 class _Seen:
-    """The values that hooks collect in a pass.
-
-    Attributes:
-        ran: whether autograd recorded the calls of each called module.
-    """
+    """The values that hooks collect in a pass."""
 
     ran: dict[int, set[bool]] = field(default_factory=dict)
     outputs: list[Output] = field(default_factory=list)
@@ -416,7 +407,7 @@ class _Seen:
     entered: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def entries(self, model: nn.Module) -> list[tuple[nn.Module, tuple, dict[str, Output]]]:
-        """Return the model and its children that were called, with their arguments. The largest module comes first."""
+        """Return the model and its children that were called, largest first, with the arguments of the call."""
         called = [m for m in (model, *model.children()) if id(m) in self.given]
         called.sort(key=lambda m: -sum(p.numel() for p in m.parameters()))
         return [(m, *self.given[id(m)]) for m in called]
@@ -428,14 +419,14 @@ class _Seen:
 def _enter(
     entered: dict[int, torch.Tensor], layer: int, part: nn.Module, args: tuple, kwargs: dict[str, Output]
 ) -> None:
-    """Keep the input of a layer's first called submodule, because some models call submodules instead of the layer."""
+    """Keep the first input of a layer's submodules, because some models call submodules instead of the layer."""
     given = first_tensor(args or kwargs)
     if layer not in entered and given is not None and given.ndim == 3:
         entered[layer] = given.detach()[:8, :64].clone()
 
 
 def _broken(batch: object, loss_of: Callable[[object], torch.Tensor | None]) -> list[int]:
-    """Return the rows whose loss is NaN or infinite, or [] if the other rows' loss is not finite either."""
+    """Return the rows with a loss of NaN or infinity, or [] if the loss of the other rows is not finite either."""
     batch = dict(batch) if isinstance(batch, Mapping) else batch
     sizes = [len(x) for x in tree_leaves(batch) if isinstance(x, torch.Tensor) and x.ndim][:1]
     every = range(sizes[0] if sizes and 1 < sizes[0] <= _ROWS else 0)
@@ -455,7 +446,7 @@ def _broken(batch: object, loss_of: Callable[[object], torch.Tensor | None]) -> 
 
 @contextmanager
 def _watching(model: nn.Module, blocks: Sequence[tuple[str, Sequence[nn.Module]]], seen: _Seen) -> Iterator[None]:
-    """Collect values inside the context, and restore the model's buffers at its end."""
+    """Collect values inside the context, then restore the model's buffers."""
     ran = seen.ran
     hooks = [
         module.register_forward_pre_hook(lambda m, a: ran.setdefault(id(m), set()).add(torch.is_grad_enabled()))
@@ -543,7 +534,7 @@ class _Repeats:
         return None if logits is None or not bool(logits.isfinite().all()) else logits
 
     def found(self) -> dict[str, Output]:
-        """Return attributes of ``FirstPass``."""
+        """Return the attributes of ``FirstPass`` that need repeated passes."""
         mixes, by_row = self.rows()
         found = {"mixes": mixes, "by_row": by_row, "leaks": self.leaks(), "ordered": self.ordered()}
         found["drops"] = self._drops
@@ -556,8 +547,8 @@ class _Repeats:
     def _has_rows(self, before: torch.Tensor) -> bool:
         """Return whether the logits of a batch are [rows, ...], and not [tokens, rows, classes] or [rows, rows].
 
-        If the tokens are dimension 0 of a batch, flipping the inputs' dimension 1 only flips the logits. In a
-        contrastive loss, the number of classes changes with the number of rows.
+        If the inputs are [tokens, rows], flipping the inputs' dimension 1 only flips the logits. In a contrastive loss,
+        the number of classes changes with the number of rows.
         """
         if before.ndim == 3:
             flipped = {at: x.flip(1) for at, x in self._given.items() if x.ndim > 1 and x.shape[1] == before.shape[1]}
@@ -572,10 +563,7 @@ class _Repeats:
         return half is not None and half.shape[-1] == before.shape[-1]
 
     def leaks(self) -> str:
-        """Change a hidden token's embedding at a row's end, and return where the change shows.
-
-        The token itself stays, because models find the end of a row by its padding tokens.
-        """
+        """Change the embedding of a masked token at a row's end, and return ``FirstPass.leaks``."""
         tables = [(at, x) for at, x in self._given.items() if x.ndim == 2 and not x.is_floating_point()]
         pairs = [(x, mask) for _, x in tables for _, mask in tables if mask.shape == x.shape and mask.max() <= 1]
         for tokens, mask in pairs:
@@ -583,6 +571,7 @@ class _Repeats:
             before, end = self._logits, -1 if hidden is not None and hidden[:, -1].any() else 0
             if hidden is None or before is None or len(hidden) != len(before) or not (rows := hidden[:, end]).any():
                 continue
+            # The token id stays, because some models look for padding tokens to find the end of a row.
             logits = self._again({}, swap=Swap(tokens, end, ~end))
             if logits is None or logits.shape != before.shape:
                 continue
@@ -604,14 +593,14 @@ class _Repeats:
         return any(float((y - x)[rows].abs().sum()) > 0 for x, y in seen)
 
     def ordered(self) -> bool:
-        """Return whether the first layer's output depends on the order of the other tokens (true if unknown)."""
+        """Return whether the order of earlier tokens changes the first layer's output for a token (true if unknown)."""
         text = ((at, x) for at, x in self._given.items() if x.ndim == 2 and not x.is_floating_point() and x.max() > 1)
         at, tokens = next(((at, x) for at, x in text if x.shape[1] > 4 and len(x) > 1), (None, None))
         zeros = any(p.ndim > 1 and not bool(p.any()) for layer in self._layers for p in layer.parameters())  # queries
         if at is None or tokens is None or not self._seen or zeros:
             return True
         changed = tokens.clone()
-        # In even rows two tokens change places, and in odd rows one of them is replaced.
+        # In even rows two tokens change places. In odd rows another token replaces the first of the two tokens.
         changed[::2, 1:3] = tokens[::2, 1:3].flip(1)
         changed[1::2, 1] = torch.where(tokens[1::2, 1] == tokens[1::2, 0], tokens[1::2, 3], tokens[1::2, 0])
         self._again({at: changed}, layers_only=True)
@@ -624,13 +613,13 @@ class _Repeats:
         return True
 
     def targets(self) -> Iterator[Target]:
-        """Yield each argument that holds targets: its name, the positions with a target, and the targets' offset."""
+        """For each argument that contains the targets, yield the name, the positions with a target, and the offset."""
         for at, tokens, classes, counted in self._asked():
             if (found := offset_of(tokens, classes, counted)) is not None:
                 yield at, *found
 
     def _asked(self) -> Iterator[tuple[int | str, torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Yield each argument of token ids: its name, its rows, the rows' targets, and the positions with a target."""
+        """For each argument of token ids, yield the name, the tokens, the targets, and the positions with a target."""
         if self._targets is None:
             return
         classes, counted = self._targets.classes, self._targets.counted
@@ -641,7 +630,7 @@ class _Repeats:
 
     @cached_property
     def _read(self) -> list[int | str]:
-        """The names of the arguments with token ids, which are integers that change the logits."""
+        """The names of the arguments with token ids: integers [rows, tokens] that change the logits."""
         tables = [at for at, x in self._given.items() if x.ndim == 2 and x.dtype in (torch.int64, torch.int32)]
         changed = [(at, self._again({at: self._given[at].roll(1, 1)})) for at in tables]
         before = self._logits

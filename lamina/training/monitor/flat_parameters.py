@@ -1,7 +1,7 @@
 """Find the part of each parameter that this process holds under FSDP1 or DeepSpeed's ZeRO.
 
-FSDP1 joins several parameters into one flat parameter, of which each process holds a slice. With ``use_orig_params``,
-the original parameters are views of this slice, and may be empty.
+FSDP1 joins several parameters into one flat parameter, and each process holds a slice of the flat parameter. With
+``use_orig_params``, the original parameters are views of this slice, and may be empty.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ class FlatParameters:
         return bool(self._handles or self.zero)
 
     def share(self, parameter: torch.Tensor) -> float | None:
-        """Return the factor on this process's part in a sum over processes, or None for an unsplit parameter."""
+        """Return the factor on this process's part in a sum over all processes, or None if processes hold no parts."""
         if isinstance(parameter, ZeroPart):
             return parameter.share
         return self._shares.get(id(stored(parameter)))
 
     def parameters(self, module: nn.Module) -> Iterator[torch.Tensor]:
-        """Yield a module's parameters, but the parts of a flat parameter instead of the flat parameter."""
+        """Yield a module's parameters. Instead of a flat parameter, yield the parts that this process holds."""
         own = (parameter for parameter in module.parameters() if id(parameter) not in self._flat)
         yield from (cast(torch.Tensor, self.zero.get(id(parameter), parameter)) for parameter in own)
         for inner in module.modules() if self.parts else ():
@@ -76,7 +76,7 @@ class FlatParameters:
 
 
 def reshard_root(model: nn.Module) -> None:
-    """Reshard the root module's parameters, which FSDP1 leaves gathered after a forward pass without gradients."""
+    """Reshard the root module's parameters. FSDP1 leaves these parameters gathered after a pass without gradients."""
     if isinstance(model, FullyShardedDataParallel):
         with FullyShardedDataParallel.summon_full_params(model, recurse=False, writeback=False):
             pass

@@ -38,10 +38,8 @@ class Followed:
     """A model's layers, or the reason why Lamina could not find them.
 
     Attributes:
-        structure: the model's layers, or None.
-        whole: whether Lamina verified that the watched tensor is the residual stream.
-        unproved: the layers of further stacks (such as a decoder) whose residual stream Lamina could not verify.
-        notes: notes for the user.
+        whole: whether the watched tensor is the residual stream. Lamina cannot verify this for sharded models.
+        unproved: the layers of further stacks (such as a decoder) in which Lamina could not verify the residual stream.
     """
 
     structure: Structure | None
@@ -56,11 +54,10 @@ class Followed:
         return {spot: point for spot, point in points.items() if spot[0] not in self.unproved}
 
     def gains(self, model: nn.Module) -> list[Gain]:
-        """List the gains of the model's norms, and the weights of its embedding and output head."""
         return [] if self.structure is None else gains_of(self.structure)
 
     def rows(self, model: nn.Module, inputs: torch.Tensor, step: int) -> list[Row]:
-        """Measure the norms' gains, and the residual stream when the model runs on the inputs."""
+        """Measure the norms' gains. Run the model on the inputs, and measure the residual stream."""
         if self.structure is None:
             return []
         return stream_rows(model, model, self.points, inputs, step) + rows_of_gains(self.gains(model), step)
@@ -141,11 +138,7 @@ def _followed(model: nn.Module, small: Inputs, layers: str | None) -> Followed:
 
 
 def _numbered(followed: Followed, model: nn.Module, first: int | None) -> Followed:
-    """Number a pipeline stage's layers as in the whole model.
-
-    Args:
-        first: the number of the first layer, if the layers' path does not contain it.
-    """
+    """Number a pipeline stage's layers as in the whole model. By default, read ``first`` from the layers' path."""
     if (structure := followed.structure) is None:
         return followed
     first = first_number(model, structure.layers[0].path) if first is None else first
@@ -158,7 +151,7 @@ def _numbered(followed: Followed, model: nn.Module, first: int | None) -> Follow
 def _proved(
     model: nn.Module, small: Inputs, structure: Structure, *, reads_tokens: bool = True
 ) -> tuple[Structure, bool]:
-    """Return the layers with added notes, and whether the watched tensor may be the residual stream."""
+    """Return the layers with added notes, and ``Followed.whole``."""
     sharded = any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules())
     if not sharded and not any(hasattr(parameter, "ds_id") for parameter in model.parameters()):  # ZeRO 3
         # The proof needs a backward pass.
@@ -172,7 +165,7 @@ def _proved(
 
 
 def _calls(model: nn.Module, arguments: Arguments) -> Iterator[Inputs]:
-    """Yield arguments for a trial call of the model, from a small part of the batch to the whole batch."""
+    """Yield arguments for trial calls of the model: first small parts of the batch, last the whole batch."""
     inputs, main = tensors_of(arguments), getattr(model, "main_input_name", None)
     cut = {
         name: value[:1, :_TOKENS] if is_tokens(value) else value[:1] if value.ndim else value
@@ -200,7 +193,7 @@ def _holds_tensors(value: object) -> TypeGuard[MutableMapping[str, object]]:
 
 
 def _unflattened(forward: Callable[..., Output], arguments: Arguments, /, **inputs: torch.Tensor) -> Output:
-    """Call a model with its original arguments, but replace arguments by the given tensors of the same names."""
+    """Call a model with the original arguments, but replace tensors by the given tensors with the same names."""
     given = {}
     for name, value in arguments.items():
         if _holds_tensors(value):

@@ -19,7 +19,7 @@ from lamina.training.monitor.parameter_measures import Owner
 from lamina.training.monitor.writers import BETWEEN, Row
 
 Gain: TypeAlias = tuple[int, str, str, int, float, torch.Tensor]
-"""The layer (-1 outside the layers), the sub-layer, the role, the index in the role, the norm's offset, the gain."""
+"""The layer (-1 outside the layers), sub-layer, role, number within the role, the norm's offset, and the gain."""
 
 
 def gain_rows(model: nn.Module, step: int) -> list[Row]:
@@ -85,14 +85,14 @@ def _offset(norm: nn.Module) -> float:
 
 
 def rows_of_gains(gains: Sequence[Gain], step: int) -> list[Row]:
-    """Return the mean and the largest magnitude of each gain, and of the row norms of embedding and output head."""
+    """Measure the mean and the largest magnitude of each gain, and of the row norms of embedding and output head."""
     series = GainSeries(gains)
     series.end_step(step)
     return series.rows(prefix="")
 
 
 class GainSeries:
-    """The mean and largest magnitude of each gain, and of the row norms of embedding and output head, after each step.
+    """After each step, measure the gains, and the row norms of the embedding and the output head.
 
     Gains of the same size are measured together, because one small operation per gain would slow each step down. Only
     ``rows`` waits for the device. All processes of a sharded model must call ``rows`` at the same step.
@@ -112,7 +112,6 @@ class GainSeries:
 
     @torch.no_grad()
     def end_step(self, step: int) -> None:
-        """Measure the gains and the row norms after a step."""
         if not self.gains:
             return
         kinds: dict[tuple[int, torch.Size, torch.dtype, torch.device], list[int]] = {}
@@ -147,11 +146,7 @@ class GainSeries:
         return torch.stack([values.sum(1) / whole, largest])
 
     def rows(self, prefix: str = BETWEEN) -> list[Row]:
-        """Return the measurements of the steps since the last call.
-
-        Args:
-            prefix: the beginning of the metrics' names.
-        """
+        """Return the measurements of the steps since the last call. Metric names begin with ``prefix``."""
         steps, self._steps = self._steps, []
         if not steps:
             return []

@@ -1,8 +1,8 @@
 """Watch the residual stream inside torch.compile, with an operation that stays in the graph.
 
-The compiler inlines hooks of modules inside a compiled module. Lamina's hooks call ``lamina::see``, which passes the
-tensor to Python at every pass, so the graph is the same at all steps. Modules with such hooks get a separate subclass,
-because the compiler chooses graphs by the modules' classes.
+The compiler inlines the hooks of modules inside a compiled module. Lamina's hooks call the operation ``lamina::see``,
+which passes the tensor to Python. The call is part of every pass, so the graph is the same at all steps. The compiler
+chooses graphs by the modules' classes, so modules with hooks get a subclass.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ torch.library.register_fake("lamina::see", lambda tensor, place: None, lib=_LIBR
 
 
 class Hook:
-    """A hook that calls a method, for a module that may be compiled. The reference to the method's object is weak.
+    """A hook that calls a method, for a module that may be compiled. The hook does not keep the method's object alive.
 
-    On the compiled module itself, the hook calls its method outside the graph. Inside a graph, the hook does nothing.
-    Copies of the hook do nothing.
+    On the compiled module itself, the hook calls the method outside the graph. On modules inside a compiled module, the
+    hook does nothing. Copies of the hook do nothing.
     """
 
     def __init__(self, method: Callable[..., Output] | None = None):
@@ -101,7 +101,7 @@ _SHOW_INPUT, _SHOW_OUTPUT = _traced(show_input), _traced(show_output)
 
 @functools.cache
 def class_with_hooks(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return a module class's subclass for modules with hooks. Copies of such a module have the original class."""
+    """Return a subclass for modules with hooks. Copies of a module with hooks have the original class."""
 
     def __reduce_ex__(self: nn.Module, protocol: SupportsIndex) -> tuple[object, ...]:
         reduced: Any = cls.__reduce_ex__(self, protocol)
@@ -115,7 +115,6 @@ def class_with_hooks(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def _without_hooks(state: Json) -> Json:
-    """Return a module's state without the hooks that ``GraphHooks`` added."""
     state = {name: value for name, value in state.items() if name not in (_INPUT, _OUTPUT, _ARGUMENT)}
     for name in ("_forward_hooks", "_forward_pre_hooks"):
         hooks = state[name]
@@ -140,7 +139,7 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 class GraphHooks(Generic[Key]):
-    """Hooks at points of a model, which a compiler may inline. The hooks stay until ``close``."""
+    """Hooks at points of a model that may be compiled. The hooks stay until ``close``."""
 
     def __init__(self, points: Mapping[Key, Point]):
         self._handles: list[RemovableHandle] = []
@@ -165,11 +164,7 @@ class GraphHooks(Generic[Key]):
 
     @contextmanager
     def observing(self, see: Callable[[Key, torch.Tensor], None]) -> Iterator[None]:
-        """Call a function at each point that a pass reaches inside the context.
-
-        Args:
-            see: a function of the point's key and its tensor.
-        """
+        """Inside the context, call ``see(key, tensor)`` at each point that a forward pass reaches."""
         calls: Counter[int] = Counter()
 
         def look(number: int, tensor: torch.Tensor) -> None:

@@ -18,12 +18,12 @@ from lamina.training.monitor.rules import noise_of
 from lamina.training.monitor.writers import LOSS, NORM, Row
 from lamina.training.setting_groups import GuardSettings
 
-_NOISES, _CALM = 3.0, 64  # standard deviations of the noise, and the number of losses that show it
+_NOISES, _CALM = 3.0, 64  # standard deviations of the noise, and the number of losses that determine the noise
 _COURSE = 512  # losses and gradient norms that show whether a spike has passed
 
 
 class Diverged(OneLine):
-    """Ends training after a divergence. The file result.json records the reason."""
+    """The error that ends training after a divergence. The file result.json records the reason."""
 
     def __init__(self, step: int, reason: str):
         super().__init__(reason)
@@ -39,8 +39,7 @@ class DivergenceGuard:
     steps. The excess must be more than ``margin`` nats, and more than 3 standard deviations of the loss's noise.
 
     Attributes:
-        alarms: the alarms, which find measurements outside their usual range.
-        above_since: the step since which the loss is too high, or None.
+        above_since: the step at which the loss became too high, or None.
     """
 
     margin: float
@@ -50,14 +49,10 @@ class DivergenceGuard:
     above_since: int | None = None
     _recent: list[tuple[int, float]] = field(default_factory=list)  # steps and losses of the last ``patience`` steps
     _course: dict[str, dict[int, float]] = field(default_factory=lambda: {LOSS: {}, NORM: {}})  # the last, by step
-    _calm: deque[float] = field(default_factory=lambda: deque(maxlen=_CALM))  # the last losses that were not above
+    _calm: deque[float] = field(default_factory=lambda: deque(maxlen=_CALM))  # the last losses that were not too high
 
     def see_loss(self, step: int, loss: float, rows: Sequence[Row] = ()) -> None:
-        """Check a step's loss. Raises Diverged.
-
-        Args:
-            rows: the step's measurements, which Lamina checks for alarms if the loss is not finite.
-        """
+        """Check a step's loss. Raises Diverged. If the loss is not finite, first check ``rows`` for alarms."""
         if not math.isfinite(loss):
             self.alarms.see(rows)
             raise Diverged(step, f"the loss is {loss} at step {step}; {self.first_to_leave()}")
@@ -83,7 +78,7 @@ class DivergenceGuard:
         self.above_since, self.best, self._recent = None, math.inf, []
 
     def see_steps(self, rows: Iterable[Row]) -> None:
-        """Take the loss and gradient norm of each step since the last record."""
+        """Store the loss and the gradient norm of each step since the last record."""
         for step, *_, metric, value in rows:
             self._course[metric][step] = value
         for values in self._course.values():
@@ -93,13 +88,11 @@ class DivergenceGuard:
     def see_gradient(self, step: int, norm: float, first: int | None = None, rows: Sequence[Row] = ()) -> None:
         """Check the total gradient norm before clipping. Raises Diverged.
 
-        Args:
-            first: the first step with a norm that is not finite.
-            rows: this step's measurements.
+        If the norm is not finite, first check ``rows`` for alarms. ``first`` is the first step with such a norm.
         """
         if not math.isfinite(norm):
             self.alarms.see(rows)
-            at = f"step {step}" if first in (None, step) else f"step {first} (read only at step {step})"
+            at = f"step {step}" if first in (None, step) else f"step {first} (Lamina read the norm at step {step})"
             raise Diverged(step, f"the gradient norm is {norm} at {at}; {self.first_to_leave()}")
 
     def state_dict(self) -> Json:
@@ -127,11 +120,10 @@ class DivergenceGuard:
 
 
 MakeGuard: TypeAlias = Callable[[GuardSettings, float], DivergenceGuard]
-"""A function from the settings and the corpus's unigram entropy (in nats) to a guard, which stops a diverged run."""
+"""A function that makes a divergence guard from the settings and the corpus's unigram entropy (in nats)."""
 
 
 def usual_guard(settings: GuardSettings, unigram_entropy: float) -> DivergenceGuard:
-    """Return a divergence guard with the limits in the settings."""
     del unigram_entropy
     return DivergenceGuard(margin=settings.divergence_margin, patience=settings.divergence_patience)
 
@@ -141,8 +133,8 @@ class OutlierRule:
     """Decide whether a step's loss or gradient norm is an outlier, as OLMo-core's SkipStepOptimizer does.
 
     An outlier is not finite, or more than ``sigmas`` standard deviations above the mean of the last ``window`` steps.
-    In the first ``window`` / 2 steps, no finite value is an outlier. Outliers also enter the window, so that a new
-    level is accepted after a while.
+    In the first ``window`` / 2 steps, no finite value is an outlier. Finite outliers also enter the window, so the rule
+    adapts to a new level.
     """
 
     sigmas: float
@@ -160,10 +152,10 @@ class OutlierRule:
         return outlier
 
 
-STILL_FALLING = 0.2  # nats by which as many steps again would lower the loss, at the pace of the last fifth
-WINDOW = 0.2  # share of the run over which a pace is measured
+STILL_FALLING = 0.2  # nats by which the loss would fall in as many steps again at the pace of the last fifth
+WINDOW = 0.2  # the final pace is the pace in this fraction of the run
 NOTICED = 0.005  # nats: a smaller fall in the last fifth does not count
-UNSLOWED = 0.25  # share of the run's mean pace: a run above the unigram entropy that keeps it is still falling
+UNSLOWED = 0.25  # above the unigram entropy, a loss with this fraction of the run's mean pace is still falling
 _SURE = 2.0  # standard errors: a smaller difference of mean training losses is noise
 
 Point = tuple[float, float]  # step, loss
@@ -178,8 +170,8 @@ def still_falling(records: Iterable[Mapping[str, Any]], steps: int, entropy: flo
 
     Args:
         records: the lines of metrics.jsonl.
-        steps: the number of further steps to extrapolate.
-        entropy: the unigram entropy in nats, near which a loss often stays for a while.
+        steps: the length of the run, which is also the number of further steps.
+        entropy: the unigram entropy in nats. A loss often stays near this value for a while.
     """
     records = list(records)
     evaluated, trained = _points(records, "eval_loss"), _points(records, "loss")
@@ -201,7 +193,7 @@ def still_falling(records: Iterable[Mapping[str, Any]], steps: int, entropy: flo
 
 
 def _means(points: list[Point], steps: int) -> list[Point]:
-    """Return the mean losses of the last two fifths of the run. A difference within the means' noise becomes 0."""
+    """Return the mean step and loss of each of the last two fifths of the run. A difference within noise becomes 0."""
     last = [p for p in points if p[0] > (1 - WINDOW) * steps]
     before = [p for p in points if (1 - 2 * WINDOW) * steps < p[0] <= (1 - WINDOW) * steps]
     if not last or not before:

@@ -35,7 +35,6 @@ class HeldPart:
         return self.flat.is_floating_point()
 
     def of(self, state: torch.Tensor) -> torch.Tensor | None:
-        """Return this part's slice of the flat parameter's optimizer state, or None if the state has another shape."""
         return state[self._slice] if state.shape == self.flat.shape else None
 
 
@@ -45,7 +44,7 @@ def stored(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def part_of(parameter: torch.Tensor, state: object) -> torch.Tensor | None:
-    """Return an optimizer's state for a parameter, if the state has the parameter's shape."""
+    """Return an optimizer's state for a parameter, or None if the state has another shape."""
     if not isinstance(state, torch.Tensor):
         return None
     if isinstance(parameter, HeldPart):

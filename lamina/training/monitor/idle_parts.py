@@ -1,6 +1,6 @@
-"""Find parts that learn little: experts without tokens, and layers whose gradient or update falls behind.
+"""Find experts without tokens, and layers with a gradient or update that falls behind the other layers.
 
-Such parts may be harmless, so Lamina writes a note and raises no alarm.
+Such idle parts of a model may be harmless, so Lamina writes a note and raises no alarm.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from lamina.core.json_types import Json
 from lamina.training.monitor.writers import Row
 
 Part: TypeAlias = tuple[int, str, int, str]
-"""layer, sub-layer, expert, metric"""
+"""A layer, a sub-layer, an expert and a metric."""
 
-BEHIND = 20.0  # a part is behind if its share of the layers' usual value is so many times smaller than before
-LASTS = {"gradient_norm": 8, "update_norm": 3, "expert_load": 5}  # values in a row that it takes at least
-CERTAIN = 1e-7  # an expert without tokens is no chance below this probability
+BEHIND = 20.0  # a layer is behind if the ratio of its value to the layers' median fell by this factor
+LASTS = {"gradient_norm": 8, "update_norm": 3, "expert_load": 5}  # the consecutive idle values before a note
+CERTAIN = 1e-7  # below this probability, an expert without tokens is not due to chance
 TOLD = 3  # notes about each metric
 _WORDS = {
     "gradient_norm": "relative to the other layers, the gradient of {} fell to less than a twentieth of its earlier "
@@ -36,7 +36,7 @@ class IdleParts:
     Attributes:
         runs: the number of consecutive idle values of each part.
         named: the idle parts that a note has named.
-        counts: each layer's number of zero loads and of all loads, from which Lamina computes what is chance.
+        counts: each layer's number of zero loads and of all loads, which show how likely a zero load is.
         told: the number of notes for each metric.
     """
 
@@ -52,11 +52,10 @@ class IdleParts:
         loads: Iterable[Row],
         recent: Mapping[tuple[int, str, str, str], Sequence[float]],
     ) -> Iterator[str]:
-        """Judge a step, and yield its notes.
+        """Yield the notes about a step.
 
         Args:
             groups: the gradients and updates, grouped by kind of sub-layer.
-            loads: the experts' loads.
             recent: the last values of each layer's metrics.
         """
         idle = {part for members in groups for part in self._behind(members, recent)} | self._without_tokens(loads)
@@ -72,7 +71,7 @@ class IdleParts:
                 yield f"step {step}: {words.format(', '.join(names).replace('_', '-'))}. This is no alarm"
 
     def _lasts(self, row: Row, idle: bool) -> int:
-        """Return the number of consecutive values at which a part has been idle."""
+        """Return the number of consecutive idle values of a part, including the value in ``row``."""
         part = (row[1], row[2], row[4], row[5])
         self.runs[part] = self.runs.get(part, 0) + 1 if idle else 0
         return self.runs[part]
@@ -80,7 +79,7 @@ class IdleParts:
     def _behind(
         self, members: Sequence[Row], recent: Mapping[tuple[int, str, str, str], Sequence[float]]
     ) -> Iterator[Part]:
-        """Yield the parts whose ratio to the layers' median has fallen by a factor above ``BEHIND``."""
+        """Yield the layers with a ratio to the layers' median that has fallen by a factor above ``BEHIND``."""
         usual = statistics.median(row[6] for row in members) if len(members) > 2 else 0.0
         past: list[float] = []  # each member's median, computed only if a member is small
         before = 0.0

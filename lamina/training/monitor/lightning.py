@@ -1,4 +1,4 @@
-"""`lamina.LightningMonitor` is the monitor as a callback of Lightning's Trainer."""
+"""Monitor Lightning's Trainer with a callback: `LightningMonitor`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lamina.training.monitor.callbacks import WatchCallback
 from lamina.training.monitor.guard import Diverged
 
 Lightning = Any
-"""An object from Lightning, without a static type because the package is lightning or pytorch_lightning."""
+"""An object from Lightning. It has no static type, because the package is lightning or pytorch_lightning."""
 
 
 def _callback() -> Lightning:
@@ -42,7 +42,7 @@ class LightningMonitor(WatchCallback, _callback()):
     Args:
         output: the folder of the records.
         overwrite: whether to replace the folder's content.
-        on_alarm: a function that Lamina calls with the first alarm of each event (alarms within 20 steps).
+        on_alarm: a function that Lamina calls with the first alarm of each event (a group of alarms within 20 steps).
         tokenizer: the tokenizer that decodes recorded batches (default: the model's tokenizer).
         settings: the other settings of ``lamina.watch``.
 

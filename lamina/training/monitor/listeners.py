@@ -1,4 +1,4 @@
-"""Wrap torch's functions for gradients and process groups, so that they notify Lamina of each call."""
+"""Wrap torch's functions for gradients and process groups, so that the functions notify Lamina of each call."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Listener(Protocol):
-    """An object whose methods wrapped torch functions call: ``scales`` and ``tries`` afterward, the others before."""
+    """An object with methods for wrapped torch functions. ``scales`` and ``tries`` run after the torch function."""
 
     def differentiates(self, loss: torch.Tensor) -> None: ...
 
@@ -45,14 +45,14 @@ _INNER = ("_clip_grads_with_norm_", "clip_grads_with_norm_", "clip_grad_value_")
 
 
 Telling: TypeAlias = Callable[[Callable[..., object]], Callable[..., object]]
-"""Wraps a torch function to notify listeners before the function runs."""
+"""A function that wraps a torch function, so that the torch function notifies the listeners."""
 _LISTENERS: list[Listener] = []
 _PATCHED = ExitStack()  # while there are listeners
 
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Notify a listener before torch computes or clips gradients, inside the context."""
+    """Inside the context, notify a listener when torch computes, scales or clips gradients."""
     if not _LISTENERS:
         patches: list[tuple[object, str, Telling]] = [
             *((holder, name, _telling_clip) for holder in (torch_clipping, torch.nn.utils) for name in _INNER),

@@ -19,7 +19,7 @@ from lamina.training.monitor.held_parts import HeldPart
 from lamina.training.monitor.parameter_measures import GradientNorms, Owner
 from lamina.training.monitor.writers import Row
 
-CHANGES = 3  # of the trained parameters, each of which gets a note
+CHANGES = 3  # notes about changes of the trained parameters
 _SHOWN = 4  # names in a note
 
 
@@ -30,7 +30,7 @@ class StepSigns:
     Attributes:
         trained: the sub-layers and other parts with trainable parameters.
         left_out: the sub-layers that earlier steps called and this step did not call.
-        changed: the number of parameters that the loop replaced, froze or unfroze in each part.
+        changed: by part, the number of parameters that the loop froze or unfroze, or 1 for replaced parameters.
     """
 
     trained: frozenset[Owner] = frozenset()
@@ -59,10 +59,8 @@ class LoopSigns:
     """Detect skipped, frozen and replaced layers.
 
     Args:
-        norms: the gradient norms, which know the watched parameters.
-        structure: the model's layers, or None.
+        norms: the gradient norms, which list the watched parameters.
         hooks: whether hooks inside the model run (false for a compiled model).
-        note: a function that receives notes for the user.
     """
 
     def __init__(self, norms: GradientNorms, structure: Structure | None, *, hooks: bool, note: Callable[[str], None]):
@@ -87,15 +85,11 @@ class LoopSigns:
             handle.remove()
 
     def replaced(self, owners: Iterable[Owner]) -> None:
-        """Note that some parts have new parameters since the last search for the layers."""
+        """Mark parts with new parameters, for the next call of ``end_step``."""
         self._replaced |= set(owners)
 
     def end_step(self, step: int, *, passed: bool) -> StepSigns:
-        """Return the step's skipped, frozen and replaced parts.
-
-        Args:
-            passed: whether the step had a forward pass of the model.
-        """
+        """Return the step's signs. ``passed`` says whether the step had a forward pass of the model."""
         left_out = tuple(sorted(self._ever - self._called)) if passed else ()
         self._ever |= self._called
         self._called.clear()
@@ -103,8 +97,8 @@ class LoopSigns:
             self._noted = True
             layers = ", ".join(map(str, sorted({layer for layer, _ in left_out})))
             self.note(
-                f"step {step}: the model skipped layer {layers} or a part (LayerDrop, stochastic depth, an early "
-                "exit). Lamina checks a layer only at steps that call it"
+                f"step {step}: the model skipped layer {layers}, or a sub-layer (LayerDrop, stochastic depth, an "
+                "early exit). Lamina checks a layer only at steps that call it"
             )
         mask = tuple(parameter.requires_grad for parameter in self.norms.parameters)
         changed = dict.fromkeys(self._replaced, 1)
@@ -150,7 +144,7 @@ def places(owners: Iterable[Owner]) -> str:
 
 
 def named(model: nn.Module, parameters: Sequence[torch.Tensor]) -> str:
-    """Name some of a model's parameters, by their paths."""
+    """List the paths of the given parameters, at most 4."""
     wanted = {id(getattr(parameter, "parameter", parameter)) for parameter in parameters}
     names = [name for name, parameter in model.named_parameters() if id(parameter) in wanted]
     names += [parameter.path for parameter in parameters if isinstance(parameter, HeldPart) and parameter.path]
@@ -159,10 +153,7 @@ def named(model: nn.Module, parameters: Sequence[torch.Tensor]) -> str:
 
 
 def kept_square(optimizers: Sequence[torch.optim.Optimizer]) -> torch.Tensor | None:
-    """Return the squared norm of the gradients before a backward pass, or None if there are none.
-
-    The norm covers only the optimizers' parameters.
-    """
+    """Return the squared norm of the gradients that the optimizers' parameters have now, or None without gradients."""
     parameters = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
     gradients = [p.grad for p in parameters if p.grad is not None]
     gradients = [gradient for gradient in gradients if not gradient.is_sparse]

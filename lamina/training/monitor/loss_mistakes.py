@@ -10,9 +10,9 @@ from lamina.training.monitor.before_training import BeforeTraining, Mistake, che
 from lamina.training.monitor.first_pass import is_rounded
 
 FEW = 16  # numbers that lie between 0 and 1 by chance
-CENTER = 0.25  # of a sigmoid's outputs before training: how far their mean is from 0.5
-ZEROS = 0.02  # of the logits
-FAR = 100.0  # times the outputs, and times 1: targets that were not scaled
+CENTER = 0.25  # before training, the mean of a sigmoid's outputs differs from 0.5 by at most this
+ZEROS = 0.02  # the fraction of logits from which zeros are reported
+FAR = 100.0  # targets that are this many times larger than the outputs, and than 1, were not scaled
 DISTANCES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
 
 
@@ -99,7 +99,7 @@ def targets(setup: BeforeTraining) -> Iterator[Mistake]:
         yield Mistake(
             what=f"binary_cross_entropy_with_logits gets targets from {float(given.min()):g} to {float(given.max()):g}",
             why="the loss of a target below 0 or above 1 has no lower limit",
-            do="Number the two classes 0 and 1",
+            do="Use the labels 0 and 1 for the two classes",
         )
     for name in DISTANCES:
         values = [x for x in _called(setup, name).values() if isinstance(x, torch.Tensor) and x.numel()][:2]
@@ -127,7 +127,7 @@ def targets(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def sign_of_loss(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find training that raises the loss, because the loss has the wrong sign or the optimizer maximizes."""
+    """Find training that raises the loss because the loss has the wrong sign or the optimizer maximizes."""
     trial, rises = setup.trial, any(group.get("maximize") for _, group in setup.settings)
     targets = trial.targets if trial is not None else None
     added = targets.weights[targets.counted] if targets is not None else torch.ones(1)
@@ -139,7 +139,7 @@ def sign_of_loss(setup: BeforeTraining) -> Iterator[Mistake]:
     if negative != rises and (negative or trial is None or trial.loss >= 0):
         yield Mistake(
             what="the optimizer has maximize=True" if rises else "the loss is minus a cross-entropy",
-            why="each step raises the loss" if rises else "to minimize it, the model avoids the labels",
+            why="each step raises the loss" if rises else "to minimize this loss, the model avoids the labels",
             do="Minimize the loss: remove the minus, and pass maximize only if you call backward on a reward",
         )
 
@@ -158,7 +158,7 @@ def additive_mask(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def rounded_positions(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find positions in half precision, in which neighbors are equal."""
+    """Find token positions that half precision rounds so much that neighboring tokens share a position."""
     tables = (x.squeeze() for x in setup.model.buffers() if x.is_floating_point())
     if (setup.trial is not None and setup.trial.rounded) or any(x.ndim == 2 and is_rounded(x) for x in tables):
         yield Mistake(
@@ -171,7 +171,7 @@ def rounded_positions(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def changed_inputs(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find outputs that depend on the wrong inputs, such as hidden tokens, other rows or the row's index."""
+    """Find outputs that depend on the wrong inputs, such as masked tokens, other rows or the row's index."""
     trial, rows = setup.trial, next(iter(setup.batch.values()), None)
     if trial is None:
         return
@@ -192,7 +192,7 @@ def changed_inputs(setup: BeforeTraining) -> Iterator[Mistake]:
             ),
             "mean": ("a mean over all positions counts padding", "Average over the tokens that the mask shows"),
         }[trial.leaks]
-        what = "the model's outputs change with the tokens that its mask hides"
+        what = "the model's outputs depend on tokens that the mask hides"
         yield Mistake(what=what, why=why, do=do, note=trial.leaks == "mean")
     mixed = getattr(setup.config, "layer_types", None)  # of which some have no positions
     if not trial.ordered:

@@ -1,4 +1,4 @@
-"""Read a loss's targets from its gradient at the logits, however the loss was computed."""
+"""Find a loss's targets from the gradient of the loss at the logits. This works for any code of the loss."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-_FITS = 0.1  # of a gradient's size: label smoothing and a logit's penalty
-_MOST = 0.95  # of the positions
-SAME = 0.99  # of the labels
-_POSITIONS = 256  # that are read at a time
+_FITS = 0.1  # the relative error that label smoothing and a penalty on logits may cause
+_MOST = 0.95  # the fraction of positions that must fit
+SAME = 0.99  # the fraction of labels that must equal tokens
+_POSITIONS = 256  # the number of positions in one computation
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,9 @@ class Targets:
 def targets_of(logits: torch.Tensor, gradient: torch.Tensor) -> Targets | None:
     """Return the targets, or None if the loss is not a cross-entropy.
 
-    The gradient of a cross-entropy is its weight times (probabilities - one-hot target). At the target class, the
-    gradient is therefore as large as at all other classes together. With two classes, either may be the target, so
-    Lamina returns the class that the loss makes more likely.
-
-    Args:
-        logits: the logits, [..., classes].
-        gradient: the loss's gradient at the logits.
+    The loss's gradient at the logits [..., classes] is a weight times (probabilities - one-hot target). At the target
+    class, the gradient is therefore as large as at all other classes together. With two classes, Lamina returns the
+    class that the loss makes more likely.
     """
     pieces = (tensor.detach().flatten(0, -2).split(_POSITIONS) for tensor in (logits, gradient))
     found = [_of_positions(*piece) for piece in zip(*pieces, strict=True)]  # copies are small
@@ -69,7 +65,7 @@ def _of_positions(logits: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.T
 
 
 def offset_of(tokens: torch.Tensor, labels: torch.Tensor, there: torch.Tensor) -> tuple[torch.Tensor, int] | None:
-    """Return a mask of usable labels and their offset to the tokens, or None if labels are not the row's tokens."""
+    """Return which labels count and the labels' offset, or None if the labels are not the tokens of the same row."""
     length = labels.shape[1]
     if tokens.shape[1] < 4 or not tokens.shape[1] - 2 <= length <= tokens.shape[1]:
         return None

@@ -1,7 +1,7 @@
 """Find mistakes in a training setup before the first step.
 
 Each check is a function that looks for one mistake. Intentional choices, such as zero-initialized branches, frozen
-parts and depth-scaled initializers, are not mistakes.
+layers and depth-scaled initializers, are not mistakes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = [
 
 
 class Mistakes(list[Mistake]):
-    """The mistakes that ``lamina.check`` found, as a list. The list prints each mistake, note and impossible check."""
+    """The mistakes that ``lamina.check`` found. The printed list also shows notes, and checks that were impossible."""
 
     def __init__(self, findings: Iterable[Mistake], unchecked: Sequence[str] = ()):
         found = list(findings)

@@ -19,14 +19,14 @@ from lamina.training.monitor.silent_parameters import named_alike
 
 NEAR_ZERO, TWICE = 0.05, (1.9, 2.1)  # mean gains that switch a norm off, or count the 1 of a "1 + weight" twice
 _LINEAR = ("Linear", "Conv1D", "NonDynamicallyQuantizableLinear")
-_NUMBER = r"(?<![^.])\d+(?![^.])"  # of a layer or an expert, in a path
+_NUMBER = r"(?<![^.])\d+(?![^.])"  # a layer's or an expert's number in a path
 LIBRARIES = ("torch.", "transformers.")
-WIDE, SOLE = 4.0, 8.0  # standard deviations times sqrt(inputs); and times that of the same part elsewhere
+WIDE, SOLE = 4.0, 8.0  # limits of a standard deviation: over 1/sqrt(inputs), and over the same matrix in other layers
 
 
 @checks
 def no_gradient_to_blocks(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find layers that run but get no gradient, because of a detach or of reentrant checkpointing."""
+    """Find layers that run but get no gradient because of a detach or because of reentrant checkpointing."""
     reentrant = _is_reentrant(setup.model)
     for path, layers in setup.blocks:
         trained = [[p for p in layer.parameters() if p.requires_grad and id(p) not in setup.merged] for layer in layers]
@@ -130,7 +130,7 @@ def _silent(setup: BeforeTraining, trial: FirstPass) -> Iterator[torch.Tensor]:
 
 
 def _unused(setup: BeforeTraining, trial: FirstPass) -> Iterator[tuple[torch.Tensor, bool]]:
-    """Yield the parameters of modules that are never called, and whether the model should call the module."""
+    """Yield each parameter of the modules that are never called, and whether this is certainly a mistake."""
     every, met = dict(setup.model.named_modules()), trial.ran.keys() | trial.reached
     run = {
         name: [p.shape for p in m.parameters()]
@@ -188,7 +188,7 @@ def _untied(what: str) -> Mistake:
 
 @checks
 def norm_gains(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find norms whose gain starts at 0 or at 2. Only a norm at the end of a branch may start at 0."""
+    """Find norms with an initial gain of 0, 2 or 1/sqrt(channels). A norm at the end of a branch may start at 0."""
     sites = list(setup.structure.norms()) if setup.structure is not None else []
     roles = {id(site.module): site.role for _, _, site in sites}
     gains = {m: gain for m in setup.model.modules() if (gain := gain_of(m)) is not None and gain.numel() > 1}
@@ -219,7 +219,7 @@ def norm_gains(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def weight_scales(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find matrices whose standard deviation does not fit the width, or differs much from other layers."""
+    """Find matrices with a standard deviation that does not fit the width, or differs much from other layers."""
     scales: dict[str, dict[str, float]] = {}
     own: dict[str, float] = {}  # matrices whose inputs may be either dimension
     for path, layers in setup.blocks:
@@ -284,7 +284,7 @@ def scale_of(module: nn.Module) -> float | None:
 
 @checks
 def stuck_at_zero(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find all-zero parameters whose gradient stays 0, because other all-zero parameters multiply them."""
+    """Find all-zero parameters that cannot change, because other all-zero parameters multiply them."""
     stuck = [p for p in setup.trained if setup.trial is not None and id(p) in setup.trial.zero.stuck]
     if stuck:
         yield Mistake(
@@ -301,7 +301,7 @@ def is_off(gain: torch.Tensor) -> bool:
 
 
 def gain_of(module: nn.Module) -> torch.Tensor | None:
-    """Measure a norm's gain. Return None if the module's output grows with its input, so that it is no norm."""
+    """Measure a norm's gain. Return None for a module with an output that grows with the input: this is no norm."""
     vectors = [p for p in module.parameters(recurse=False) if p.ndim == 1]
     if not vectors or next(module.children(), None) is not None or hasattr(module, "running_mean"):
         return None  # a pass would change a batch norm's statistics

@@ -1,7 +1,7 @@
-"""The core of the monitor: end steps, check measurements for alarms, and write them.
+"""End training steps, check measurements for alarms, and write the measurements.
 
-The measurements come from torch's hooks in a user's loop (``watch.LoopMonitor``), and from Trainer's callbacks in a run
-of Lamina (``recorder.RunRecorder``).
+In a user's loop, torch's hooks measure (``watch.LoopMonitor``). In a run of Lamina, Trainer's callbacks measure
+(``recorder.RunRecorder``).
 """
 
 from __future__ import annotations
@@ -46,20 +46,15 @@ class StepSeries:
         self._values: dict[str, list[torch.Tensor]] = {LOSS: [], NORM: []}
 
     def add_loss(self, loss: torch.Tensor) -> None:
-        """Add a micro-batch's share of its step's loss."""
+        """Add a micro-batch's part of the step's loss. A step's loss is the sum of the added parts."""
         loss = loss.detach()
         self._loss = loss if self._loss is None else self._loss + loss
 
     def add_norm(self, norm: Any) -> None:
-        """Set the step's gradient norm, a tensor or a number."""
         self._norm = torch.as_tensor(norm).detach()
 
     def end_step(self, step: int, *, skipped: bool = False) -> None:
-        """End the step.
-
-        Args:
-            skipped: whether a loss scaler skipped the step, which then has no norm.
-        """
+        """End the step. If a loss scaler skipped the step, the step has no norm."""
         for name, value in ((LOSS, self._loss), (NORM, None if skipped else self._norm)):
             if value is not None:
                 self._steps[name].append(step)
@@ -87,8 +82,6 @@ class Writers:
     """The writers of a training's records, in the first process: metrics.jsonl, layers/, and trackers.
 
     Args:
-        folder: the run's folder.
-        report_to: the trackers' names.
         rollbacks: the records of the rollbacks so far.
     """
 
@@ -104,15 +97,12 @@ class Writers:
 
 @dataclass(kw_only=True, eq=False)
 class Monitor:
-    """End the steps of a training, check measurements for alarms, and write them.
+    """End training steps, check measurements for alarms, and write the measurements.
 
     Attributes:
         records: the writers, or None in all processes except the first.
-        guard: the divergence guard, which has the alarms.
         step: the last step that has ended.
         on_alarm: a function that the first process calls with the first alarm of each event (alarms within 20 steps).
-        series: each step's loss and gradient norm.
-        gains: the gains and row norms after each step.
         last_loss: the loss of the last record.
     """
 
@@ -121,7 +111,7 @@ class Monitor:
     guard: DivergenceGuard
     step: int = 0
     on_alarm: OnAlarm | None = None
-    says: ClassVar[str] = ""  # before an alarm in the log
+    says: ClassVar[str] = ""  # the text before an alarm in the log
     level: ClassVar[int] = logging.INFO  # of an alarm in the log
 
     def __post_init__(self) -> None:
@@ -129,32 +119,26 @@ class Monitor:
         self.gains = GainSeries()
         self.alarms.folder = None if self.records is None else self.records.folder
         self.last_loss: float | None = None
-        self._unjudged: list[Row] = []  # losses and norms that are written
-        self._waiting: list[Row] = []  # the same of what the training code says itself
+        self._unjudged: list[Row] = []  # losses and norms that are written, but not yet checked for alarms
+        self._waiting: list[Row] = []  # the training code's own metrics that are not yet checked
 
     def _end_step(self, step: int, *, skipped: bool = False) -> None:
-        """End a step, after its loss and norm were added to ``series``.
-
-        Args:
-            skipped: whether a loss scaler skipped the step, which then has no norm.
-        """
+        """End a step, after the step's loss and gradient norm were added to ``series``."""
         self.step = step
         self.series.end_step(step, skipped=skipped)
         with contextlib.suppress(RuntimeError):  # the gathered weight of a sharded model
             self.gains.end_step(step)
 
     def look(self, rows: Sequence[Row] = (), rate: float | None = None, *, due: bool = True) -> list[Row]:
-        """Check the steps since the last call for alarms, and write them. Call this in all processes at the same step.
+        """Check measurements for alarms, and write the measurements. Call this in all processes at the same step.
 
-        Lamina writes measurements of recorded steps, and of steps with an alarm or a notable batch.
+        Lamina writes measurements of recorded steps, and of steps with an alarm or a notable batch. Returns the losses
+        and gradient norms of the steps since the last call.
 
         Args:
             rows: the measurements since the last call.
             rate: the learning rate, by which Lamina divides updates.
-            due: whether the last step is recorded.
-
-        Returns:
-            the steps' losses and gradient norms.
+            due: whether the last step is a recorded step.
         """
         unwritten = self.new_steps()
         series, self._unjudged = [*self._unjudged, *unwritten], []
@@ -193,10 +177,7 @@ class Monitor:
         self.write({"step": diverged.step, "tokens": tokens, "loss": None, "diverged": diverged.reason})
 
     def flush(self) -> None:
-        """Write all measurements so far to disk, and leave the checks for alarms to a later call.
-
-        Call this in all processes.
-        """
+        """Write all measurements so far to disk without a check for alarms. Call this in all processes."""
         rows = self.new_steps()
         self._unjudged += rows
         self._add(rows)

@@ -15,28 +15,28 @@ from lamina.probes.structure.sites import is_norm
 from lamina.training.monitor.before_training import NARROW, BeforeTraining, Mistake, adapter_of, checks, listing
 from lamina.training.monitor.first_pass import whole
 
-HEAD_ONLY = 0.1  # of the trainable elements: an optimizer that has fewer of them trains a head on purpose
-DECAY = 0.05  # a weight decay that shrinks a gain within a run; torch's default is 0.01
-ERASING = 5e-3  # rate times decay: the share of the weights that decay takes away at each step
-USUAL = 0.2  # a weight decay of AdamW: with a rate that makes it erase the weights, the rate is the mistake
-STRONG = 5.0  # a weight decay of AdamW, at any rate; Lion's rates are smaller, and its decays larger
-SWAPPED = 0.98  # a first beta that is a second one
-LOW = 0.5  # a second beta that is 1 minus a beta
-EPSILON, UNSEEN_EPSILON = 1e-4, 1e-2  # of Adam, with a batch to compare it with gradients, and without
-SWAPPED_RATE = 1e3  # times below an Adam's epsilon
-FADED = 1e-5  # of the largest gradient's norm
-LOST = 0.6  # of the matrices' elements: updates that are rounded away
-USUAL_RATE = 1e-6  # of fine-tuning: many train in bfloat16 with it, and small weights still move
-RATES = ("lr", "initial_lr", "max_lr")  # of a group: its learning rate, and those of a schedule
+HEAD_ONLY = 0.1  # an optimizer with less than this fraction of the trainable elements trains a head on purpose
+DECAY = 0.05  # a weight decay that shrinks a gain within a run. torch's default is 0.01
+ERASING = 5e-3  # learning rate times decay: the fraction of the weights that decay removes at each step
+USUAL = 0.2  # up to this weight decay of AdamW, weights are erased because the learning rate is too high
+STRONG = 5.0  # a weight decay that is too strong for AdamW at any learning rate. Lion's decays are larger
+SWAPPED = 0.98  # from this value on, a first beta is probably the second beta
+LOW = 0.5  # below this value, a second beta is probably 1 minus a beta
+EPSILON, UNSEEN_EPSILON = 1e-4, 1e-2  # limits of Adam's epsilon, with and without known gradients
+SWAPPED_RATE = 1e3  # epsilon and learning rate are probably swapped if epsilon is this many times larger
+FADED = 1e-5  # a gradient below this fraction of the largest gradient's norm has almost vanished
+LOST = 0.6  # the fraction of the matrices' elements from which rounded updates are reported
+USUAL_RATE = 1e-6  # a usual learning rate of fine-tuning in bfloat16, at which small weights still change
+RATES = ("lr", "initial_lr", "max_lr")  # keys of a group: its learning rate, and the learning rates of a schedule
 _SAMPLE = 65536  # elements of a matrix
-LARGE_SCALE = 64.0  # of LoRA: alpha / r, mostly 1 to 4
+LARGE_SCALE = 64.0  # a scale alpha / r of LoRA that is too large. Usual scales are 1 to 4
 _BASES = ("weight", "base.weight", "base_layer.weight", "linear.weight", "original.weight", "layer.weight")
 LARGE_STEP = 2.0  # times a matrix's root mean square: a step of Adam that replaces the weights
 
 
 @checks
 def in_no_optimizer(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find trainable parameters that are in no optimizer. Ignore optimizers that train only a head."""
+    """Find trainable parameters that are in no optimizer. An optimizer that trains only a head is no mistake."""
     missing = [p for p in setup.trained if id(p) not in setup.groups] if setup.optimizers else []
     foreign = sum(id(p) not in setup.names for _, group in setup.settings for p in group["params"])
     all_of, left_out = (sum(p.numel() for p in part) for part in (setup.trained, missing))
@@ -59,12 +59,12 @@ def in_two_optimizers(setup: BeforeTraining) -> Iterator[Mistake]:
         yield Mistake(
             what=f"{len(twice)} parameters are in the optimizers' groups {most} times ({setup.listed(twice)})",
             why=f"each step updates these parameters {most} times",
-            do="Give each parameter once to one group of one optimizer",
+            do="Put each parameter into only one group of one optimizer",
         )
 
 
 def _is_gain(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
-    """Return whether a parameter is a bias, a norm's gain, or a vector of positive factors, or has _no_weight_decay."""
+    """Return whether a parameter is a bias, a gain or a vector of positive factors, or has _no_weight_decay."""
     values = whole(parameter)
     norm = is_norm(module) or "rms" in type(module).__name__.lower()
     vector = 1 < parameter.numel() == max(parameter.shape)  # weight_norm's are matrices of a column
@@ -75,7 +75,7 @@ def _is_gain(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
 
 @checks
 def decayed_gains(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find biases and norms' gains with weight decay. Ignore gains that are stored as a difference from 1."""
+    """Find biases and gains with weight decay. A gain that is stored as a difference from 1 may have weight decay."""
     gains: list[nn.Parameter] = []
     decay = 0.0
     spared = any(g.get("weight_decay") == 0 and all(p.ndim < 2 for p in g["params"]) for _, g in setup.settings)
@@ -121,7 +121,7 @@ def _rate_of(groups: Iterable[Mapping[str, Output]], names: Sequence[str] = RATE
 
 @checks
 def idle_groups(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find parameters whose learning rate is 0 or has fallen to 0. A schedule may start at 0."""
+    """Find parameters with a learning rate that is 0 or has fallen to 0. A schedule may start at 0."""
     begun = any(float(state.get("step", 0)) > 0 for o in setup.optimizers for state in o.state.values())
     names = ("lr",) if begun else RATES
     rates = {id(p): _rate_of(setup.groups[id(p)], names) for p in setup.trained if id(p) in setup.groups}
@@ -163,14 +163,18 @@ def rate_of_adam(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def coefficients(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find two betas in the wrong order. Three betas (Adan) have another order."""
+    """Find an optimizer's two betas in the wrong order. Optimizers with three betas (Adan) use another order."""
     pairs = (group["betas"] for _, group in setup.settings if len(group.get("betas") or ()) == 2)
     if betas := next((pair for pair in pairs if pair[0] > pair[1] and (pair[0] >= SWAPPED or pair[1] < LOW)), None):
         lag = f"the optimizer's steps lag {1 / max(1 - float(betas[0]), 1e-9):.0f} steps behind the gradients"
         yield Mistake(
             what=f"the optimizer's betas are ({betas[0]:g}, {betas[1]:g})",
             why="beta1 averages gradients, and beta2 averages squared gradients, so "
-            + (lag if betas[1] >= LOW else "steps follow the last gradients. Beta is the share the average keeps"),
+            + (
+                lag
+                if betas[1] >= LOW
+                else "steps follow the last gradients. Beta is the fraction of the average that each step keeps"
+            ),
             do="Pass betas=(0.9, 0.95) or (0.9, 0.999)",
         )
 
@@ -202,7 +206,7 @@ def large_epsilon(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def strong_decay(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find a weight decay that erases the weights, and Adam's coupled weight decay (added to the gradients)."""
+    """Find mistakes in weight decay: a decay that erases the weights, and Adam that adds the decay to gradients."""
     for optimizer, group in setup.settings:
         decay, rate = float(group.get("weight_decay") or 0.0), _rate_of([group])
         if not any(p.requires_grad and p.ndim > 1 for p in group["params"]) or not math.isfinite(rate):
@@ -227,7 +231,7 @@ def strong_decay(setup: BeforeTraining) -> Iterator[Mistake]:
 
 
 def _fades(setup: BeforeTraining) -> bool:
-    """Return whether the first and most other matrices get almost no gradient, although another parameter learns."""
+    """Return whether the first matrix and most others get almost no gradient, although another parameter learns."""
     seen = setup.trial.gradients if setup.trial is not None else {}
     norms = {id(p): seen[id(p)] * p.numel() ** 0.5 for p in setup.trained if id(p) in seen}
     matrices = [norms[id(p)] for p in setup.trained if p.ndim > 1 and id(p) in norms]
@@ -301,7 +305,7 @@ def _is_low_rank(module: nn.Module) -> bool:
 
 @checks
 def adapters(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find adapters that are merged, frozen, scaled too much, or have base matrices that the optimizer trains."""
+    """Find adapters that are merged, frozen or scaled too much, and base matrices that the optimizer trains."""
     scales, base, frozen = dict[str, float](), list[nn.Parameter](), list[nn.Parameter]()
     for path, module in setup.model.named_modules():
         scaling = vars(module).get("scaling")

@@ -1,4 +1,4 @@
-"""Measure gradients, updates, weights and moments by sub-layer.
+"""Measure the gradients, updates, weights and optimizer moments of each sub-layer.
 
 In an unstable run, some layers' updates and first moments rise before the gradient and the loss.
 """
@@ -33,14 +33,14 @@ from lamina.training.monitor.writers import Row
 from lamina.training.monitor.zero import ZeroGroups
 
 Owner: TypeAlias = tuple[int, str, str]
-"""The part of the model that has a parameter: layer (-1 outside the blocks), sub-layer, role.
+"""The part of the model that contains a parameter: layer (-1 outside the layers), sub-layer, role.
 
 In a sub-layer, the only role is "all". A layer's parameters outside its sub-layers have the role "other".
 """
 Owned: TypeAlias = list[tuple[Owner, torch.Tensor]]
 
 MOMENTS = {"first_moment": "exp_avg", "second_moment": "exp_avg_sq"}
-"""The metrics of Adam's moments, with the moments' keys in the state of torch's optimizers."""
+"""The metrics of Adam's moments, and the names of the moments in the state of torch's optimizers."""
 _PIECE = 1024
 SIZE, FEWEST = 256, 8  # elements of a sub-layer's sample, and of each of its tensors at least
 _ROUNDED = 8.0  # times the resolution of a weight, below which a step may be rounded to nothing
@@ -60,7 +60,7 @@ def owned_parameters(model: nn.Module) -> Owned:
 def found_parameters(model: nn.Module, structure: Structure | None, flat: FlatParameters | None = None) -> Owned:
     """List a model's parameters with their sub-layers. Without a structure, the whole model is one part.
 
-    A parameter that several layers share (ALBERT) counts in the first of these layers. A tied parameter counts in the
+    A parameter that several layers share (ALBERT) belongs to the first of these layers. A tied parameter belongs to the
     embedding.
     """
     flat = flat or FlatParameters(model)
@@ -100,10 +100,7 @@ def _share(tensor: torch.Tensor) -> float:
 
 
 def clip(model: nn.Module, limit: float) -> torch.Tensor:
-    """Clip a sharded model's gradients, and return their norm before clipping.
-
-    Unlike torch's function, this works with several device meshes.
-    """
+    """Clip a sharded model's gradients, even on several device meshes. Return the gradient norm before clipping."""
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     parts = [local_part(gradient) for gradient in gradients]
     squares = torch.stack([part.norm() ** 2 * _share(g) for part, g in zip(parts, gradients, strict=True)]).sum()
@@ -120,10 +117,9 @@ class GradientNorms:
     Sharded parameters (FSDP, ZeRO) give the same norms as one process.
 
     Args:
-        model: the model.
-        owned: the parameters with their sub-layers, from ``found_parameters`` (default for a Lamina model).
+        owned: the parameters with their sub-layers, from ``found_parameters`` (may be omitted for a Lamina model).
         exact: whether to sum in float64 on a CPU, where torch's norm of 2**24 floats has a relative error of 7e-4.
-        flat: the model's flat parameters (default: Lamina looks for FSDP1's).
+        flat: the model's flat parameters (default: the flat parameters of FSDP1, if there are any).
         group: the processes that share the model or the pipeline stage (default: all processes).
     """
 
@@ -160,7 +156,7 @@ class GradientNorms:
         self._sent: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def squares(self) -> torch.Tensor:
-        """Return each part's squared gradient norm before clipping, in float64, without waiting for the device."""
+        """Return each sub-layer's squared gradient norm before clipping, in float64. Do not wait for the device."""
         return self.over_processes(self.local_sums([parameter.grad for parameter in self.parameters]))
 
     def clips(self) -> bool:
@@ -170,7 +166,7 @@ class GradientNorms:
 
     @torch.no_grad()
     def clip(self, limit: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Clip the gradients. Return the total norm, and the squared norms by sub-layer, before clipping.
+        """Clip the gradients. Return the total norm and the squared norms by sub-layer, both before clipping.
 
         The results are bit-identical to separate calls, but the gradients are read only once.
         """
@@ -195,11 +191,7 @@ class GradientNorms:
         return self.summed(powers, present)
 
     def summed(self, parts: torch.Tensor, present: list[int] | None = None) -> torch.Tensor:
-        """Sum one number per parameter by sub-layer, over this process's parts.
-
-        Args:
-            present: the indices of the parameters that have a number (default: all).
-        """
+        """Sum ``parts`` by sub-layer: one number for each parameter whose index is in ``present`` (default: all)."""
         key = tuple(range(len(self.groups)) if present is None else present)
         if key not in self._sent:  # sending them waits for the device
             groups = torch.tensor([self.groups[index] for index in key], device=parts.device)
@@ -226,13 +218,13 @@ class GradientNorms:
         return sums
 
     def trained(self) -> set[Owner]:
-        """Return the sub-layers and parts with a parameter that requires a gradient now."""
+        """Return the parts of the model with a parameter that requires a gradient now."""
         groups = {group for group, p in zip(self.groups, self.parameters, strict=True) if p.requires_grad}
         owners = {self.keys[group] for group in groups}
         return owners | {(layer, "block", "all") for layer, _, _ in owners if layer >= 0}
 
     def totals(self, sums: Sequence[float]) -> Iterator[tuple[Owner, float]]:
-        """Yield the sum of each sub-layer or part, then the sum of each whole block."""
+        """Yield the sum of each part of the model, then the sum of each whole block."""
         blocks: dict[int, float] = {}
         for (layer, sublayer, role), value in zip(self.keys, sums, strict=True):
             yield (layer, sublayer, role), value
@@ -251,7 +243,7 @@ def reading_waits(tensor: torch.Tensor) -> bool:
 
 
 class FirstFailure:
-    """Keep the first step whose gradient norm is NaN or infinite, on the device.
+    """Find the first step with a gradient norm that is NaN or infinite.
 
     On a GPU, a run reads gradient norms only at recorded steps. By then, every weight may be NaN.
     """
@@ -261,7 +253,7 @@ class FirstFailure:
         self._squares = torch.zeros(0)
 
     def see(self, step: int, norm: torch.Tensor, squares: torch.Tensor) -> None:
-        """Take a step's total norm and its squared norms by sub-layer, without waiting for the device."""
+        """Check a step's total norm. Keep the first failed step's ``squares``. Do not wait for the device."""
         failed = ~torch.isfinite(norm)
         if self._step is None:
             self._step, self._squares = failed * step, squares
@@ -270,7 +262,7 @@ class FirstFailure:
         self._step, self._squares = self._step + new * step, torch.where(new, squares, self._squares)
 
     def read(self) -> tuple[int, torch.Tensor]:
-        """Return the first step with a NaN or infinite norm, and its squared norms. Step 0 means none."""
+        """Return the first failed step, and the squared norms of this step. Step 0 means that no step failed."""
         return (0 if self._step is None else int(self._step)), self._squares
 
 
@@ -320,12 +312,13 @@ class Samples:
     - written_ratio: the norm of the weight changes that no optimizer made, divided by the weights' norm.
     - moved_ratio: the distance by which the optimizer moved the weights since the last change by other code, divided by
       the weights' norm.
-    - forgotten_share: the largest fraction of its norm that an optimizer tensor lost, or 1 if a tensor is missing.
+    - forgotten_share: the largest fraction of the norm that a tensor in the optimizer's state lost between two steps,
+      or 1 if a tensor is missing.
 
     Only ``rows`` waits for the device.
 
     Attributes:
-        resumed: whether the run has earlier steps, so that an optimizer with an empty state has lost its state.
+        resumed: whether the run has earlier steps. An optimizer with an empty state has then lost its state.
     """
 
     resumed = False
@@ -346,19 +339,19 @@ class Samples:
         self._begun = False
 
     def choose(self) -> None:
-        """Choose the parameters whose moments to compare: the largest trained parameter in each sub-layer."""
+        """Choose the parameters for the comparison of moments: the largest trained parameter of each sub-layer."""
         parameters, groups = self.groups.parameters, self.groups.groups
         by_size = sorted(range(len(groups)), key=lambda at: (parameters[at].requires_grad, parameters[at].numel()))
         self._seen = sorted({groups[index]: index for index in by_size}.values())
 
     def before_step(self, optimizers: Optimizers) -> None:
-        """Expect a step of the optimizers, and compare the sample with its last values."""
+        """Compare the sample with its last values, before a step of the optimizers."""
         self._begun = True
         self.resumed &= self._last is not None or not any(len(optimizer.state) for optimizer in optimizers)
         self.compare(optimizers)
 
     def compare(self, optimizers: Optimizers) -> None:
-        """Add the changes since the last call, or since the optimizers' last step, to what ``rows`` reports."""
+        """Compare the sample with its values at the last call or optimizer step, for ``rows``."""
         if self._last is None:
             return
         now = self._take({(index, key): value for index, key, value in self._moments(optimizers)})
@@ -476,7 +469,7 @@ class UpdateRatios(TrainerCallback):
     - unmoved_parameters: the number of parameters with a gradient but no update.
     - without_gradient: the number of parameters that ``SilentParameters`` finds.
     - rate_ratio: a sub-layer's learning rate divided by the optimizer's median learning rate (only if above 1).
-    - rate_estimate: the learning rate that an optimizer estimates itself.
+    - rate_estimate: an optimizer's own estimate of the learning rate (Prodigy, D-Adaptation).
 
     During a recorded step, memory holds a copy of the weights. Only ``rows`` waits for the device.
 
@@ -486,9 +479,8 @@ class UpdateRatios(TrainerCallback):
 
     Attributes:
         rate: the largest learning rate of the last measured step.
-        samples: finds changes that the optimizers did not make.
         still: the parameters that got a gradient but did not change at the last recorded step.
-        missing: whether these parameters are in no optimizer.
+        missing: whether the parameters in ``still`` are in no optimizer.
         silent: the parameters that got no gradient at the last recorded step.
         resting: the parameters that got a gradient but have a learning rate of 0 (empty if no parameter changed).
     """
@@ -586,9 +578,9 @@ class UpdateRatios(TrainerCallback):
         return largest
 
     def _unmoved(self) -> list[int]:
-        """Return the indices of parameters whose update is exactly 0 although they have a gradient.
+        """Return the indices of parameters with a gradient but with an update of exactly 0.
 
-        Parameters with a learning rate of 0 do not count, nor do skipped steps and updates that round to 0.
+        Ignore skipped steps, parameters with a learning rate of 0, and updates that round to 0.
         """
         if self._largest is None:
             return []
@@ -615,7 +607,6 @@ class UpdateRatios(TrainerCallback):
         return unmoved
 
     def _without_gradient(self) -> list[int]:
-        """Return the indices of trained parameters with a gradient of 0, unlike their counterparts in other layers."""
         if self._largest is None:
             return []
         ids = [id(stored(parameter)) for parameter in self.groups.parameters]

@@ -10,12 +10,12 @@ from itertools import pairwise
 
 from lamina.training.monitor.writers import BETWEEN, NORM
 
-WINDOW = 32  # a series is judged by so many of its latest values
-DEVIATIONS = 5.0  # a value leaves its past if it is so many robust deviations away, and beyond the factor
-EVERY_STEP, RECORDS = 8, 4  # values that a series needs before it is judged: one per step, or one per record
-LEAST = 0.15  # a score, the logarithm of a factor, below this is ignored
-INTERVAL = 20  # usual steps between two records; if there are more, a series may move further in proportion
-SOON = 4  # steps since the last record, before which a pace says little
+WINDOW = 32  # the number of latest values with which a value is compared
+DEVIATIONS = 5.0  # a value is unusual if it is this many robust deviations away, and beyond the fitted limit
+EVERY_STEP, RECORDS = 8, 4  # the fewest values for a comparison: with a value per step, and with a value per record
+LEAST = 0.15  # a smaller score (the logarithm of a factor) is ignored
+INTERVAL = 20  # the usual steps between two records. With more steps, a series may move further in proportion
+SOON = 4  # the fewest steps since the last record for judging a pace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class Past:
         rises: whether a value above the past values counts.
         falls: whether a value below the past values counts.
         fewest: the number of past values that a comparison needs.
-        calm: the smallest value that counts as a rise, because a gain may start at 0.
+        calm: the value that a rise must exceed, because a gain may start at 0.
     """
 
     rises: bool = True
@@ -60,11 +60,11 @@ COURSES: Mapping[str, float] = {
 }
 """Metrics that must not rise or fall steadily over many records. A rise counts only above the metric's number."""
 PACES = {f"{BETWEEN}{metric}" for metric in ("gain_mean", "gain_abs_max", "row_norm_mean", "row_norm_abs_max")}
-"""Metrics of the steps between two records. Lamina judges how fast they have changed since the last record."""
+"""Metrics of the steps between two records. Lamina judges how fast these metrics change after a record."""
 
 
 def earlier_peak(recent: Collection[float]) -> float:
-    """Return the largest value. Ignore the latest values if all of them exceed all earlier values."""
+    """Return the largest value, but ignore the latest values if all of them exceed all earlier values."""
     recent, count = [*recent], len(recent)
     peaks = [max(recent[:at]) for at in range(count // 2 + 1, count) if min(recent[at:]) > max(recent[:at])]
     return peaks[0] if peaks else max(recent)
@@ -73,11 +73,13 @@ def earlier_peak(recent: Collection[float]) -> float:
 def leaving(value: float, recent: Sequence[float], sign: float, gaps: float, shrinks: bool) -> tuple[float, float]:
     """Return the usual value, and the score of ``value``: |log(value / usual)|, or 0 within the noise.
 
-    The usual value is the past median or the trend, whichever is nearer to ``value``. The trend continues the change
-    between the last two values, for ``gaps`` times the time between them. For metrics of every step, ``gaps`` is 0, and
-    the trend continues the change between the medians of the past's halves. This trend ends after ``WINDOW`` values,
-    because gradients change fast only when training begins. ``shrinks`` is for falling weights, which may have grown
-    before. The past median is then at least the median of the latest 4 values, and only past falls count as noise.
+    The usual value is the median of ``recent`` or the trend, whichever is nearer to ``value``. The trend continues the
+    change between the last two values, for ``gaps`` times the time between them. A metric of every step has ``gaps`` 0.
+    Its trend continues the change between the medians of the two halves of ``recent``, but only until ``WINDOW`` values
+    exist, because gradients change fast only when training begins.
+
+    ``shrinks`` is for falling weights, which may have grown before. The median is then at least the median of the
+    latest 4 values, and only past falls count as noise.
     """
     usual, half = statistics.median(recent), len(recent) // 2
     if shrinks:
@@ -104,10 +106,10 @@ def leaving(value: float, recent: Sequence[float], sign: float, gaps: float, shr
 
 
 def pace_of(value: float, recent: Sequence[float], sign: float, steps: int, gap: int) -> tuple[float, float]:
-    """Return the usual value, and how far the series would move in 20 steps at its pace since the last record.
+    """Return the usual value, and how far the series would move in 20 steps at the pace since the last record.
 
-    The distance is |log(factor)|, or 0 if the value is near the median of ``recent`` or the pace is usual for the
-    series.
+    The second number is |log(factor)|. It is 0 if the value is near the median of ``recent``, or if the series often
+    moves at this pace.
 
     Args:
         sign: 1 to judge a rise, and -1 to judge a fall.

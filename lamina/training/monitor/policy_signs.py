@@ -26,14 +26,14 @@ LOGGED = {
     "response_length/mean": LENGTH,
     "critic/rewards/mean": REWARD,
 }
-"""Metrics by their names in TRL and verl."""
+"""The metrics, by the names that TRL and verl log."""
 METRICS = frozenset(LOGGED.values())
 
-STAYS = 3  # a value must stay outside for so many records
-EQUAL_STEPS, BY_CHANCE = 5, 1e-6  # equal rewards: at least so many steps, that chance explains so rarely
-COLLAPSED, NATS = 0.1, 0.1  # an entropy has collapsed below this share of its start, and below so many nats
-EXPLODED, FAR = 10.0, 1.0  # the KL has exploded above this multiple of its recent median, and above so many nats
-FEW, MOST = 0.75, 0.95  # share of completions at their limit at first, and later
+STAYS = 3  # the consecutive records in which a value must be outside its range
+EQUAL_STEPS, BY_CHANCE = 5, 1e-6  # the fewest steps with equal rewards, and the largest probability of chance
+COLLAPSED, NATS = 0.1, 0.1  # an entropy has collapsed below this fraction of its start, and below this many nats
+EXPLODED, FAR = 10.0, 1.0  # the KL has exploded above this multiple of its recent median, and above this many nats
+FEW, MOST = 0.75, 0.95  # the fraction of completions at the length limit: at most FEW at first, later at least MOST
 _RECENT = 16  # values of the KL
 
 
@@ -73,7 +73,7 @@ class PolicyCourse:
 
     Attributes:
         last: the step of the last record, or 0.
-        begun: the step since which all groups have equal rewards, or 0 if rewards differ now.
+        begun: the first step of the present series of equal rewards in all groups, or 0 if rewards differ now.
         run: the number of consecutive records with equal rewards up to now.
         records: the number of earlier records.
         equal: the number of earlier records with equal rewards.
@@ -94,7 +94,6 @@ class PolicyCourse:
     outside: dict[str, int] = field(default_factory=dict)
 
     def see(self, step: int, values: Mapping[str, float]) -> Iterator[Sign]:
-        """Judge a record's values."""
         constant = values.get(SPREAD, math.inf) <= 1e-6 * (1.0 + abs(values.get(REWARD, 0.0)))
         if constant or EQUAL in values:  # RLOO adds a KL to the rewards before it compares those of a group
             yield self._equal(step, 1.0 if constant else values[EQUAL])
@@ -104,7 +103,7 @@ class PolicyCourse:
         self.last = step
 
     def _equal(self, step: int, share: float) -> Sign:
-        """Judge the fraction of groups with equal rewards, which may be chance if rewards were equal before."""
+        """Judge the fraction of groups with equal rewards. Equal rewards may be chance if they also occurred before."""
         if share < 1.0 - 1e-6:
             self.records, self.equal = self.records + self.run + 1, self.equal + self.run
             self.run = self.begun = 0

@@ -44,14 +44,14 @@ from lamina.training.monitor.stream_measures import hidden_state_rows
 from lamina.training.monitor.writers import LastEvaluation, Row
 
 Norm = Any
-"""A gradient norm in Trainer: a tensor, a DTensor or a number."""
+"""A gradient norm from Trainer: a tensor, a DTensor or a number."""
 _Trainer = Trainer if TYPE_CHECKING else object  # a mixin: the class that uses it chooses the trainer
 
 
 class MonitoredTrainer(_Trainer):
     """Check each layer's gradient norm before clipping, in Trainer and TRL's trainers.
 
-    Trainer's hook before the optimizer runs only after clipping, so this class overrides two methods.
+    Trainer calls the hook ``on_pre_optimizer_step`` only after clipping, so this class overrides two methods.
     """
 
     processes: Processes
@@ -105,8 +105,8 @@ class MonitoredTrainer(_Trainer):
     def failed_loss(self, loss: torch.Tensor) -> float | None:
         """Record a micro-batch's loss. Return the processes' mean loss if the mean is not finite, otherwise None.
 
-        On a GPU, losses are read only at recorded steps, because reading waits for the device. In fp16, the loss scaler
-        skips a step whose loss is not finite.
+        On a GPU, Lamina reads losses only at recorded steps, because reading waits for the device. In fp16, the loss
+        scaler skips a step if the loss is not finite.
         """
         self.series.add_loss(loss)
         late = reading_waits(loss)
@@ -170,7 +170,7 @@ class RunRecorder(Monitor, TrainerCallback):
 
     Attributes:
         tokens_of: a function that returns the number of tokens in the first n steps.
-        realized: a function that returns each corpus's share of the first n steps, or {} for a single corpus.
+        realized: a function that returns how much each corpus provides in the first n steps ({} for a single corpus).
         full_speed: the tokens per second at the GPUs' peak speed, or None.
         unit: the word for tokens in progress lines.
         trainer: the run's Trainer, which the caller sets before training begins.
@@ -272,7 +272,6 @@ class RunRecorder(Monitor, TrainerCallback):
         self.guard.see_loss(step, loss)
 
     def _record(self) -> None:
-        """Measure the model now, and record the measurements with the last step."""
         model, experts = self.trainer.bare_model(), self.trainer.experts
         inputs = self.monitor_inputs.to(next(model.parameters()).device)
         rows = [*self.trainer.layer_rows, *self.measure(model, inputs, self.step), *self.updates.rows(self.step)]
@@ -284,11 +283,10 @@ class RunRecorder(Monitor, TrainerCallback):
         return self.trainer.evaluation
 
     def has_evaluated(self, step: int) -> bool:
-        """Return whether the last evaluation took place after this step."""
         return self.evaluation.step == step
 
     def tokens_at(self, step: int) -> int:
-        """Return the number of tokens in the first steps, without padding."""
+        """Return the number of tokens in the first ``step`` steps, without padding."""
         return self.tokens_of(step)
 
     def measured(self, logs: Json) -> Json:

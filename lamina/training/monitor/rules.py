@@ -1,6 +1,6 @@
 """The alarm rules. A rule compares each metric of a layer with a reference, and limits the difference.
 
-The file limits.json has the limits, and names the runs to which tools/calibration/alarms.py fitted them.
+The file limits.json contains the limits. The script tools/calibration/alarms.py fits the limits to recorded runs.
 """
 
 from __future__ import annotations
@@ -39,10 +39,9 @@ from lamina.training.monitor.writers import BETWEEN, LOSS, NORM, RATE, Row
 from lamina.training.monitor.written_weights import HANDS, WrittenWeights
 
 Series: TypeAlias = tuple[int, str, str, str]
-"""layer, sub-layer, role, metric"""
+"""A layer, a sub-layer, a role and a metric."""
 Place: TypeAlias = tuple[int, str, str]
-"""layer, sub-layer, role"""
-
+"""A layer, a sub-layer and a role."""
 LIMITS = Path(__file__).parent / "limits.json"
 LEAST_FALL = 0.5  # nats: a loss of few classes falls from 0.7 in some steps; also how near to chance it may begin
 LOGIT = 50.0  # an attention logit of this size makes all others negligible
@@ -83,8 +82,8 @@ ESTIMATES = (
     "does not compare weights, updates and hidden states with their past"
 )
 RATES = (
-    "parts have a separate learning rate. Lamina raises no alarm for this difference unless these parts have "
-    "another unusual value"
+    "some parts of the model have a separate learning rate. Lamina raises no alarm for this difference unless "
+    "another value of these parts is unusual"
 )
 _WHOLE = ("all", "embedding", "readout")  # the roles of parameters whose updates are judged
 
@@ -108,7 +107,7 @@ class Found(NamedTuple):
 
 @cache
 def calibration() -> Json:
-    """Read the fitted limits and how they were found."""
+    """Read limits.json: the fitted limits, and how they were fitted."""
     return read_json(LIMITS)
 
 
@@ -118,7 +117,7 @@ def limits() -> Mapping[str, float]:
 
 
 def noise_of(losses: Sequence[float]) -> float:
-    """Estimate the standard deviation of the losses' noise from successive differences."""
+    """Estimate the standard deviation of the losses' noise from the differences of successive losses."""
     moved = [abs(later - earlier) for earlier, later in pairwise(losses)]
     return 1.4826 * statistics.median(moved) / math.sqrt(2) if moved else 0.0
 
@@ -134,7 +133,7 @@ class Rules:
     """Judge a run's measurements, one step after another.
 
     Attributes:
-        half: whether the model computes in float16, whose largest number is 65504.
+        half: whether the model computes in float16 (largest number 65504).
         starts: the first layer of each later stack, such as a decoder. Lamina compares layers only within a stack.
         kinds: each layer's kind, such as its attention type. Lamina compares only layers of the same kind.
         vocabulary: the number of tokens in the vocabulary, or None if unknown.
@@ -169,11 +168,7 @@ class Rules:
     _zeros: dict[Place, list[int]] = field(default_factory=dict)  # zero gradients: in a row, from step, before, of all
 
     def judge(self, step: int, rows: Sequence[Row], rate: float | None, *, latest: bool) -> Iterator[Found]:
-        """Judge the measurements of a step.
-
-        Args:
-            rate: the learning rate of the latest step, by which Lamina divides updates.
-        """
+        """Judge the measurements of a step. Lamina divides updates by ``rate``, the latest learning rate."""
         found = list(self._found(step, rows, rate, latest))
         yield from found
         yield from self._rates(rows, found)
@@ -289,11 +284,10 @@ class Rules:
             self._seen.pop(series, None)
 
     def _past_of(self, row: Row) -> deque[float]:
-        """Return the last values of the same metric and layer."""
         return self._recent.setdefault(series_of(row), deque(maxlen=WINDOW))
 
     def note_score(self, name: str, score: float) -> None:
-        """Keep the highest score of a fitted limit."""
+        """Keep the highest score so far for a fitted limit."""
         self.worst[name] = max(self.worst.get(name, -math.inf), score)
 
     def _fitted(self, rule: str, row: Row, usual: float, score: float, part: str = "") -> Found:
@@ -301,7 +295,6 @@ class Rules:
         return Found(rule, row, usual, left=score > self.limits[name], name=name, score=score)
 
     def _hard(self, row: Row) -> Iterator[Found]:
-        """Judge a value by an absolute limit."""
         if row[5] == "attention_logit":
             limit = LOGIT * math.exp(self.limits["logit/attention_logit"])
             first = self._logits.setdefault(row[1], row[6])
@@ -313,7 +306,6 @@ class Rules:
             yield Found("kept", row, 0.0, left=row[6] > KEPT)
 
     def _past(self, row: Row, past: Past, rate: float | None) -> Iterator[Found]:
-        """Compare a value with past values of the same metric and layer."""
         step, _, _, _, _, metric, value = row
         scaled = value / rate if metric == "update_norm" and rate else value
         recent = self._past_of(row)
@@ -370,7 +362,7 @@ class Rules:
     def _course(self, rule: str, row: Row, sign: float) -> Found | None:
         """Judge how far a metric has moved in one direction over its last records.
 
-        Returns None if there are few records, or if the metric rises from 0, as healthy parts may do.
+        Returns None if there are few records, or if the metric rises from 0, because this may be healthy.
         """
         recent = [*self._recent[series_of(row)]]
         if len(recent) < SAME_WAY or (rule == "rise" and 0.0 in recent):
@@ -388,9 +380,9 @@ class Rules:
     def _calm(self, row: Row, past: Past) -> float:
         """Return the value that a rise must exceed to count.
 
-        For gradients and moments, the value is the whole model's usual norm. A far smaller sub-layer can rise tenfold
-        without an effect. If the model skips layers at random, a gradient must also exceed its earlier peak. Near
-        chance, gradients may rise, because learning begins.
+        For gradients and moments, the value is the whole model's usual norm. A far smaller norm of a sub-layer can rise
+        tenfold without an effect. If the model skips layers at random, a gradient must also exceed its earlier peak.
+        Near the loss of guessing, a gradient may rise to 10 times the usual norm, because learning begins.
         """
         if row[5] not in GRADIENTS:
             return past.calm
@@ -409,9 +401,10 @@ class Rules:
         return abs(level - math.log(self.vocabulary or math.inf)) < LEAST_FALL
 
     def _rates(self, rows: Sequence[Row], found: Sequence[Found]) -> Iterator[Found]:
-        """Judge parts with a separate learning rate, which muP, Muon and fine-tuning use on purpose.
+        """Judge parts of the model with a far higher learning rate than other parts.
 
-        A separate learning rate becomes an alarm only if the weights of its part alone leave their usual range.
+        In a few layers, this is an alarm. In many layers or outside the layers, it may be intentional (muP, Muon,
+        fine-tuning). It is then an alarm only if values of these parts, and no other parts' weights, become unusual.
         """
         rates = [row for row in rows if row[5] == "rate_ratio"]
         if not rates:
@@ -429,8 +422,8 @@ class Rules:
             yield Found("apart", row, 1.0, left=alarming)
         if on_purpose and not any(RATES in note for note in self.notes):
             self.notes.append(
-                f"step {high[0][0]}: {RATES}: up to {max(row[6] for row in high):.3g} times the learning rate of the "
-                "other parts"
+                f"step {high[0][0]}: {RATES}. The learning rates are up to {max(row[6] for row in high):.3g} times the "
+                "other parts' learning rate"
             )
 
     def _peers(self, rows: Sequence[Row]) -> Iterator[Found]:
@@ -459,7 +452,7 @@ class Rules:
                 yield self._fitted("apart", row, usual, math.log(max(row[6], 1e-30) / usual))
 
     def _dead(self, rows: Sequence[Row]) -> Iterator[Found]:
-        """Judge sub-layers whose gradient stays 0. The limit depends on how often gradients were 0 so far."""
+        """Judge gradients that stay 0 in a sub-layer. The limit depends on how often gradients were 0 so far."""
         if not any(row[5] == "gradient_norm" and row[6] > 0 for row in rows):
             return  # a loss that is the same whatever the weights are: there is nothing to learn at this step
         groups, dead = list(self._groups(rows, "gradient_norm")), list[tuple[Row, float, bool]]()
@@ -493,7 +486,7 @@ class Rules:
                 yield self._fitted("low", row, usual, math.log(usual / row[6]))
 
     def _updates(self, step: int, rows: Sequence[Row]) -> Iterator[Found]:
-        """Judge the updates of a recorded step by their size relative to the weights."""
+        """Judge a recorded step's updates: updates that are too large or 0, and parameters without a gradient."""
         places: dict[Place, dict[str, Row]] = {}
         for row in rows if any(row[5] in _UPDATES for row in rows) else ():
             inside = row[1] >= 0 and row[2] != "block"
@@ -644,7 +637,7 @@ class Rules:
 
 
 def _experts_used(step: int, rows: Iterable[Row]) -> list[Row]:
-    """Return the effective number of experts in each layer: the exponential of the entropy of their loads."""
+    """Return each layer's effective number of experts: the exponential of the entropy of the experts' loads."""
     loads: dict[tuple[int, str], list[float]] = {}
     for row in rows:
         if row[5] == "expert_load" and math.isfinite(row[6]):

@@ -59,11 +59,11 @@ class ScheduledProbes(TrainerCallback):
         self._noted: set[tuple[str, str]] = set()
 
     def state_dict(self) -> Json:
-        """Return {}, because a checkpoint needs no state: the names of the measurement files contain the steps."""
+        """Return {}. The names of the measurement files contain the steps, so a checkpoint needs no state."""
         return {}
 
     def load_state_dict(self, state: RunState) -> None:
-        """Delete measurements later than the checkpoint."""
+        """Delete the measurements that are later than the checkpoint."""
         if "step" in state:
             forget(self.folder, after=state["step"])
 
@@ -83,7 +83,7 @@ class ScheduledProbes(TrainerCallback):
         step = state.global_step
         model = self.trainer.bare_model()
         if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-            self._note("all", step, f"{_REFUSED}several processes share the weights")
+            self._note("all", step, f"{_REFUSED}the weights are split over several processes")
             return
         with undisturbed(model):
             context = self._context(model, step)
@@ -151,14 +151,14 @@ class ScheduledProbes(TrainerCallback):
 
 
 def write_part(folder: Path, step: int, frame: pd.DataFrame) -> None:
-    """Write one step's measurements to a file, completely or not at all."""
+    """Write the measurements of one step to a file, completely or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = frame.assign(step=step)[["step", *frame.columns.drop("step", errors="ignore")]]
     write_parquet(folder / f"part-{step:08d}.parquet", rows)
 
 
 def forget(folder: Path, *, after: int) -> None:
-    """Delete the measurements later than the step from which a run resumes."""
+    """Delete the measurements and notes that are later than the step ``after``."""
     for path in folder.glob("*/part-*.parquet"):
         number = path.stem.removeprefix("part-")
         if number.isdecimal() and int(number) > after:

@@ -29,9 +29,7 @@ class SilentParameters:
     the modules run.
 
     Args:
-        structure: the model's layers, or None.
-        parameters: the watched parameters.
-        groups: the sub-layer of each parameter.
+        groups: the number of each parameter's sub-layer.
     """
 
     def __init__(self, structure: Structure | None, parameters: Sequence[torch.Tensor], groups: Sequence[int]):

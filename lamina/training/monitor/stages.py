@@ -13,9 +13,10 @@ from lamina.training.monitor.writers import WatchSettings
 
 
 def processes_of(model: nn.Module, settings: WatchSettings) -> tuple[Processes, distributed.ProcessGroup | None]:
-    """Return the processes that train the same layers as this process, and their process group (None if all do).
+    """Return the processes that train the same layers as this process, and their process group.
 
-    All processes must call this function. Raises UserError if two pipeline stages have the same folder.
+    The group is None if all processes train the same layers. All processes must call this function. Raises UserError if
+    two pipeline stages have the same folder.
     """
     if not (distributed.is_available() and distributed.is_initialized() and (size := distributed.get_world_size()) > 1):
         return Processes(), None

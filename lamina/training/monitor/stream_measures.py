@@ -25,7 +25,7 @@ from lamina.training.monitor.writers import Row
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
 Spot: TypeAlias = tuple[int, str, int]
-"""A layer (-1 for the first layer's input), a sub-layer (or "block"), and the index among sub-layers of this kind."""
+"""A layer (-1 for the first layer's input), a sub-layer (or "block"), and its index among sub-layers of this kind."""
 STATE_METRICS = ("hidden_variance", "hidden_mean", "hidden_abs_mean", "hidden_abs_max")
 TOP = 100  # the number of the largest |x| in Peri-LN's Figure 11
 _SOFTMAX = {functional.softmax, torch.softmax, torch.Tensor.softmax}
@@ -34,22 +34,19 @@ _QUERIES = 512  # whose logits are held at a time
 
 
 def state_statistics(x: torch.Tensor, magnitude: torch.Tensor | None = None) -> torch.Tensor:
-    """Return variance, mean, mean magnitude and largest magnitude of a state [batch, tokens, hidden_size]."""
+    """Return variance, mean, mean magnitude and largest magnitude of hidden states [batch, tokens, hidden_size]."""
     x = x.detach().float()
     magnitude = magnitudes(x) if magnitude is None else magnitude
     return torch.stack([x.var(correction=0), x.mean(), magnitude.mean(), magnitude.max()])
 
 
 def magnitudes(x: torch.Tensor) -> torch.Tensor:
-    """Return the magnitudes of a state [batch, tokens, hidden_size] as [batch * tokens, hidden_size]."""
+    """Return the magnitudes of hidden states [batch, tokens, hidden_size] as [batch * tokens, hidden_size]."""
     return x.detach().float().abs().flatten(0, -2)
 
 
 def largest_magnitudes(magnitude: torch.Tensor, count: int = TOP) -> torch.Tensor:
-    """Return the largest magnitudes [tokens, hidden_size] in descending order, without waiting for the device.
-
-    NaN counts as the largest.
-    """
+    """Return the largest values of ``magnitude`` [tokens, hidden_size], in descending order with NaN first."""
     # The largest elements are in the tokens with the largest peaks, so only these tokens are sorted.
     peaks = magnitude.amax(-1)
     tokens = peaks.topk(min(count, len(peaks)), sorted=False).indices
@@ -86,7 +83,7 @@ def stream_rows(
     inputs: torch.Tensor | Mapping[str, torch.Tensor],
     step: int,
 ) -> list[Row]:
-    """Measure the hidden states at some points in a forward pass, as ``hidden_state_rows`` does."""
+    """Measure the hidden states at the given points in a forward pass, as ``hidden_state_rows`` does."""
     meter = ForwardMeter(points, top=TOP)
     with torch.no_grad(), evaluating(model), uncompiled(base), meter.measuring(base):
         named = {str(base.main_input_name): inputs} if isinstance(inputs, torch.Tensor) else inputs
@@ -103,7 +100,7 @@ class PassNumbers:
 
     Attributes:
         states: the number of elements and the ``state_statistics`` of each point.
-        streams: the means of ``stream_figures`` over tokens at each point, for several residual streams.
+        streams: the number of elements and the mean ``stream_figures`` of each point with several residual streams.
         logits: the largest attention logit of each layer.
         loads: the number of tokens and each expert's load, for each layer.
         largest: the largest magnitudes of all states, in descending order.
@@ -127,7 +124,7 @@ class ForwardMeter:
         graph: the hooks of a compiled model, or None. A compiled model hides attention logits and expert loads.
 
     Attributes:
-        half: whether a pass ran under autocast to float16. accelerate enters autocast inside the model's call.
+        half: whether a pass ran under autocast to float16.
     """
 
     def __init__(
@@ -166,7 +163,7 @@ class ForwardMeter:
 
     @torch.no_grad()
     def _see(self, spot: Spot, tensor: torch.Tensor) -> None:
-        self.half |= in_half(tensor.device.type)
+        self.half |= in_half(tensor.device.type)  # accelerate enters autocast only inside the model's call
         self._elements[spot] = tensor.numel()
         tensor = tensor if tensor.ndim > 1 else tensor[None]
         magnitude = magnitudes(tensor)
@@ -191,7 +188,7 @@ class ForwardMeter:
             self._loads[layer] = counts / self._tokens[layer]
 
     def missing(self) -> list[str]:
-        """Return a line with the reason for each measurement that the last pass lacks."""
+        """For each kind of measurement that the last pass lacks, return a line with the reason."""
         if self.points and not self._states:
             return [
                 "Lamina does not record the residual stream, because it saw no forward pass of the model (a compiled "
@@ -255,11 +252,7 @@ def _by_key(parts: Iterable[Mapping[Key, Value]]) -> dict[Key, list[Value]]:
 
 
 def _pooled(parts: Sequence[tuple[int, list[float]]]) -> list[float]:
-    """Combine the ``state_statistics`` of several tensors.
-
-    Args:
-        parts: each tensor's number of elements and statistics.
-    """
+    """Combine the ``state_statistics`` of several tensors, each given with the tensor's number of elements."""
     if len(parts) == 1:
         return parts[0][1]
     total = sum(count for count, _ in parts)
@@ -278,7 +271,7 @@ def in_half(device: str) -> bool:
 def stream_points(structure: Structure) -> dict[Spot, Point]:
     """Return the points before the first layer and after every sub-layer.
 
-    A layer that does not end with a feed-forward has one more point.
+    A layer that does not end with a feed-forward also has a point at the layer's output.
     """
     points: dict[Spot, Point] = {(-1, "block", 0): structure.layers[0].input}
     for site in structure.layers:

@@ -16,10 +16,10 @@ from lamina.training.monitor.before_training import BeforeTraining, Mistake, che
 from lamina.training.monitor.first_pass import whole
 from lamina.training.monitor.model_mistakes import WIDE, gain_of, is_off, scale_of
 
-APART, DROWNED = 0.2, 0.05  # a cosine; and a share of the first layer's input
-MUCH_DROPPED = 0.8  # of a dropout's elements
-MOSTLY, LARGE_EPS = 0.5, 0.05  # a batch norm's momentum; and a norm's eps
-TRAINED = 0.05  # the range of a norm's gains after more than a few steps
+APART, DROWNED = 0.2, 0.05  # the lowest usual cosine, and the lowest usual variation of the first layer's input
+MUCH_DROPPED = 0.8  # the dropout rate that is too high
+MOSTLY, LARGE_EPS = 0.5, 0.05  # the largest usual momentum of a batch norm, and the eps of a norm that is too large
+TRAINED = 0.05  # the range of a norm's gains that shows more than a few steps of training
 _TASKS = re.compile(r"For(\w*Classification|QuestionAnswering|MultipleChoice)$")
 _HEADS = ("classifier", "score", "qa_outputs", "classification_head")
 
@@ -32,7 +32,8 @@ def no_gradient(setup: BeforeTraining) -> Iterator[Mistake]:
         yield Mistake(
             what="no parameter requires a gradient",
             why="nothing can learn",
-            do="Unfreeze what you want to train. For an adapter, pass is_trainable=True to PeftModel.from_pretrained",
+            do="Unfreeze the parameters that you want to train. For an adapter, pass is_trainable=True to "
+            "PeftModel.from_pretrained",
         )
     elif not setup.recording and not setup.running:
         yield Mistake(
@@ -45,7 +46,7 @@ def no_gradient(setup: BeforeTraining) -> Iterator[Mistake]:
             what="all gradients are 0" if trial.reached else "no parameter gets a gradient",
             why="the loss depends on no trainable weight",
             do="Look for .detach(), .item(), argmax or torch.no_grad() between the model and the loss. Also look for "
-            "adapters that are disabled, merged or scaled by 0, for pairs of equal inputs, and for a dropout of 1",
+            "adapters that are disabled, merged or scaled by 0, for pairs of equal inputs, and for a dropout rate of 1",
         )
 
 
@@ -67,14 +68,14 @@ def unregistered(setup: BeforeTraining) -> Iterator[Mistake]:
             f"shape {[*foreign[0].shape]})",
             why="no optimizer trains these parameters, which belong to the loss, another model, or a layer that "
             "forward creates at each call",
-            do="Add the loss's parameters to the optimizer, make layers in __init__, and run other models under "
+            do="Add the loss's parameters to the optimizer, create layers in __init__, and run other models under "
             "torch.no_grad()",
         )
 
 
 @checks
 def repeated_layer(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find lists of layers that hold a single layer, or a single part of a layer, several times."""
+    """Find lists of layers that contain the same layer, or the same module of a layer, several times."""
     held = nn.ParameterDict | nn.ParameterList  # such as VB-LoRA's shared vectors
     for path, layers in setup.blocks:
         parts = [
@@ -112,7 +113,7 @@ def skip_connections(setup: BeforeTraining) -> Iterator[Mistake]:
         if len(skips) >= max(3, len(layers) - 1) and scaled:
             yield Mistake(
                 what=f"the outputs of the layers of {path} contain their inputs {'twice' if twice else 'not at all'}",
-                why=f"with depth, the residual stream {'doubles' if twice else 'and its gradient fade'} at each layer",
+                why=f"the residual stream {'doubles' if twice else 'and its gradient fade'} at each layer",
                 do="Return x + f(norm(x)) once for attention and once for the feed-forward",
             )
     first = seen.get(id(setup.blocks[0][1][0])) if setup.blocks else None
@@ -129,7 +130,7 @@ def skip_connections(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def shared_memory(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find different parameters that share memory, so that each optimizer step changes it several times."""
+    """Find different parameters that use the same memory. Each optimizer step changes this memory several times."""
     places: dict[tuple[int, torch.Size], list[nn.Parameter]] = {}
     for p in setup.trained:
         if not isinstance(p, DTensor) and p.numel() and p.data_ptr():
@@ -164,7 +165,7 @@ def not_finite(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def equal_units(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find nonzero matrices whose rows are all equal or whose columns are all equal."""
+    """Find nonzero matrices in which all rows are equal."""
     equal = []
     for module in setup.model.modules():
         weight = getattr(module, "weight", None)
@@ -182,7 +183,7 @@ def equal_units(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def high_dropout(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find dropouts that drop almost all inputs, perhaps because the rate is meant as the fraction to keep."""
+    """Find dropouts that drop almost all inputs. The user may have meant the rate as the fraction to keep."""
     found = {}
     for path, module in setup.model.named_modules():
         rates = {name: value for name, value in vars(module).items() if isinstance(value, float) and "drop" in name}
@@ -193,7 +194,7 @@ def high_dropout(setup: BeforeTraining) -> Iterator[Mistake]:
     if found:
         yield Mistake(
             what=f"{len(found)} dropouts drop {max(found.values()):.0%} of their inputs ({listing(list(found))})",
-            why="almost nothing passes, because a dropout's rate is the share to drop, not the share to keep",
+            why="almost nothing passes, because a dropout's rate is the fraction to drop, not the fraction to keep",
             do="Use 0 to 0.3",
         )
 
@@ -247,7 +248,7 @@ def statistics_of_norms(setup: BeforeTraining) -> Iterator[Mistake]:
 
 
 def _is_new(weight: torch.Tensor, deviation: float | None) -> bool:
-    """Return whether a matrix looks newly initialized, with a usual standard deviation and rows of equal size."""
+    """Return whether a matrix looks newly initialized: a usual standard deviation, and rows of similar norm."""
     values = whole(weight).float()
     if values.ndim != 2 or values.numel() < 2:
         return False
@@ -293,7 +294,7 @@ def partly_loaded(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def frozen_head(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find a frozen, newly initialized head of a classification model whose other parts are trained."""
+    """Find a frozen head that looks newly initialized, in a classification model with trainable parameters."""
     if not setup.trained:
         return
     for model in (m for m in setup.model.modules() if _TASKS.search(type(m).__name__)):
@@ -306,5 +307,5 @@ def frozen_head(setup: BeforeTraining) -> Iterator[Mistake]:
             yield Mistake(
                 what=f"the head is frozen, and looks newly initialized ({setup.listed(parameters)})",
                 why="the model's outputs come from random weights",
-                do='Unfreeze it. With LoRA, set task_type="SEQ_CLS" or modules_to_save',
+                do='Unfreeze the head. With LoRA, set task_type="SEQ_CLS" or modules_to_save',
             )

@@ -22,7 +22,7 @@ Library: TypeAlias = Any
 """An optional package, or an object from an optional package."""
 
 SECTION = 8  # layers of one section
-STEP = "train/global_step"  # what Trainer's own callbacks draw against
+STEP = "train/global_step"  # the x axis of Trainer's own callbacks
 
 
 def series_of(row: Row) -> str:
@@ -118,6 +118,6 @@ class Trackers:
 
 
 def tensorboard(trackers: Trackers | None) -> list[TrainerCallback]:
-    """Return Trainer's callback for TensorBoard, with the writer that also logs the numbers by layer."""
+    """Return Trainer's callback for TensorBoard. The callback uses the same writer as the trackers."""
     writer = None if trackers is None else trackers.writer()
     return [] if writer is None else [TensorBoardCallback(writer)]

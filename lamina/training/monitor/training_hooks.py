@@ -71,10 +71,10 @@ def named_arguments(model: nn.Module, args: tuple, kwargs: Mapping[str, object])
 
 
 def called(module: nn.Module, args: tuple, kwargs: Mapping[str, object]) -> tuple[nn.Module, Arguments]:
-    """Return the module whose forward method names its arguments, and the call's arguments by name.
+    """Return the module with a forward method that names the arguments, and the call's arguments by name.
 
-    If a wrapper's forward takes only ``*args``, Lamina looks at the inner module that holds all of its parameters. If
-    no module names a tensor, Lamina returns the given module.
+    If a wrapper's forward takes only ``*args``, Lamina looks at the inner module that holds all parameters of the
+    wrapper. If no module names a tensor, Lamina returns the given module.
     """
     inner = module
     while not tensors_of(arguments := named_arguments(inner, args, kwargs)):
@@ -164,12 +164,11 @@ def stepping(optimizer: object) -> torch.optim.Optimizer:
 def after_closure(args: tuple, kwargs: Kwargs, act: Callable[[], None]) -> tuple[tuple, Kwargs] | None:
     """Call a function when a step's gradients are complete: after the step's closure, if there is a closure.
 
-    Returns new arguments for the step, or None to keep the old ones.
+    Returns new arguments for the step, or None to keep the given arguments.
 
     Args:
         args: the positional arguments of the step, beginning with the optimizer.
-        kwargs: the keyword arguments of ``optimizer.step``.
-        act: the function, which runs several times in a step of LBFGS.
+        act: the function. It runs several times in a step of LBFGS.
     """
     closure = kwargs.get("closure") if len(args) < 2 else args[1]
     if not callable(closure):
@@ -435,7 +434,7 @@ class Instruments:
             self.ended.add(id(optimizer))
 
     def clips(self, parameters: Sequence[torch.Tensor], limit: float | None) -> None:
-        """Measure this model's gradients before torch clips them, by norm or (without a limit) by value."""
+        """Measure this model's gradients before torch clips them. Clipping by value has no limit."""
         clipped_ids = {id(parameter) for parameter in parameters}
         if not any(id(parameter) in clipped_ids for parameter in self.model.parameters()):
             return

@@ -61,7 +61,7 @@ class WatchedRecords(Writers):
     """The records of a watched training, with its settings, watched.json and result.json.
 
     Args:
-        resume: whether to continue the folder's records after this step. "auto" continues existing records.
+        resume: whether to continue the folder's records after ``step``. "auto" continues records if there are any.
         step: the last step before training began or resumed.
 
     Raises:
@@ -93,7 +93,7 @@ class WatchedRecords(Writers):
             self._held = held.pop_all()
 
     def close(self, result: Json) -> None:
-        """Write the collected measurements and result.json, and release the folder. Without steps, empty it."""
+        """Write the last measurements and result.json, and release the folder. If no step ended, empty the folder."""
         with self._held:
             self.sync()
             self.alarms.close()
@@ -108,11 +108,9 @@ class LoopMonitor(Monitor):
     """The monitor of a user's training loop.
 
     Args:
-        instruments: the hooks on the model and its optimizers, which supply the measurements.
+        instruments: the hooks that measure the model and the optimizers.
         records: the writer of the records in the first process, or None in all other processes.
         step: the last step before training began or resumed.
-        on_alarm: a function that the first process calls with the first alarm of each event (alarms within 20 steps).
-        tokenizer: the tokenizer that decodes recorded batches (default: the model's tokenizer).
     """
 
     says, level = "lamina.watch: ", logging.WARNING
@@ -155,7 +153,6 @@ class LoopMonitor(Monitor):
 
     @property
     def is_due(self) -> bool:
-        """Whether the next step is recorded."""
         return self.step == 0 or (self.step + 1) % self.settings.every == 0
 
     @property
@@ -171,7 +168,7 @@ class LoopMonitor(Monitor):
         self.instruments.due, self.instruments.resumed = self.is_due, self.step > 0
 
     def _describe(self, batch: Inputs | None = None) -> None:
-        """Write watched.json if its content has changed, and log new notes. The first batch is checked for mistakes."""
+        """Write watched.json if its content has changed, and log new notes. Check the first batch for mistakes."""
         if (followed := self.instruments.followed) is None:
             return
         if batch is not None and self.step == 0:
@@ -201,7 +198,7 @@ class LoopMonitor(Monitor):
             write_json(self.records.folder / WATCHED, {"record": VERSION, **about})
 
     def _announce(self, about: Json) -> None:
-        """Log one line about the records, which shows even if nobody has configured logging."""
+        """Log one line about the records. Print the line if logging is not configured."""
         layers = f"{about['num_layers']} layers, " * bool(about["num_layers"])
         folder = shlex.quote(self.settings.output)
         text = (
@@ -260,11 +257,7 @@ class LoopMonitor(Monitor):
             self.instruments.due = self.is_due
 
     def _read(self, due: bool, rate: float | None) -> None:
-        """Read the measurements since the last call, and record the last step if a record is due. Raises Diverged.
-
-        Args:
-            rate: the learning rate of the last step.
-        """
+        """Read the measurements since the last call, and record the last step if a record is due. Raises Diverged."""
         rows = self.instruments.gradient_rows()
         rows += self.instruments.rows(self.step, self.processes) if due else self.instruments.written_rows(self.step)
         rows += [(self.step, -1, "model", "all", 0, RATE, rate)] if due and rate is not None else []
@@ -414,7 +407,7 @@ class Watch:
         return self
 
     def _show(self, hook: Callable[..., object], kind: type, error: BaseException, *frames: Any) -> None:
-        """Print one line for a divergence that ends the process, and use the given hook for any other error."""
+        """Print one line for a divergence that ends the process. Pass any other error to ``hook``."""
         if self.monitor is None or error is not self.monitor.raised:
             hook(kind, error, *frames)
         elif not is_reported(error):
@@ -494,7 +487,7 @@ def watch(
             The alarm has ``step``, ``layer``, ``sublayer``, ``metric`` and ``value``, and ``str(alarm)`` is a sentence.
             An error in ``on_alarm`` ends the training.
         tokenizer: the tokenizer that decodes recorded batches (default: the model's tokenizer).
-        settings: see ``WatchSettings``: every, layers, first_layer, attention, batches, on_divergence,
+        settings: the settings of ``WatchSettings``: every, layers, first_layer, attention, batches, on_divergence,
             divergence_margin, divergence_patience, skip_outliers, report_to.
 
     Raises:

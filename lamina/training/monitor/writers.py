@@ -31,9 +31,9 @@ Row: TypeAlias = tuple[int, int, str, str, int, str, float]
 """A measurement: step, layer (-1 outside the layers), sub-layer, role, index, metric, value."""
 
 LOSS, NORM, RATE = "step_loss", "step_gradient_norm", "learning_rate"
-"""The metrics of every step."""
+"""The metrics of a whole step: the loss, the norm of the model's gradient, and the learning rate."""
 BETWEEN = "step_"
-"""The prefix of gains and row norms between two records. Only the alarm rules read these rows, and no file has them."""
+"""The prefix of gains and row norms at steps between two records. Only the alarm rules use these measurements."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,10 +89,7 @@ LAYER_COLUMNS = tuple(_TYPES)
 
 
 def layer_parts(folder: Path) -> list[Path]:
-    """Return the files with a run's measurements by layer, in order.
-
-    Without pyarrow, the files are .npz files instead of Parquet files.
-    """
+    """Return the files with a run's measurements by layer, in order: Parquet files, or .npz files without pyarrow."""
     return sorted(part for part in (folder / "layers").glob("part-*") if part.suffix in (".parquet", ".npz"))
 
 
@@ -150,7 +147,6 @@ class MetricsWriter:
     """Write metrics.jsonl, one line for each record, without delay.
 
     Args:
-        folder: the run's folder.
         rollbacks: the records of the rollbacks so far.
     """
 
@@ -162,7 +158,7 @@ class MetricsWriter:
         self._unsynced = 0
 
     def load_state_dict(self, state: RunState) -> None:
-        """Drop records later than the checkpoint."""
+        """Drop the records that are later than the checkpoint."""
         logged_step = int(state.get("logged_step", 0))
         if "step" not in state or not (self.path.exists() or logged_step):
             return
@@ -219,8 +215,8 @@ def _number(part: Path) -> int:
 class LayersWriter:
     """Write measurements by layer into several files. A killed run loses only the last file.
 
-    A file covers 10 seconds or 0.2 % of the time so far, whichever is longer. Each file is a Parquet table, or without
-    pyarrow a .npz file with an array per column.
+    A file covers 10 seconds or 0.2 % of the run's time so far, whichever is longer. Each file is a Parquet table.
+    Without pyarrow, each file is a .npz file with an array per column.
     """
 
     rows_per_part = 20_000
@@ -242,7 +238,7 @@ class LayersWriter:
         return 1 + max(map(_number, layer_parts(self.folder.parent)), default=-1)
 
     def load_state_dict(self, state: RunState) -> None:
-        """Drop measurements later than the checkpoint."""
+        """Drop the measurements that are later than the checkpoint."""
         if "step" not in state:
             return
         for part in layer_parts(self.folder.parent):
@@ -255,11 +251,10 @@ class LayersWriter:
             elif _number(part) >= state["layer_parts"]:
                 part.unlink()
         if (missing := state.get("layer_parts", 0) - len(layer_parts(self.folder.parent))) > 0:
-            logger.warning("%s: %d parts of this file are missing, so Lamina skips their records", self.folder, missing)
+            logger.warning("%s: %d files are missing, so Lamina skips their records", self.folder, missing)
         self.next = state.get("layer_parts", self._after_last())
 
     def add(self, rows: Iterable[Row]) -> None:
-        """Add measurements."""
         self.rows += rows
         now = time.monotonic()
         pause = max(self.seconds_per_part, self.share_per_part * (now - self._begun))
@@ -302,8 +297,10 @@ class WatchSettings(GuardSettings):
     without = frozenset({"stuck_margin"})
     order = ("output", "every", "layers", "first_layer", "attention", "batches", "on_divergence")
 
-    output: str = setting("runs/watched", "folder for the records and the page", path)
-    every: int = setting(20, "steps between two records; losses and gradients are kept for every step", at_least(1))
+    output: str = setting("runs/watched", "folder for the records and the report page", path)
+    every: int = setting(
+        20, "steps between two records (losses and gradient norms are kept for every step)", at_least(1)
+    )
     layers: str | None = setting(
         None, "module path of the list of layers (such as model.layers), if Lamina cannot find it"
     )
@@ -314,9 +311,9 @@ class WatchSettings(GuardSettings):
     )
     attention: bool = setting(True, "whether to record the largest attention logit and the load of each expert")
     batches: bool = setting(
-        False, "whether to keep the rows and text of a batch with an alarm, an unusual loss or an unusual gradient"
+        False, "whether to record the first tokens of each row of a batch with an alarm, an unusual loss or gradient"
     )
-    on_divergence: OnDivergence = setting("note", "at a divergence: note it, or stop the training")
+    on_divergence: OnDivergence = setting("note", "what to do at a divergence: write a note, or stop the training")
     skip_outliers: float | None = setting(
         None,
         "skip a step if its loss or gradient norm is this many standard deviations above the mean of the last "

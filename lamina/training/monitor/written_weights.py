@@ -15,23 +15,23 @@ HANDS = ("written_ratio", "forgotten_share")
 # A change of weights below this fraction of the weights, or below this multiple of the usual change, may be the
 # loop's own normalization or averaging.
 WRITTEN, OWN_WAY = 0.02, 3.0
-FORGOTTEN = 0.5  # share of an optimizer's moments that is lost when it counts as reset
-HABIT, RECORDS = 0.3, 3  # the same share, if the loop changed these weights before each of so many records
+FORGOTTEN = 0.5  # if more than this fraction of the optimizer's moments is lost, the optimizer was reset
+HABIT, RECORDS = 0.3, 3  # up to this fraction, a change is usual if the loop changed the weights in the last 3 records
 # A change counts as averaged weights, or as a return to earlier ones, if this fraction of the trained parts changes
 # together, by this multiple of the distance since the last change. Momentum (DiLoCo) carries earlier distances on.
 MEANS, REACH, MOMENTUM = 0.8, 1.5, 0.9
-JUMP = 0.1  # if an averaging changes this share of the weights, earlier measurements no longer count
-RESTARTED = 2.0  # factor between two learning rates of a restart
+JUMP = 0.1  # if averaging changes more than this fraction of the weights, earlier measurements no longer count
+RESTARTED = 2.0  # the factor by which the learning rate changes in a restart
 AVERAGED = (
     "code other than the optimizer changed all weights, by about as much as the optimizer had changed them before "
     "(look-ahead, DiLoCo, weight averages, a loaded checkpoint). Lamina raises no alarm for such a change"
 )
 RESTARTS = (
-    "the optimizer's moments were emptied, and the learning rate jumped (a warm restart, ReLoRA). Lamina "
-    "raises no alarm for such a restart, and compares later steps only with one another"
+    "the optimizer's moments were reset, and the learning rate jumped (a warm restart, ReLoRA). Lamina "
+    "raises no alarm for such a restart, and compares later steps only with steps after the restart"
 )
 Place: TypeAlias = tuple[int, str, str]
-"""layer, sub-layer, role"""
+"""A layer, a sub-layer and a role."""
 Judgment: TypeAlias = tuple[str, Row, float, bool]
 """The rule, the measurement, the usual value, and whether the value is outside its usual range."""
 
@@ -42,10 +42,10 @@ class WrittenWeights:
 
     Attributes:
         means: the number of steps so far at which code other than the optimizer changed almost all weights.
-        carried: for each part, the distances before the changes so far, of which momentum carries on a share.
-        total: the sum over all parts of the changes by other code at the last step.
+        carried: by part of the model, a decaying sum of the distances that the optimizer moved before each change.
+        total: the sum of the ``written_ratio`` of all parts at the last step.
         rate: the last known learning rate, or None.
-        restarts: whether the last step lost its moments in a restart of the optimizer.
+        restarts: whether the optimizer restarted at the last step (lost moments, and a new learning rate).
         elsewhere: whether past measurements no longer count, because weights were replaced or the optimizer restarted.
         note: the text of this step's note, or "".
     """
@@ -67,15 +67,15 @@ class WrittenWeights:
         several: float,
         rate: float | None,
     ) -> Iterator[Judgment]:
-        """Judge a step.
+        """Judge the changes of weights and the lost moments at a step.
 
-        Changes that other code has made since the first record count as usual. Averaging with other models may change
-        many parts at once. Changes of many parts are unusual only above the optimizer's updates since the last record.
+        A change is usual if other code made similar changes at earlier records. Many parts that change together may be
+        averaged with other models. Their change is unusual only if it exceeds the updates since the last record.
 
         Args:
-            weights: the step of the last record, the weights' norm and the update's norm, for each part.
+            weights: for each part, the step of the last record, the norm of the weights, and the norm of the update.
             recent_of: a function that returns the last values of the same metric and layer.
-            several: the number of parts above which a change counts as a change of many parts.
+            several: more than this number of parts are many parts.
             rate: the step's learning rate, or None.
         """
         self.elsewhere, self.note = False, ""
@@ -123,7 +123,7 @@ class WrittenWeights:
 
 
 def _usual(recent: Sequence[float]) -> float:
-    """Return the usual relative change of a part's weights by other code, from its last records."""
+    """Return the relative change that other code usually makes to a part's weights, from the last records."""
     events = [value for value in recent if value > 0]
     usual = OWN_WAY * statistics.median(events if len(events) > 1 else recent or [math.inf])
     habit = len(recent) >= RECORDS and all([*recent][-RECORDS:])

@@ -1,7 +1,7 @@
 """Find this process's part of each parameter, and the end of each step, under DeepSpeed's ZeRO 1 to 3.
 
-ZeRO keeps float32 weights, gradients and moments in flat tensors, of which each process has a slice. ZeRO's optimizer
-updates one slice after another with a torch optimizer, so Lamina counts a step only when ZeRO's ``step`` ends.
+ZeRO keeps float32 weights, gradients and moments in flat tensors, and each process has a slice of each tensor. ZeRO's
+optimizer updates one slice after another with a torch optimizer, so a step ends only when ZeRO's ``step`` ends.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lamina.modeling.parts import patched
 from lamina.training.monitor.held_parts import HeldPart
 
 Zero: TypeAlias = Any
-"""ZeRO's optimizer, without a static type because DeepSpeed may be missing."""
+"""ZeRO's optimizer. It has no static type, because DeepSpeed may be missing."""
 Marked: TypeAlias = Any
 """A parameter with DeepSpeed's attributes."""
 
@@ -31,7 +31,7 @@ class ZeroPart(HeldPart):
         place: the flat tensor, the slice's first index, and its length.
         gradient: a function that returns the slice's gradient, or None.
         group: the index of the optimizer's group, or -1 for a frozen parameter.
-        share: the factor on this process's part in a sum over processes.
+        share: the factor on this process's part in a sum over all processes.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class ZeroPart(HeldPart):
 
     @property
     def split(self) -> bool:
-        """Whether ZeRO also splits the parameter in the model, as stage 3 does."""
+        """Whether ZeRO also splits the model's own parameter, as stage 3 does."""
         return hasattr(self.parameter, "ds_id")
 
     @property
@@ -66,7 +66,7 @@ def is_deepspeeds(model: nn.Module) -> bool:
 
 
 def zero_optimizer(model: object, optimizers: Iterable[object]) -> Zero:
-    """Find ZeRO's optimizer in DeepSpeed's engine or its wrapper. Returns None without ZeRO, or for ZeRO on disk."""
+    """Find ZeRO's optimizer in an engine or wrapper. Returns None without ZeRO, or if ZeRO's state is on disk."""
     for found in (model, *optimizers):
         while found is not None:
             if hasattr(found, "bit16_groups") or hasattr(found, "fp32_partitioned_groups_flat"):
@@ -123,8 +123,7 @@ def _stage_3(zero: Zero, parameter: Marked) -> ZeroPart:
 class ZeroGroups:
     """The groups and the state of ZeRO's torch optimizer, with one flat tensor per parameter.
 
-    Lamina reads this object and not the optimizer, because ZeRO's stage 3 empties the optimizer's groups between
-    updates.
+    ZeRO's stage 3 empties the optimizer's groups between updates, so Lamina reads this object instead.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, parts: Mapping[int, ZeroPart]):
@@ -144,7 +143,7 @@ class ZeroGroups:
 
 @contextmanager
 def steps_of(zero: Zero, before: Callable[[], object], after: Callable[[], object]) -> Iterator[None]:
-    """Call functions before and after each step of ZeRO's optimizer, inside the context."""
+    """Inside the context, call functions before and after each step of ZeRO's optimizer."""
     step = zero.step
 
     def telling(*args: object, **kwargs: object) -> object:

@@ -17,7 +17,7 @@ from lamina.probes.structure.hooks import Output, evaluating, first_tensor
 
 Run: TypeAlias = Callable[[], torch.Tensor | None]
 
-IDLE = 1e-6  # of the median gradient: rounding alone
+IDLE = 1e-6  # below this fraction of the median gradient, a gradient is rounding error
 _MOVED = 0.02  # the least standard deviation of the noise that moves parameters
 
 
@@ -25,9 +25,9 @@ class ZeroGradients(NamedTuple):
     """The ids of trainable parameters that get no gradient, by cause.
 
     Attributes:
-        stuck: all-zero parameters whose gradient stays 0, because other all-zero parameters multiply them.
-        idle: matrices whose gradient stays 0 (or rounding error) even if no parameter is all-zero.
-        cut: parameters without a gradient, although the loss changes with them.
+        stuck: all-zero parameters with a gradient of 0, because other all-zero parameters multiply them.
+        idle: matrices with a gradient of 0 (or rounding error) even if no parameter is all-zero.
+        cut: parameters without a gradient, although the loss changes if these parameters change.
     """
 
     stuck: frozenset[int] = frozenset()
@@ -43,7 +43,7 @@ def size_of(gradient: torch.Tensor) -> float:
 
 @contextmanager
 def moved(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Add noise to parameters inside the context, and restore them exactly at its end."""
+    """Inside the context, add noise to parameters. At the end, restore the parameters exactly."""
     before = [(p, p.detach().clone()) for p in parameters]
     with torch.no_grad():
         for p, value in before:
@@ -109,7 +109,7 @@ def _quiet(parameters: Iterable[nn.Parameter], sizes: Mapping[int, float]) -> se
 def _parts(named: Mapping[str, nn.Parameter], none: Collection[int]) -> list[list[nn.Parameter]]:
     """Group parameters without a gradient by the largest part of the model that gets no gradient.
 
-    Corresponding parts of different layers are one group.
+    The same part of different layers forms one group.
     """
 
     def around(name: str) -> list[str]:
@@ -126,7 +126,7 @@ def _parts(named: Mapping[str, nn.Parameter], none: Collection[int]) -> list[lis
 
 @torch.no_grad()
 def _cut(parts: Iterable[Sequence[nn.Parameter]], run: Run) -> Iterator[int]:
-    """Yield the ids of parameters that change the loss, although they get no gradient."""
+    """Yield the ids of the parameters in ``parts`` that change the loss."""
 
     def value() -> float:
         with torch.random.fork_rng(devices=[]):
@@ -145,10 +145,8 @@ def _cut(parts: Iterable[Sequence[nn.Parameter]], run: Run) -> Iterator[int]:
 def is_own_reference(model: nn.Module, ran: Mapping[int, Collection[bool]], run: Run) -> bool:
     """Return whether the reference or teacher of the loss is the trained model itself.
 
-    For any weights, each output of such a model equals an output without gradients.
-
-    Args:
-        ran: whether autograd recorded the calls of each module, by the module's id.
+    For any weights, each output of such a model with gradients enabled equals an output with gradients disabled. For
+    ``ran``, see ``FirstPass``.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     size = sum(p.numel() for p in trained)

@@ -73,7 +73,7 @@ def test_recording_and_diagnosing_need_no_heavy_package(tmp_path, name, code):
     assert "codes [0, 2, 2, 2]" in out
     said = [line for line in err.splitlines() if line.startswith("lamina: ")]
     assert [re.findall(r"pip install '.*\[(\w+)\]'", line) for line in said] == [["report"], ["train"], ["posttrain"]]
-    assert "parts of this file are missing" not in err
+    assert "files are missing" not in err
     assert not list(run.glob("layers/*.parquet"))
     if name == "loop":
         assert "layer 1 (feed-forward)" in out
