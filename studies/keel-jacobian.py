@@ -12,8 +12,8 @@ PROBE = "jacobian(tokens=8, total=false)"
 
 
 @claim(
-    says="Before training, the Jacobian of the residual path is 1 in Keel (within 5 %). In Post-LN with L "
-    "sub-layers, the Jacobian is 2^(-L/2) (its logarithm within 20 %)",
+    says="Before training, the Jacobian of the residual path after the first block is 1 in Keel (within 5 %). In "
+    "Post-LN with L sub-layers after the first block, the Jacobian is 2^(-L/2) (its logarithm within 20 %)",
     paper="(1 + 1/L^2)^(-L/2) in Keel, which tends to 1, and 2^(-L/2) in Post-LN",
 )
 def keel_jacobian(trials: Trials) -> Finding:
@@ -21,7 +21,7 @@ def keel_jacobian(trials: Trials) -> Finding:
 
 
 @claim(
-    says="Before training, the Jacobian of Keel's residual path is 1 at every depth, within 5 %",
+    says="Before training, the Jacobian of Keel's residual path after the first block is 1 at every depth, within 5 %",
     paper="The Jacobian tends to 1",
 )
 def keel_jacobian__keel(trials: Trials) -> Finding:
@@ -30,8 +30,8 @@ def keel_jacobian__keel(trials: Trials) -> Finding:
 
 
 @claim(
-    says="Before training, the Jacobian of Post-LN's residual path is 2^(-L/2) with L sub-layers (its logarithm within "
-    "20 %)",
+    says="Before training, the Jacobian of Post-LN's residual path is 2^(-L/2) over the L sub-layers after the first "
+    "block (its logarithm within 20 %)",
     paper="2^(-L/2)",
 )
 def keel_jacobian__post_ln(trials: Trials) -> Finding:
@@ -40,7 +40,8 @@ def keel_jacobian__post_ln(trials: Trials) -> Finding:
 
 
 @claim(
-    says="If each branch is as large as its skip, our models' gains and scales give the paper's formulas",
+    says="If each branch is as large as its skip, our models' gains and scales after the first block give the paper's "
+    "formulas",
     paper="(1 + 1/L^2)^(-L/2) in Keel and 2^(-L/2) in Post-LN",
 )
 def keel_jacobian__formula(trials: Trials) -> Finding:
