@@ -191,6 +191,18 @@ def test_another_initializer_can_be_chosen(init):
     assert f"--init {init}" in code.replace('"', "")
 
 
+def test_scaled_weights_are_drawn_under_nanogpts_names_too_and_unknown_names_are_an_error():
+    module = module_of(emit("keel", "pytorch", LAYERS, init="small_scaled").code)
+    assert "`init_weights(model, dim)`" in module.__doc__
+    names = ("c_attn", "c_proj")
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(64, 64) for name in names})
+    module.init_weights(model, 64)
+    plain, scaled = (model[name].weight.detach().std() for name in names)
+    assert plain / scaled == pytest.approx((2 * LAYERS) ** 0.5, rel=0.1)
+    with pytest.raises(ValueError, match="no module's name ends with one of"):
+        module.init_weights(torch.nn.ModuleDict({"last": torch.nn.Linear(64, 64)}), 64)
+
+
 def test_an_initializer_that_a_file_cannot_have_is_refused():
     with pytest.raises(UserError, match="unknown init 'hee'; did you mean 'he'"):
         emit("keel", "pytorch", LAYERS, init="hee")
