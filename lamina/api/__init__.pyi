@@ -848,8 +848,8 @@ def study(
 ) -> StudyOutcome:
     """Run a study and judge its claims, as `lamina study run` does.
 
-    The keywords are the settings of `lamina study`. ``study`` is a name of the catalog or your YAML file;
-    OUTPUT/report.html shows the verdicts.
+    The keywords are the settings of `lamina study`. ``study`` is a name from `lamina study list`, or your YAML
+    file. OUTPUT/report.html shows the verdicts.
 
     Raises:
         UserError: (a ValueError) for invalid settings, a study that can't be read or has changed since it ran, or

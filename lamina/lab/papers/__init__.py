@@ -1,1 +1,1 @@
-"""Repeat the tables and figures of papers as studies, and judge the papers' claims."""
+"""Reproduce tables and figures of papers as studies, and judge the papers' claims."""

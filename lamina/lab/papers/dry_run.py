@@ -1,7 +1,7 @@
-"""Compute the sizes and costs of a study's models without training (a dry run).
+"""Estimate the sizes and costs of a study's models without training (a dry run).
 
-Lamina builds each model on the meta device, and counts its parameters and FLOPs. A dry run needs no text, tokenizer,
-weights or network, so a laptop can check a study of thousands of GPU-hours.
+Lamina builds each model on PyTorch's meta device. A dry run therefore needs no text, tokenizer, weights or network, and
+a laptop can check a study of thousands of GPU-hours.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 TERAFLOPS = 989.0
 """The peak speed of an H100 or H200 (SXM) in dense bfloat16, in TFLOP/s."""
 UTILIZATION = 0.4
-"""The expected fraction of the peak speed, on one host without gradient checkpointing. Deep, narrow models reach less.
+"""The expected fraction of the peak speed on one host, without gradient checkpointing. Deep, narrow models reach less.
 """
 VOCABULARIES = {
     "mistralai/Mistral-7B-v0.1": 32_000,
@@ -39,20 +39,20 @@ VOCABULARIES = {
 """The vocabulary sizes of the Hub tokenizers that the studies use."""
 BYTES = 257
 MOST_TRIED = 20e6
-"""The largest model, in parameters, for which Lamina times a training step."""
+"""The number of parameters above which Lamina does not time a training step."""
 COLUMNS = (*("arm", "trials", "parameters", "active", "vocabulary", "tokens", "flops", "gpu_hours", "total_gpu_hours"),)
-"""The columns of the dry run's table. "trials" and "total_gpu_hours" cover all runs, and the other columns one run."""
+"""The columns of the dry run's table. Only "trials" and "total_gpu_hours" cover all runs of a configuration."""
 
 
 def dry_run(arms: Mapping[str, Mapping[str, PretrainSettings]]) -> Frame:
     """Count the parameters and FLOPs of each configuration's model.
 
     Args:
-        arms: the configurations, by name. Each one maps the names of its runs to their settings. The runs of a
-            configuration differ only in learning rate and seed.
+        arms: the runs' settings, by the configuration's name and the run's name. The runs of one configuration differ
+            only in learning rate and seed.
 
     Returns:
-        A table with one row per configuration. Its sizes and costs are for one run, except the total GPU-hours.
+        A table with the columns ``COLUMNS`` and one row per configuration.
 
     Raises:
         UserError: Lamina cannot build a model from a run's settings.
@@ -75,7 +75,7 @@ def dry_run(arms: Mapping[str, Mapping[str, PretrainSettings]]) -> Frame:
 
 
 def table(frame: Frame) -> str:
-    """Format a dry run's table as text, with the total cost."""
+    """Format a dry run's table as text, with the study's total cost."""
     width = max([len("arm"), *(len(str(arm)) for arm in frame["arm"])])
     lines = [
         f"{'arm':<{width}} {'trials':>6} {'parameters':>10} {'active':>8} {'vocabulary':>10} {'tokens':>8} "
@@ -99,9 +99,9 @@ def table(frame: Frame) -> str:
 def minutes_here(
     arms: Mapping[str, Mapping[str, PretrainSettings]], frame: Frame, *, workers: int, threads: int | None
 ) -> str:
-    """Estimate how many minutes the study takes on this machine. Returns "" for large models.
+    """Estimate the study's duration on this machine, as text. Returns "" for large models and for image models.
 
-    Lamina times two steps of the first run on random tokens. The estimate scales this time by the other runs' FLOPs.
+    Lamina times two training steps of the first run, and scales this time by the FLOPs of all runs.
     """
     import time
 
@@ -139,7 +139,7 @@ def minutes_here(
 
 
 def vocabulary_of(settings: PretrainSettings, config: PreTrainedConfig) -> int:
-    """Return a tokenizer's vocabulary size without loading it. For an unknown tokenizer, return the backbone's size."""
+    """Return a tokenizer's vocabulary size without loading the tokenizer (default: the backbone's size)."""
     from lamina.data.tokenizers import is_trained
 
     tokenizer = settings.tokenizer
@@ -151,7 +151,7 @@ def vocabulary_of(settings: PretrainSettings, config: PreTrainedConfig) -> int:
 
 
 def _counted(settings: PretrainSettings, counts: dict[str, tuple[int, int, float]]) -> tuple[int, int, int, int, float]:
-    """Count parameters, parameters used per token, vocabulary entries, tokens per item, and FLOPs per token."""
+    """Return the parameters, parameters used per token, vocabulary size, tokens per item, and FLOPs per token."""
     import torch
 
     from lamina.modeling.backbones.presets import parameters_of
@@ -160,7 +160,7 @@ def _counted(settings: PretrainSettings, counts: dict[str, tuple[int, int, float
     from lamina.training.resolve import check_settings, training_flops
 
     config, plan, objective, vocabulary, length = _resolved(settings)
-    # what depends on this machine is checked where the trial runs
+    # these settings depend on the machine, so Lamina checks them when the trial runs
     check_settings(replace(settings, precision="fp32", compile="off", report_to="none"), plan)
     key = repr((config.to_dict(), plan.to_dict(), length, objective.head, scaling_of(settings)))
     if key not in counts:
@@ -173,10 +173,7 @@ def _counted(settings: PretrainSettings, counts: dict[str, tuple[int, int, float
 
 
 def _resolved(settings: PretrainSettings) -> tuple[PreTrainedConfig, Plan, Objective, int, int]:
-    """Return the backbone, the norm placement, the objective, the vocabulary size and the tokens per item.
-
-    The vocabulary size is 0 for models that read no text.
-    """
+    """Return a run's backbone, norm placement, objective, vocabulary size (0 for images), and tokens per item."""
     from lamina.training.objectives.objective import objective_of
     from lamina.training.objectives.text import TextObjective, with_vocabulary
     from lamina.training.resolve import backbone_config

@@ -1,7 +1,7 @@
 """Read and check studies from YAML files.
 
-A study compares configurations in up to three sizes: cpu, gpu and paper. Each size ("scale") lists the compared
-settings, learning rates, seeds and measurements, and further jobs that start from the trained models.
+A study compares models in up to three sizes ("scales"): cpu, gpu and paper. For each size, the YAML file lists the
+compared settings, learning rates, seeds, measurements, and jobs that start from the trained models.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from lamina.lab.papers.trials.jobs import TRIAL_JOBS, TrialJob
 from lamina.probes.engine.registry import check_probe
 
 Axes: TypeAlias = Mapping[str, Mapping[str, Json]]
-"""The values of each compared setting (axis). Each value has a label and the settings that the label means."""
+"""The compared settings (axes). Each axis maps the labels of its values to settings."""
 BASES = "bases.yaml"
 _RECORDS = "lamina_records"
 PAPERS = ("fusenorm", "keel", "mix_ln", "peri_ln", "field")
 SCALES = ("cpu", "gpu", "paper")
 TIMES = ("init", "end", "records")
 MOST_SEEDS = 1000
-"""The largest number of seeds. A larger number is probably a seed, and not a number of seeds."""
+"""The largest number of seeds of a study. A user who gives a larger number probably means one seed."""
 _STUDY = ("study", "paper", "source", "title", "question", "scales", "figures", "notes")
 _SCALE = (
     *("base", "settings", "axes", "measures", "job", "skip", "needs", "looks", "then"),
@@ -38,7 +38,7 @@ _SCALE = (
 )
 _STAGE = ("job", "from", "of", "settings", "skip", "records")
 STAGE = "stage"
-"""The table column that names a model's last job, in studies that train a model with several jobs."""
+"""The table column with the job of each row, in studies with several jobs."""
 RECORDS = ("metrics", "layers", "held_out")
 """The training records that a study can keep. "held_out" has a policy's reward and KL for each prompt."""
 SOURCES = ("data", "eval_data", "reward_function")
@@ -50,7 +50,7 @@ ENGINE = {
     "pause_step": "steps, which sets the full length of a trial",
     "push_to_hub": "`hf upload` after the trial",
 }
-"""The settings that a study cannot change, and what the user can change instead."""
+"""The settings that a study cannot change, each with a text that names the alternative."""
 TAKEN = frozenset(
     (
         *(*columns.names(), "key", "tuned", "at_edge", STAGE, "candidate"),
@@ -58,17 +58,17 @@ TAKEN = frozenset(
         *("label", "panel", "line", "rest", "place", "y", "mean", "std", "low", "high", "trained", "trials", "ended"),
     )
 )
-"""The columns that Lamina itself writes to tables. A compared setting cannot have any of these names."""
+"""The column names of Lamina's tables. A compared setting cannot have one of these names."""
 
 
 def catalog_folder() -> Path:
-    """Return the folder of Lamina's studies."""
+    """Return the folder of Lamina's own studies."""
     repository = Path(__file__).parents[3] / "studies"
     return repository if (repository / BASES).is_file() else Path(__file__).parent / "studies"
 
 
 def records_folder() -> Path:
-    """Return the folder with the recorded results of Lamina's studies, which may not exist."""
+    """Return the folder of recorded results of Lamina's own studies. The folder may be missing."""
     spec = find_spec(_RECORDS)
     installed = list(spec.submodule_search_locations or ()) if spec else []
     folder = catalog_folder() / "records"
@@ -93,7 +93,7 @@ def find(study: str) -> Path:
 
 Rule = Literal["best", "one-se"]
 WIDENINGS = 2
-"""The default number of learning rates that Lamina adds as long as the best one is the lowest or highest."""
+"""The default of ``Tuning.widen``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,13 +102,13 @@ class Tuning:
 
     Attributes:
         rates: the learning rates to try.
-        seeds: the seeds of the search: either the number of the study's first seeds, or a list of other seeds.
-        rule: "best" for the learning rate with the lowest loss, or "one-se" for the lowest learning rate whose loss is
-            within one standard error of the lowest loss.
-        widen: how often Lamina adds a learning rate when the best one is the lowest or highest.
+        seeds: the seeds of the search: a list of seeds, or a number n for the study's first n seeds.
+        rule: how to choose a learning rate, "best" or "one-se" (see ``lamina.lab.papers.engine.plan.best_rate``).
+        widen: the largest number of added learning rates. Lamina adds one if the best learning rate is the lowest or
+            highest.
         also: pairs of labels. A configuration with the first label also trains at the best learning rate of the
             configuration with the second label.
-        settings: other settings for the search, such as fewer steps.
+        settings: settings that differ during the search, such as fewer steps.
     """
 
     rates: tuple[float, ...]
@@ -119,15 +119,11 @@ class Tuning:
     settings: Json = field(default_factory=dict)
 
     def sweep(self, seeds: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the seeds of the search.
-
-        Args:
-            seeds: the study's seeds.
-        """
+        """Return the seeds of the search, given the study's seeds."""
         return seeds[: self.seeds] if isinstance(self.seeds, int) else self.seeds
 
     def other(self, values: Mapping[str, str]) -> dict[str, str] | None:
-        """Return the other configuration whose best learning rate a configuration also uses, or None."""
+        """Return the configuration whose best learning rate a configuration also uses ("also"), or None."""
         for axis, label in values.items():
             if label in self.also:
                 return {**values, axis: self.also[label]}
@@ -136,18 +132,17 @@ class Tuning:
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A job that continues from the models of a study's earlier runs, such as fine-tuning.
+    """A job that starts from models of a study's earlier jobs, such as fine-tuning.
 
     Attributes:
         name: the label in the column "stage" of the tables.
         job: the job's name, such as "sft".
-        settings: the job's settings.
-        inputs: the input models. Each entry maps a setting of the job to the earlier job that trained the model.
-        of: the only configuration that runs this job (default: every configuration does). All configurations then use
-            its model, such as a shared reward model.
-        skip: configurations that skip this job and all jobs that need it.
+        inputs: the earlier job that trained each input model, by the setting that takes the model.
+        of: the labels of the only configuration that runs this job (default: all configurations run the job). All
+            configurations then use the resulting model, such as a shared reward model.
+        skip: the configurations that skip this job and all jobs that need this job's model.
         measures: the training records to keep, as "records/NAME".
-        folder: the folder of the study's file, to which paths that begin with "./" are relative.
+        folder: the folder of the study's file. Paths that begin with "./" are relative to this folder.
     """
 
     name: str
@@ -164,7 +159,7 @@ class Stage:
         return TRIAL_JOBS[self.job]
 
     def trial(self, seed: int) -> Settings:
-        """Return the settings of a run, without its input models. Raises UserError for an invalid setting."""
+        """Return the settings of this job without input models. Raises UserError for an invalid setting."""
         settings = dict(self.settings)
         for name in self.record.files:
             if str(settings.get(name, "")).startswith("./"):
@@ -184,22 +179,22 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """A study in one of its sizes.
+    """A study in one size.
 
     Attributes:
         name: cpu, gpu or paper.
         job: the first job's name, such as "pretrain".
         settings: the settings that all runs share.
-        axes: the compared settings: each axis has labels, and each label stands for some settings.
-        rates: the learning rates to compare, or () if another setting decides the learning rate.
+        axes: the compared settings. Each axis maps labels to settings.
+        rates: the learning rates to compare, or () if the study does not compare learning rates.
         tuning: the search for the best learning rates, or None.
         measures: the probes or records to keep, by time: "init", "end" or "records".
-        skip: combinations of labels that Lamina does not run.
+        skip: the combinations of labels that Lamina does not run.
         stages: the jobs that start from the trained models.
-        needs: the reason why runs of this size cannot decide the claims, or "".
-        looks: how often the claims have been judged with increasing numbers of seeds. Lamina multiplies the corrected p
-            values by this number.
-        folder: the folder of the study's file, to which paths that begin with "./" are relative.
+        needs: the reason why this size cannot decide the claims, or "".
+        looks: the number of judgments so far, each with more seeds. Lamina multiplies the corrected p values by this
+            number.
+        folder: the folder of the study's file. Paths that begin with "./" are relative to this folder.
     """
 
     name: str
@@ -222,17 +217,17 @@ class Scale:
 
     @property
     def tuning_seeds(self) -> tuple[int, ...]:
-        """The seeds that search for learning rates, or () without a search."""
+        """The seeds of the search for learning rates, or () without a search."""
         return () if self.tuning is None else self.tuning.sweep(self.seeds)
 
     @property
     def axis_names(self) -> tuple[str, ...]:
-        """The columns of the tables that identify a configuration."""
+        """The table columns that identify a configuration and a job."""
         return (*self.axes, *((STAGE,) if self.stages else ()))
 
     @property
     def all_measures(self) -> Mapping[str, tuple[str, ...]]:
-        """The probes and records to keep from all jobs, by time: "init", "end" or "records"."""
+        """The probes and records of all jobs, by time: "init", "end" or "records"."""
         records = [each.partition("/")[2] for stage in self.stages for each in stage.measures]
         kept = dict.fromkeys([*self.measures.get("records", ()), *records])
         return {**self.measures, "records": tuple(kept)} if kept else self.measures
@@ -240,14 +235,13 @@ class Scale:
 
 @dataclass(frozen=True, kw_only=True)
 class StudyDefinition:
-    """A study of one question, in up to three sizes.
+    """A study in up to three sizes.
 
     Attributes:
-        name: the study's name, which is also the name of its main claim.
-        paper: the paper that makes the claim, as a key of ``PAPERS``.
+        name: the name of the study and of its main claim.
+        paper: the paper that makes the claim: one of ``PAPERS``.
         source: the table, figure or equation in the paper.
-        title: the title of the comparison.
-        file: the YAML file. A Python file of the same name has the claims.
+        file: the YAML file. A Python file with the same name defines the claims.
         figures: the figures to draw, as in the YAML file.
     """
 
@@ -264,14 +258,14 @@ class StudyDefinition:
         return self.file.with_suffix(".py")
 
     def scale(self, name: str) -> Scale:
-        """Return the study in one size. Raises UserError if the study does not have this size."""
+        """Return the study in one size. Raises UserError if the study has no such size."""
         if name not in self.scales:
             raise unknown("scale", name, self.scales, f"study {self.name}")
         return self.scales[name]
 
 
 class _Entries:
-    """A mapping in a study's YAML file. Errors name the field and the nearest allowed name."""
+    """A mapping in a study's YAML file. The methods raise UserError for an invalid field."""
 
     def __init__(self, where: str, data: object, allowed: Sequence[str], what: str) -> None:
         if not isinstance(data, Mapping):
@@ -280,14 +274,13 @@ class _Entries:
         self.among("field", data, allowed)
 
     def among(self, what: str, names: Iterable[object], allowed: Iterable[str], at: str = "") -> None:
-        """Raise UserError if any name is not allowed."""
         listed = tuple(allowed)
         for name in names:
             if name not in listed:
                 raise unknown(what, str(name), listed, f"{self.where}{f': {at}' if at else ''}")
 
     def refused(self, key: str, value: object, allowed: str) -> UserError:
-        """Return a UserError about an invalid value in the YAML file."""
+        """Return the UserError about an invalid value."""
         return UserError(f"{self.where}: {key}: {value!r} does not fit. Give {allowed}.")
 
     def mapping(self, key: str) -> Mapping[str, object]:
@@ -296,27 +289,24 @@ class _Entries:
         return value
 
     def text(self, key: str, default: str | None = None) -> str:
-        """Return a text field, or a default if the field is missing."""
         if not isinstance(value := self.data.get(key, default), str):
             raise self.refused(key, value, "a text")
         return value
 
     def mappings(self, key: str) -> tuple[Json, ...]:
-        """Return a list of mappings, or () if the field is missing."""
         value = self.data.get(key, ())
         if not isinstance(value, list | tuple) or not all(isinstance(entry, Mapping) for entry in value):
             raise self.refused(key, value, "a list of mappings")
         return tuple(dict(entry) for entry in value)
 
     def whole(self, key: str, default: int, low: int) -> int:
-        """Return an integer field that has a lower limit, or a default if the field is missing."""
         value = self.data.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < low:
             raise self.refused(key, value, f"a whole number of at least {low}")
         return value
 
     def seeds(self, key: str, given: object) -> tuple[int, ...]:
-        """Return the seeds of a list, or the seeds 0, 1, ... up to a number of seeds."""
+        """Convert a list of seeds, or a number n for the seeds 0 to n - 1."""
         if isinstance(given, int) and not isinstance(given, bool) and 1 <= given <= MOST_SEEDS:
             return tuple(range(given))
         if isinstance(given, Sequence) and not isinstance(given, str) and given:
@@ -326,7 +316,7 @@ class _Entries:
         raise self.refused(key, given, f"the number of seeds, at most {MOST_SEEDS}, or a list of different seeds")
 
     def skip(self, axes: Axes) -> tuple[Json, ...]:
-        """Read the combinations of labels that Lamina should not run."""
+        """Read the combinations of labels to leave out."""
         patterns = self.mappings("skip")
         for axis, given in (item for pattern in patterns for item in pattern.items()):
             if axis not in axes:
@@ -338,7 +328,7 @@ class _Entries:
 
 
 def read_study(study: str | Path) -> StudyDefinition:
-    """Read a study by its name, or by the path of its YAML file. Raises UserError if the file is invalid."""
+    """Read a study from its name or from the path of a YAML file. Raises UserError if the file is invalid."""
     path = find(str(study))
     entries = _Entries(path.name, read_mapping(path), _STUDY, "")
     name = entries.text("study")
@@ -402,7 +392,7 @@ def _read_scale(where: str, name: str, data: object, folder: Path) -> Scale:
     if tuning is not None and isinstance(tuning.seeds, int) and tuning.seeds > len(seeds):
         raise entries.refused("learning_rate: seeds", tuning.seeds, f"at most {len(seeds)}, the number of seeds")
     if tuned_with and not isinstance(tuning.seeds if tuning else None, tuple):
-        raise entries.refused("learning_rate: settings", tuned_with, "with a list of tuning seeds")
+        raise entries.refused("learning_rate: settings", tuned_with, "these settings only with a list of tuning seeds")
     check_seeds(f"{where}: ", tuning, seeds)
     return scale
 
@@ -420,12 +410,12 @@ def _base(entries: _Entries, name: object, folder: Path) -> Json:
 
 @cache
 def _bases(file: Path, changed: int) -> Json:
-    """Read the settings that several studies share. Lamina reads a file again only if it has changed."""
+    """Read the settings that several studies share. A new ``changed`` (the file's time) renews the cache."""
     return read_mapping(file)
 
 
 def _read_rates(entries: _Entries, given: object) -> tuple[tuple[float, ...], Tuning | None]:
-    """Read learning rates, or the description of a search for learning rates. Raises UserError if they are invalid."""
+    """Read the learning rates, or the description of a search for learning rates."""
     if given is None or not isinstance(given, Mapping):
         return () if given is None else _rates(entries, given), None
     allowed = ("tune", "seeds", "rule", "widen", "also", "settings")
@@ -444,7 +434,9 @@ def _read_rates(entries: _Entries, given: object) -> tuple[tuple[float, ...], Tu
 
 def _rates(entries: _Entries, values: object) -> tuple[float, ...]:
     if not isinstance(values, Sequence) or isinstance(values, str) or not values:
-        raise entries.refused("learning_rate", values, "a list of learning rates, or the field tune with such a list")
+        raise entries.refused(
+            "learning_rate", values, "a list of learning rates, or the field tune with a list of learning rates"
+        )
     rates = []
     for value in values:
         try:
@@ -472,7 +464,7 @@ def check_seeds(where: str, tuning: Tuning | None, seeds: tuple[int, ...]) -> No
 
 
 def _check_also(entries: _Entries, tuning: Tuning, axes: Axes) -> None:
-    """Raise UserError unless each pair under "also" names two different labels of one compared setting."""
+    """Raise UserError unless each pair in "also" consists of two labels of the same axis."""
     every = {name: labels for labels in reversed([*axes.values()]) for name in labels}
     for label, other in tuning.also.items():
         entries.among("label", [label], every, "learning_rate: also")
@@ -481,7 +473,7 @@ def _check_also(entries: _Entries, tuning: Tuning, axes: Axes) -> None:
 
 
 def _points(entries: _Entries, axis: str, values: object, job: TrialJob) -> dict[str, Json]:
-    """Read the values of one compared setting: a list of values, or a mapping from labels to settings."""
+    """Read the values of an axis: a list of values, or a mapping from labels to settings."""
     names = job.settings_class().names()
     if axis in TAKEN and axis not in names:
         where_in_file = f"{entries.where}: {axis}"
@@ -516,11 +508,7 @@ def _read_measures(entries: _Entries) -> dict[str, tuple[str, ...]]:
 
 
 def _read_stages(scale: _Entries, first: str, axes: Axes, folder: Path) -> tuple[Stage, ...]:
-    """Read the jobs that start from the trained models. Raises UserError if a field is invalid.
-
-    Args:
-        first: the name of the first job.
-    """
+    """Read the jobs that start from trained models. ``first`` is the name of the first job."""
     stages: dict[str, Stage] = {}
     listed = scale.mapping("then")
     if listed and STAGE in axes:
@@ -549,12 +537,12 @@ def _read_stage(entries: _Entries, name: str, earlier: Sequence[str], axes: Axes
     records = records if isinstance(records, Sequence) else (records,)
     entries.among("record", records, RECORDS)
     given, inputs_taken = entries.data.get("from", earlier[0]), TRIAL_JOBS[job].inputs
-    inputs = dict(given) if isinstance(given, Mapping) else {inputs_taken[0]: given}  # one name is of the main input
+    inputs = dict(given) if isinstance(given, Mapping) else {inputs_taken[0]: given}  # one name means the main input
     entries.among("setting", inputs, inputs_taken, "from")
     entries.among("stage", inputs.values(), earlier, "from")
     if inputs_taken[0] not in inputs:
         raise UserError(
-            f"{entries.where}: from: {given!r} lacks {inputs_taken[0]}. Name the stage whose model this setting takes."
+            f"{entries.where}: from: {given!r} lacks {inputs_taken[0]}. Name the stage that trains this model."
         )
     stage = Stage(
         name=name,

@@ -41,15 +41,15 @@ def study_pages() -> object:
 STUDY = JobRow(
     name="study",
     kind=Kind.CLAIMS,
-    summary="run, list or show studies, which repeat four papers' tables and figures and judge each claim",
+    summary="run, list or show studies, which reproduce results of four papers and judge the papers' claims",
     about="Run a study and judge its claims, as `lamina study run` does.",
     settings=study_settings,
     run=run_study,
-    returns="``study`` is a name of the catalog or your YAML file; OUTPUT/report.html shows the verdicts.",
+    returns="``study`` is a name from `lamina study list`, or your YAML file. OUTPUT/report.html shows the verdicts.",
     outcome="StudyOutcome",
     raises="a study that can't be read or has changed since it ran",
     switches=(
-        Switch(name="record", help="also save the tables and verdicts in the folder of --records", passed=True),
+        Switch(name="record", help="also copy the tables and verdicts to the --records folder", passed=True),
         Switch(name="dry_run", help="print parameters, tokens, FLOPs and hours without training"),
     ),
     positional=("study",),

@@ -1,4 +1,4 @@
-"""Train a vision Transformer to classify images. The recipes follow DeiT and ConvNeXt."""
+"""Train a vision Transformer to classify images, with the augmentation of DeiT and ConvNeXt."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lamina.training.settings import PretrainSettings
 
 _OF_TEXT = ("tokenizer", "sequence_length", "text_field", "packing", "streaming", "shuffle_buffer", "eval_corpus")
 TOP = 5
-_NAMED = 20  # classes on a model's card
+_NAMED = 20  # the most classes that a model's card names
 
 
 @objective
@@ -52,7 +52,7 @@ class ImageClassification(Objective):
             )
 
     def item_tokens(self, config: PreTrainedConfig, settings: PretrainSettings) -> int:
-        return (_side(config, "image_size") // _side(config, "patch_size")) ** 2 + 1  # the class token
+        return (_side(config, "image_size") // _side(config, "patch_size")) ** 2 + 1  # plus the class token
 
     def read(self, settings: PretrainSettings, config: PreTrainedConfig, *, bar: bool) -> tuple[Splits, Processor]:
         return prepare_images(
@@ -110,14 +110,13 @@ class ImageClassification(Objective):
         }
 
     def scores(self, logits: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return whether the true class has the highest score, and whether it is among the five highest."""
+        """Return each image's accuracy (0 or 1) and top-5 accuracy (0 or 1)."""
         best = logits.topk(min(TOP, logits.shape[-1]), dim=-1).indices
         right = (best == labels[:, None]).float()
         return {"accuracy": right[:, 0], "top5_accuracy": right.sum(-1)}
 
 
 def augmentation_of(settings: PretrainSettings, size: int) -> Augmentation:
-    """Return a run's augmentation of training images."""
     return Augmentation(
         size=size,
         crop_scale=settings.crop_scale,

@@ -1,4 +1,4 @@
-"""Supply the images for a probe: your tensor, images of a corpus, or noise."""
+"""Supply images for probes: the user's tensor, images of a corpus, or noise."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 
 
 def read_images(given: Inputs, corpus: str, model: nn.Module, count: int, seed: int) -> torch.Tensor:
-    """Return images in the model's shape. Raises UserError if your images or the corpus are unusable."""
+    """Return images [images, channels, height, width] of the size that the model expects.
+
+    Raises UserError if the given images have another shape, or if Lamina cannot read the corpus.
+    """
     config: Any = getattr(model, "config", None)
     text = config.get_text_config()
     size = getattr(text, "image_size", None) or getattr(config, "image_size", 224)
@@ -39,7 +42,7 @@ def read_images(given: Inputs, corpus: str, model: nn.Module, count: int, seed: 
     images = _from_corpus(corpus, shape, count, processor) if given is None else torch.as_tensor(given)
     if not images.is_floating_point() or images.ndim != 4 or tuple(images.shape[1:]) != shape:
         raise UserError(
-            f"images: {images.dtype} of shape {list(images.shape)} does not fit. Give floats of shape "
+            f"images: {images.dtype} of shape {list(images.shape)} does not fit. Give floating-point values of shape "
             f"{['images', *shape]}."
         )
     return images[spread(len(images), count)].float()
@@ -48,10 +51,10 @@ def read_images(given: Inputs, corpus: str, model: nn.Module, count: int, seed: 
 def _from_corpus(
     corpus: str, shape: tuple[int, int, int], count: int, processor: BaseImageProcessor | None
 ) -> torch.Tensor:
-    """Read images from a .npy file of pixel values, a file of labeled pixels, or a folder of pictures.
+    """Read images from a .npy file, from a .csv file of labeled pixels, or from a folder of image files.
 
-    The checkpoint's image processor resizes and normalizes pictures. Without a processor, Lamina scales pictures to the
-    range -1 to 1.
+    The image processor resizes and normalizes images. Without an image processor, Lamina resizes images and scales
+    pixel values to the range -1 to 1. Lamina does not change the values of a .npy file.
     """
     path = Path(corpus)
     if corpus == MNIST or corpus.endswith((".csv", ".csv.gz")):
@@ -79,7 +82,8 @@ def _from_corpus(
                 pictures.append(picture.convert("RGB" if shape[0] == 3 else "L"))
         except (OSError, ValueError, SyntaxError) as error:
             raise UserError(
-                f"corpus: Lamina cannot read the image {str(files[index])!r} ({one_line(error)}). Fix or remove it."
+                f"corpus: Lamina cannot read the image {str(files[index])!r} ({one_line(error)}). Fix or remove the "
+                "image."
             ) from None
     return _pixels(pictures, shape, processor)
 

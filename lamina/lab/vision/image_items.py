@@ -1,4 +1,4 @@
-"""Convert images to a classifier's input tensors, with augmentation for training images."""
+"""Convert images to input tensors for a classifier, and augment training images."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from transformers.image_processing_utils import BaseImageProcessor
 
-OPERATIONS = 2  # of RandAugment, per image: as DeiT and ConvNeXt
-_MAGNITUDES = 30  # of kornia, which takes those between 0 and 30
+OPERATIONS = 2  # RandAugment operations per image, as in DeiT and ConvNeXt
+_MAGNITUDES = 30  # kornia's magnitudes lie between 0 and 30
 _RATIO = (3.0 / 4.0, 4.0 / 3.0)
 _ERASED, _ERASED_RATIO = (0.02, 1.0 / 3.0), (0.3, 3.3)
 _SEEDS = 2**62
@@ -30,14 +30,14 @@ _SEEDS = 2**62
 
 @dataclass(frozen=True, kw_only=True)
 class Augmentation:
-    """The augmentation of training images. By default, it changes nothing.
+    """The augmentation of training images. The default values change nothing.
 
     Attributes:
-        size: the side of a cropped and resized image, in pixels.
-        crop_scale: the smallest area of a random crop, as a fraction of the image. 1 means no random crops.
+        size: the width and height of an image after cropping and resizing, in pixels.
+        crop_scale: the smallest area of a random crop, as a fraction of the image's area. 1 means no random crops.
         flip: the probability of a horizontal flip.
-        rand_augment: the strength of RandAugment (Cubuk et al. 2020, arXiv 1909.13719), 0 (off) to 1.
-        random_erasing: the probability that a rectangle becomes noise (Zhong et al. 2020, arXiv 1708.04896).
+        rand_augment: the strength of RandAugment (Cubuk et al. 2020, arXiv 1909.13719), from 0 (off) to 1.
+        random_erasing: the probability that noise replaces a rectangle (Zhong et al. 2020, arXiv 1708.04896).
         repeats: the number of augmented copies of each image (Hoffer et al. 2020, arXiv 1901.09335).
     """
 
@@ -62,7 +62,7 @@ class Augmentation:
             ) from None
 
     def crop(self, picture: Image, generator: torch.Generator) -> Image | None:
-        """Crop an image at random and resize it to a square. Returns None if random crops are off."""
+        """Crop an image at random, and resize the crop to a square. Returns None if random crops are off."""
         if self.crop_scale >= 1.0:
             return None
         from PIL import Image
@@ -73,10 +73,9 @@ class Augmentation:
     def change(
         self, pixels: torch.Tensor, generator: torch.Generator, mean: torch.Tensor, std: torch.Tensor
     ) -> torch.Tensor:
-        """Flip, distort and erase normalized pixel values [channels, height, width].
+        """Flip, distort and erase a normalized image [channels, height, width].
 
-        RandAugment needs values from 0 to 1, so Lamina undoes the normalization with the mean and the standard
-        deviation [channels, 1, 1].
+        The normalization used the given mean and standard deviation, both [channels, 1, 1].
         """
         if self.flip and _uniform(generator) < self.flip:
             pixels = pixels.flip(-1)
@@ -91,13 +90,13 @@ class Augmentation:
             if self.rand_augment:
                 magnitude = min(max(1, round(self.rand_augment * _MAGNITUDES)), _MAGNITUDES - 1)
                 distort = RandAugment(n=OPERATIONS, m=magnitude)
-                plain = (batch * std + mean).clamp(0.0, 1.0)
-                # some operations take colors alone; of a gray image, all three channels stay the same
+                plain = (batch * std + mean).clamp(0.0, 1.0)  # RandAugment needs values from 0 to 1
+                # some operations need RGB; the three channels of a gray image stay equal
                 distorted = distort(plain.expand(-1, 3, -1, -1))[:, : plain.shape[1]]
                 batch = (distorted - mean) / std
             if self.random_erasing and _uniform(generator) < self.random_erasing:
                 erase = kornia.RandomErasing(scale=_ERASED, ratio=_ERASED_RATIO, p=1.0)
-                ones = erase(torch.ones_like(batch[:, :1]))  # where it is 0, noise is put, as in DeiT's "pixel" mode
+                ones = erase(torch.ones_like(batch[:, :1]))  # 0 marks the noise, as in DeiT's "pixel" mode
                 batch = torch.where(ones == 0, torch.randn(batch.shape), batch)
         return batch[0]
 
@@ -105,9 +104,9 @@ class Augmentation:
 def crop_box(width: int, height: int, smallest: float, generator: torch.Generator) -> tuple[int, int, int, int]:
     """Draw a random crop (left, upper, right, lower) as Inception does (Szegedy et al. 2015, arXiv 1409.4842).
 
-    The crop's area is uniform between the smallest allowed fraction and the whole image. Its aspect ratio is
-    log-uniform between 3/4 and 4/3. After ten draws that do not fit into the image, Lamina takes the largest centered
-    crop.
+    The crop's area is uniform between the fraction ``smallest`` of the image and the whole image. The aspect ratio is
+    log-uniform between 3/4 and 4/3. If ten draws do not fit into the image, Lamina returns the largest centered crop
+    with an allowed aspect ratio.
     """
     low, high = map(math.log, _RATIO)
     for _ in range(10):
@@ -128,7 +127,7 @@ def _uniform(generator: torch.Generator) -> float:
 
 
 class ImageItem(TypedDict):
-    """An image's pixel values (float [channels, height, width]), its class, and its position in the random order."""
+    """An image's pixel values (float [channels, height, width]), class number, and position in the training order."""
 
     pixel_values: torch.Tensor
     labels: torch.Tensor
@@ -137,12 +136,11 @@ class ImageItem(TypedDict):
 
 @dataclass(frozen=True, eq=False)
 class ImageItems(ItemSource[ImageItem]):
-    """The images of a split. A transformers image processor resizes and normalizes them.
+    """The images of the training set or of the held-out set.
 
     Attributes:
-        numbers: the indices of the images to use, [items].
-        processor: the image processor.
-        augmentation: the augmentation for training.
+        numbers: the indices of this set's images in ``images``, [items].
+        processor: the transformers image processor that resizes and normalizes the images.
     """
 
     images: LabeledImages
@@ -157,7 +155,7 @@ class ImageItems(ItemSource[ImageItem]):
         return self.item(index, index)
 
     def item(self, index: int, draw: int, generator: torch.Generator | None = None) -> ImageItem:
-        """Return an image's tensors. With a random generator, augment the image."""
+        """Return an image's tensors. If a random generator is given, augment the image."""
         picture, processor = self.picture(index), self.processor
         crop = None if generator is None else self.augmentation.crop(picture, generator)
         pixels = pixels_of(picture, processor) if crop is None else normalized(crop, processor)
@@ -170,7 +168,7 @@ class ImageItems(ItemSource[ImageItem]):
         return self.images.image(int(self.numbers[index]))
 
     def sample(self, count: int) -> torch.Tensor:
-        """Return pixel values [items, channels, height, width]."""
+        """Return the pixel values [count, channels, height, width] of evenly spaced images."""
         return torch.stack([self[index]["pixel_values"] for index in spread(len(self), count)])
 
     def for_run(self, seed: int) -> AugmentedImages:
@@ -178,7 +176,7 @@ class ImageItems(ItemSource[ImageItem]):
 
 
 class AugmentedImages(DrawnItems[ImageItem]):
-    """A run's images in training order, with random augmentation."""
+    """A run's training images in random order, with random augmentation."""
 
     source: ImageItems
 
@@ -187,11 +185,11 @@ class AugmentedImages(DrawnItems[ImageItem]):
 
 
 def pixels_of(picture: Image, processor: BaseImageProcessor) -> torch.Tensor:
-    """Return the pixel values [channels, height, width] that an image processor computes."""
+    """Apply an image processor to an image. Returns pixel values [channels, height, width]."""
     side = getattr(processor, "size", {}).get("shortest_edge")
     if (
         picture.size == (side, side) and getattr(processor, "crop_pct", None) == 1.0
-    ):  # nothing to resize: the same at half the time
+    ):  # no resizing: the same values in half the time
         return normalized(picture, processor)
     array = np.asarray(picture)
     array = array[..., None] if array.ndim == 2 else array
@@ -199,7 +197,7 @@ def pixels_of(picture: Image, processor: BaseImageProcessor) -> torch.Tensor:
 
 
 def normalized(picture: Image, processor: BaseImageProcessor) -> torch.Tensor:
-    """Scale the pixel values of a resized image to the range 0 to 1, then normalize them."""
+    """Scale an image's pixel values to the range 0 to 1, and normalize each channel."""
     array = np.asarray(picture, dtype=np.float32) / 255.0
     array = array[..., None] if array.ndim == 2 else array
     mean, std = statistics_of(processor)
@@ -207,7 +205,7 @@ def normalized(picture: Image, processor: BaseImageProcessor) -> torch.Tensor:
 
 
 def statistics_of(processor: BaseImageProcessor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return an image processor's mean and standard deviation of each channel, both [channels, 1, 1]."""
+    """Return each channel's mean and standard deviation in an image processor, both [channels, 1, 1]."""
     mean, std = (torch.tensor(getattr(processor, name)).view(-1, 1, 1) for name in ("image_mean", "image_std"))
     return mean, std
 
@@ -216,11 +214,12 @@ def statistics_of(processor: BaseImageProcessor) -> tuple[torch.Tensor, torch.Te
 class Mixing:
     """Collate images into batches, with mixup, CutMix and label smoothing. By default, all three are off.
 
+    If mixup and CutMix are both on, each batch randomly uses one of them.
+
     Attributes:
         mixup: alpha of mixup's Beta distribution. 0 means no mixup.
-        cutmix: alpha of CutMix's Beta distribution. 0 means no CutMix. If both are on, each batch uses one of them at
-            random.
-        label_smoothing: the share of the target probability that Lamina spreads evenly over all classes.
+        cutmix: alpha of CutMix's Beta distribution. 0 means no CutMix.
+        label_smoothing: the fraction of the target probability that Lamina spreads evenly over all classes.
     """
 
     num_classes: int
@@ -249,7 +248,6 @@ class Mixing:
         return {"pixel_values": pixels, "labels": targets}
 
     def smoothed(self, labels: torch.Tensor) -> torch.Tensor:
-        """Return the labels' smoothed probabilities, [batch, classes]."""
         one_hot = torch.nn.functional.one_hot(labels, self.num_classes).float()
         return (1.0 - self.label_smoothing) * one_hot + self.label_smoothing / self.num_classes
 
@@ -263,15 +261,14 @@ def plain_batch(items: Sequence[ImageItem]) -> dict[str, torch.Tensor]:
 
 
 def mix(x: torch.Tensor, share: float) -> torch.Tensor:
-    """Return a weighted mean of each image (or label) and its partner, which comes from the reversed batch."""
+    """Return the mixup ``share * x + (1 - share) * y``, where y is the batch x in reversed order."""
     return share * x + (1.0 - share) * x.flip(0)
 
 
 def cut(images: torch.Tensor, share: float, generator: np.random.Generator) -> tuple[torch.Tensor, float]:
-    """Paste a box of each image's partner into the image (CutMix). Returns the images and the area outside the box.
+    """Paste a box of another image into each image (CutMix). The box's sides are the image's sides * sqrt(1 - share).
 
-    The box's sides are the image's sides times sqrt(1 - share), cut off at the image's edges. The returned area is a
-    fraction of the image.
+    The box is cut off at the image's edges. Returns the images, and the fraction of each image's area outside the box.
     """
     height, width = images.shape[-2:]
     side = (1.0 - share) ** 0.5
@@ -286,8 +283,6 @@ def cut(images: torch.Tensor, share: float, generator: np.random.Generator) -> t
 
 @dataclass(frozen=True, kw_only=True)
 class ImageStats(Stats):
-    """The statistics of the training images and the held-out images, and the names of the classes."""
-
     train_images: int
     eval_images: int
     classes: tuple[str, ...]
@@ -306,10 +301,10 @@ def prepare_images(
 
     Args:
         corpus: a source of labeled images, as in ``lamina.lab.vision.labeled_images.ALLOWED``.
-        augmentation: the augmentation of the training images, and the side of all images.
+        augmentation: the augmentation of the training images. ``augmentation.size`` is the size of all images.
         eval_fraction: the fraction of each class to hold out, if the corpus has no test split.
-        center_crop: the side of the center crop, as a fraction of the shorter side.
-        progress: show a progress bar on a terminal after two seconds.
+        center_crop: the side of the center crop, as a fraction of the image's shorter side.
+        progress: whether to show a progress bar on a terminal after two seconds.
 
     Raises:
         UserError: the corpus or a library is missing, an image is unreadable, or a class has no images.
@@ -320,7 +315,7 @@ def prepare_images(
     images.refuse_unreadable(progress=progress)
     train, held_out = split(images, eval_fraction)
     processor = image_processor(augmentation.size, images.channels, center_crop)
-    single = single_corpus(corpus)  # of more than 1 GiB of files, the hash is of their names, sizes and times
+    single = single_corpus(corpus)  # above 1 GiB of files, hash only names, sizes and times
     content = single.shards().fingerprint if isinstance(single, FileCorpus) else single.fingerprint()
     identity = f"images-1|{content}|{augmentation.size}|{center_crop!r}|{eval_fraction!r}"
     stats = ImageStats(
@@ -338,7 +333,7 @@ def prepare_images(
 def image_processor(size: int, channels: int, center_crop: float = 1.0) -> BaseImageProcessor:
     """Return transformers' ConvNeXt image processor, which resizes, crops the center, and normalizes.
 
-    RGB images are normalized with ImageNet's mean and standard deviation. Gray images are scaled to the range -1 to 1.
+    RGB images are normalized with ImageNet's mean and standard deviation, and gray images to the range -1 to 1.
     """
     from transformers.models.convnext.image_processing_pil_convnext import ConvNextImageProcessorPil
     from transformers.utils.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD

@@ -1,4 +1,4 @@
-"""Read labeled images from folders, Hub datasets, or files of pixels."""
+"""Read labeled images from folders, Hugging Face datasets, or files of pixels."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from PIL.Image import Image
 
-_LARGEST = 65_535  # of 16 bits
+_LARGEST = 65_535  # the largest 16-bit value
 logger = logging.getLogger(__name__)
 
 _SUFFIXES = frozenset((".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"))
-_DECODED = 20_000  # images that are decoded before a run begins
+_DECODED = 20_000  # the most images that Lamina decodes before a run
 _HELD_OUT = ("val", "validation", "valid", "test")
 ALLOWED = (
-    "a folder with a subfolder of images for each class (also below train/ and val/), hf:NAME[:CONFIG][@SPLIT], "
+    "a folder with a subfolder of images for each class (optionally inside train/ and val/), hf:NAME[:CONFIG][@SPLIT], "
     "mnist, or a .csv or .csv.gz of pixels"
 )
 _SPLIT_SEED = 0
@@ -44,10 +44,10 @@ class LabeledImages(ABC):
     """Images and their classes.
 
     Attributes:
-        spec: the images' source, as the user wrote it.
-        classes: the names of the classes. A class's number is its index.
+        spec: the user's value of the setting ``corpus``.
+        classes: the names of the classes, in the order of the class numbers.
         labels: the class number of each image, [images] of int64.
-        held_out: the indices of the images in the test split, or None.
+        held_out: the indices of the images in the test split, or None without a test split.
         channels: 1 for gray, 3 for RGB.
     """
 
@@ -59,10 +59,10 @@ class LabeledImages(ABC):
 
     @abstractmethod
     def image(self, number: int) -> Image:
-        """Return an image in mode L or RGB. Raises UserError if Lamina cannot read the image."""
+        """Return an image in Pillow's mode L or RGB. Raises UserError if Lamina cannot read the image."""
 
     def refuse_unreadable(self, *, progress: bool) -> None:
-        """Check the images quickly, and raise UserError for the first unreadable image."""
+        """Raise UserError if an image is unreadable. The default checks nothing."""
         return
 
     def check(self) -> None:
@@ -82,10 +82,10 @@ class LabeledImages(ABC):
 
 
 def split(images: LabeledImages, eval_fraction: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return the indices of the training images and of the held-out images.
+    """Return the indices of the training images and of the held-out images. Every call makes the same choice.
 
     If the source has a test split, Lamina holds out the test split. Otherwise, Lamina holds out a fraction of every
-    class: at least one image, but never a class's only image. The choice is always the same.
+    class: at least one image, but never the only image of a class.
     """
     every = np.arange(len(images.labels))
     if images.held_out is not None:
@@ -106,10 +106,7 @@ def split(images: LabeledImages, eval_fraction: float) -> tuple[np.ndarray, np.n
 
 
 def class_entropy(train: Sequence[int] | np.ndarray, held_out: Sequence[int] | np.ndarray, classes: int) -> float:
-    """Return the cross-entropy in nats if the training classes' frequencies predict the held-out classes.
-
-    The frequencies have add-one smoothing.
-    """
+    """Return the cross-entropy (nats) of the held-out classes under the training frequencies with add-one smoothing."""
     counts = np.bincount(np.asarray(train), minlength=classes)
     log_probability = np.log(counts + 1) - np.log(counts.sum() + classes)
     return float(-log_probability[np.asarray(held_out)].mean())
@@ -141,7 +138,7 @@ def in_8_bits(picture: Image, mode: str) -> Image:
 
 
 def open_images(spec: str) -> LabeledImages:
-    """Open a source of labeled images, without decoding them.
+    """Open a source of labeled images without decoding the images.
 
     Raises UserError if the source has no images, a class is empty, or a library is not installed.
     """
@@ -170,7 +167,7 @@ class ImageFiles(LabeledImages):
             return in_8_bits(picture, "RGB")
 
     def refuse_unreadable(self, *, progress: bool) -> None:
-        """Decode every image of a small set, or run only Pillow's quick checks on a large set."""
+        """Decode every image if there are at most 20,000. For larger sets, run only Pillow's quick checks."""
         small = len(self.paths) <= _DECODED
         bar = tqdm(range(len(self.paths)), desc="checking images", delay=2, disable=None if progress else True)
         for number in bar:
@@ -182,7 +179,7 @@ class ImageFiles(LabeledImages):
 
     @contextmanager
     def _open(self, number: int) -> Iterator[Image]:
-        """Open an image file. Errors become a UserError that names the file."""
+        """Open an image file. Raises UserError with the file's path if the image is unreadable."""
         from PIL import Image
 
         path = self.paths[number]
@@ -190,7 +187,7 @@ class ImageFiles(LabeledImages):
             with Image.open(path) as picture:
                 yield picture
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-            reason = f"can't be read ({_reason(error)}). Fix or remove it."
+            reason = f"can't be read ({_reason(error)}). Fix or remove the image."
             raise UserError(f"corpus: the image {str(path)!r} {reason}") from None
 
 
@@ -223,7 +220,9 @@ def _of_folder(spec: str, root: Path) -> ImageFiles:
             pictures = [path for path in files if path.suffix.lower() in _SUFFIXES]
             strays += [path for path in files if path.suffix.lower() not in _SUFFIXES]
             if not pictures:
-                raise UserError(f"corpus: the class folder {str(part / name)!r} has no images. Fill or remove it.")
+                raise UserError(
+                    f"corpus: the class folder {str(part / name)!r} has no images. Add images, or remove the folder."
+                )
             paths += pictures
             labels += [label] * len(pictures)
     if strays:
@@ -259,14 +258,14 @@ class PixelImages(LabeledImages):
 
 
 def _of_pixels(spec: str, path: Path) -> PixelImages:
-    """Read a file with one square gray image per row: its pixels from 0 to 255, then its class number."""
+    """Read rows of numbers: the pixels (0 to 255) of a square gray image, then the class number."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a file without rows
+            warnings.simplefilter("ignore")  # numpy warns about a file without rows
             rows = np.loadtxt(path, delimiter=",", dtype=np.int64, ndmin=2, encoding="latin1")
     except (OSError, EOFError, ValueError) as error:
         raise UserError(
-            f"corpus: {spec!r} is not a file of pixels ({_reason(error)}). Give rows of pixels and a class."
+            f"corpus: {spec!r} is not a file of pixels ({_reason(error)}). In each row, give pixels and a class."
         ) from None
     if not rows.size:
         raise UserError(f"corpus: {spec!r} has no rows. In each row, give the pixels of a square image and its class.")
@@ -278,7 +277,9 @@ def _of_pixels(spec: str, path: Path) -> PixelImages:
         )
     pixels, labels = rows[:, :-1], rows[:, -1]
     if pixels.min() < 0 or pixels.max() > 255 or labels.min() < 0 or labels.max() >= len(labels):
-        raise UserError(f"corpus: {spec!r} has values out of range. Give pixels from 0 to 255, and classes from 0.")
+        raise UserError(
+            f"corpus: {spec!r} has values out of range. Give pixels from 0 to 255 and class numbers from 0."
+        )
     return PixelImages(
         spec=spec,
         classes=tuple(map(str, range(int(labels.max()) + 1))),
@@ -290,7 +291,7 @@ def _of_pixels(spec: str, path: Path) -> PixelImages:
 
 @dataclass(frozen=True, kw_only=True)
 class HubImages(LabeledImages):
-    """The images of a Hub dataset, one split after another."""
+    """The images of a Hugging Face dataset, one split after another."""
 
     parts: tuple[Dataset, ...]
     column: str
@@ -305,7 +306,7 @@ class HubImages(LabeledImages):
             return in_8_bits(picture, "L" if self.channels == 1 else "RGB")
         except (OSError, ValueError, SyntaxError, AttributeError) as error:
             raise UserError(
-                f"corpus: Lamina cannot read image {row} of {self.spec!r} ({_reason(error)}). Fix or remove it."
+                f"corpus: Lamina cannot read image {row} of {self.spec!r} ({_reason(error)}). Fix or remove the image."
             ) from None
 
 

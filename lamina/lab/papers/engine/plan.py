@@ -1,9 +1,9 @@
-"""Plan a study: find the training runs that are still missing.
+"""Plan a study: list the runs that the study still needs.
 
 A study may first search for learning rates. If the best learning rate is the lowest or highest, Lamina adds a more
-extreme one. Lamina then trains each configuration with the study's seeds at its best learning rate. Some studies also
-train a configuration at another configuration's best learning rate. The plan depends only on the results so far, so
-resuming needs no stored state.
+extreme learning rate. Lamina then trains each configuration with the study's seeds at the configuration's best learning
+rate. Some studies also train a configuration at another configuration's best learning rate. The plan depends only on
+the results so far, so resuming needs no stored state.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lamina.lab.papers.trials.trial import StudyTrial, make_chained, make_trial
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """A configuration to compare: one label for each compared setting, without learning rate and seed.
+    """A configuration to compare, without learning rate and seed.
 
     Attributes:
         values: the label of each compared setting (axis).
@@ -44,11 +44,7 @@ class Arm:
 
 
 def arms(scale: Scale, changes: Json | None = None) -> list[Arm]:
-    """Return the configurations of a study.
-
-    Args:
-        changes: settings that replace the study's settings.
-    """
+    """Return the configurations of a study. ``changes`` replaces settings of the study."""
     made = []
     for labels in product(*(scale.axes[axis] for axis in scale.axes)):
         values = dict(zip(scale.axes, labels, strict=True))
@@ -62,12 +58,14 @@ def arms(scale: Scale, changes: Json | None = None) -> list[Arm]:
             settings["placement"] = str(scale.folder / placement[2:])
         made.append(Arm(values=values, settings=settings))
     if not made:
-        raise UserError(f"skip: this entry removes all settings of the scale {scale.name}. Skip fewer combinations.")
+        raise UserError(
+            f"skip: this entry leaves out all combinations of the scale {scale.name}. Skip fewer combinations."
+        )
     return made
 
 
 def refuse_without_effect(scale: Scale, changes: Json) -> None:
-    """Raise UserError if a change would have no effect, because the study decides the setting."""
+    """Raise UserError if the user changes a setting that the study decides."""
     decided: dict[str, str] = {**ENGINE, "seed": "--seeds"}
     if scale.rates or scale.tuning is not None:
         decided["learning_rate"] = "a copy of the study with other rates"
@@ -82,7 +80,7 @@ def refuse_without_effect(scale: Scale, changes: Json) -> None:
 
 
 def matches(values: Mapping[str, str], pattern: Json) -> bool:
-    """Return whether a configuration matches a pattern in the study's YAML file."""
+    """Return whether a configuration has the labels of a pattern, such as an entry of "skip"."""
     listed = {axis: label if isinstance(label, list) else [label] for axis, label in pattern.items()}
     return all(values[axis] in map(str, labels) for axis, labels in listed.items())
 
@@ -92,7 +90,7 @@ Results = Callable[[StudyTrial], Json | None]
 
 @dataclass
 class StudyPlan:
-    """The training runs that a study still needs.
+    """The runs that a study still needs.
 
     Attributes:
         changes: settings that replace the study's settings.
@@ -111,10 +109,10 @@ class StudyPlan:
         self._made: dict[tuple[int, float | None, int, bool | str], StudyTrial] = {}
 
     def dry(self) -> dict[str, dict[str, Settings]]:
-        """Return the settings of every run, by configuration and by the run's name.
+        """Return the settings of every run, by the configuration's name and the run's name.
 
-        Each seed of the search has a run at every learning rate. Any other seed has a run at one learning rate. If the
-        search has other settings than the training, Lamina lists its runs as a separate configuration.
+        Each tuning seed has a run at every learning rate. Every other seed has one run. If tuning uses different
+        settings, the runs with tuning seeds are a separate configuration.
         """
         scale, trials = self.scale, {}
         sweep = scale.seeds if scale.tuning is None else scale.tuning_seeds
@@ -128,7 +126,7 @@ class StudyPlan:
         return trials
 
     def stages(self) -> dict[str, int]:
-        """Return how many runs each job after the first job has."""
+        """Return the number of runs of each job after the first job."""
         every = set(range(len(self.arms)))
         arms, counts = {self.scale.job: every}, dict[str, int]()
         for stage in self.scale.stages:
@@ -136,7 +134,7 @@ class StudyPlan:
             arms_left = arms_left.intersection(*(arms.get(source, every) for source in stage.inputs.values()))
             one = {n for n in arms_left if all(self.arms[n].values[axis] == value for axis, value in stage.of.items())}
             counts[stage.name] = len(one)
-            arms[stage.name] = every if stage.of and one else one  # all arms' later stages take that one's model
+            arms[stage.name] = every if stage.of and one else one  # later stages of all arms use the model of this arm
         trials = len(self.scale.seeds) * (1 if self.scale.tuning is not None else len(self.scale.rates or (None,)))
         return {name: count * trials for name, count in counts.items()}
 
@@ -164,7 +162,7 @@ class StudyPlan:
         return list({(trial.key, trial.measures, *trial.values.values()): trial for trial in wanted}.values())
 
     def is_tuned(self, trial: StudyTrial) -> bool:
-        """Return whether a run has its configuration's chosen learning rate and a seed of the study.
+        """Return whether a run has a seed of the study and its configuration's chosen learning rate.
 
         Without a search for learning rates, the result is True.
         """
@@ -173,7 +171,7 @@ class StudyPlan:
         return trial.seed in self.scale.seeds and self.chosen.get(self._number(trial)) == trial.learning_rate
 
     def places(self, trial: StudyTrial) -> Json:
-        """Return whether Lamina chose a run's learning rate, and whether the best one is the lowest or highest."""
+        """Return a run's values in the columns "tuned" and "at_edge" of the results."""
         edge = {} if self.scale.tuning is None else {"at_edge": self.at_edge.get(self._number(trial))}
         return {"tuned": self.is_tuned(trial), **edge}
 
@@ -182,14 +180,14 @@ class StudyPlan:
         return next(n for n, arm in enumerate(self.arms) if {**arm.values, **stage} == trial.first.values)
 
     def _others(self, tuning: Tuning) -> dict[int, float]:
-        """Return the second learning rate of each configuration that takes one from another configuration."""
+        """Return the second learning rate of each configuration that "also" pairs with another configuration."""
         numbers = {tuple(arm.values.items()): number for number, arm in enumerate(self.arms)}
         pairs = ((number, tuning.other(arm.values)) for number, arm in enumerate(self.arms))
         partners = {number: numbers.get(tuple(other.items()), -1) for number, other in pairs if other is not None}
         return {number: self.chosen[other] for number, other in partners.items() if other in self.chosen}
 
     def _chain(self, number: int, rate: float | None, seed: int) -> list[StudyTrial]:
-        """Return a configuration's first run, and the runs of its later jobs that are already known."""
+        """Return a configuration's first run, and the runs of its later jobs whose settings are already known."""
         stages = (self._staged(stage, number, rate, seed) for stage in self.scale.stages)
         return [self._trial(number, rate, seed, measured=True), *(trial for trial in stages if trial is not None)]
 
@@ -233,7 +231,7 @@ class StudyPlan:
     def _rates(
         self, tuning: Tuning, number: int, seeds: tuple[int, ...], result: Results
     ) -> tuple[list[float], Best | None]:
-        """Return the learning rates to try, and the best one if all results are known."""
+        """Return the learning rates to try, and the best learning rate if all results are known."""
         rates = sorted(tuning.rates)
         for widening in range(tuning.widen + 1):
             results_by_rate: dict[float, list[Json]] = {}
@@ -247,7 +245,7 @@ class StudyPlan:
             inside = best.lowest not in (rates[0], rates[-1])
             if nothing or len(rates) == 1 or inside or widening == tuning.widen:
                 return rates, best
-            # Lamina continues the ratio of the two outer rates, with four digits.
+            # Continue with the ratio of the two outer learning rates, rounded to four digits.
             down = best.lowest == rates[0]
             beyond = rates[0] / (rates[1] / rates[0]) if down else rates[-1] * (rates[-1] / rates[-2])
             rates = sorted([*rates, float(f"{beyond:.4g}")])
@@ -263,7 +261,7 @@ def _label(arm: Arm, scale: Scale) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Best:
-    """The best learning rate of a search (``lowest``), and the learning rate that Lamina chose (``chosen``)."""
+    """The best learning rate of a search (``lowest``), and the learning rate that the study uses (``chosen``)."""
 
     lowest: float
     chosen: float
@@ -272,9 +270,10 @@ class Best:
 def best_rate(known: Mapping[float, list[Json]], rule: Rule) -> Best:
     """Choose a learning rate from the results of a search, which are sorted by learning rate.
 
-    The rule "best" chooses the learning rate with the fewest failed seeds, and then with the lowest mean loss. A seed
-    fails if its run diverges or gets stuck. The rule "one-se" chooses the lowest learning rate that has equally few
-    failed seeds and a mean loss within one standard error of the best. One-se averages only over runs that learned.
+    The rule "best" chooses the learning rate with the fewest failed seeds. If several learning rates tie, the lowest
+    mean loss decides. A seed fails if its run diverges or gets stuck. The rule "one-se" chooses the lowest learning
+    rate that has equally few failed seeds and a mean loss within one standard error of the best. "one-se" averages only
+    over runs that learned.
     """
     if rule == "one-se":
         known = {
@@ -297,7 +296,7 @@ def best_rate(known: Mapping[float, list[Json]], rule: Rule) -> Best:
 def _rank(results: list[Json]) -> tuple[float, float]:
     """Return a learning rate's sort key: the fraction of failed runs, then the mean loss.
 
-    Lamina ignores unfinished runs. A learning rate without finished runs ranks last.
+    Unfinished runs do not count. A learning rate without finished runs ranks last.
     """
     ended = [result for result in results if result["status"] in ENDED]
     if not ended:

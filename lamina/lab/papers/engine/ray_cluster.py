@@ -1,7 +1,7 @@
-"""Run a study on a Ray cluster, with one Ray task for each process of a training run.
+"""Run a study on a Ray cluster, with one Ray task for each process of a run.
 
-Each task starts a separate process, as without Ray, so both ways give the same numbers. If Ray loses a worker, it runs
-the task again, and training resumes from the last checkpoint. All machines need Lamina and access to the folder of
+A task starts a separate process, as Lamina does without Ray, so the numbers are the same. If Ray loses a worker, Ray
+runs the task again, and training resumes from the last checkpoint. All machines need Lamina and access to the folder of
 runs.
 """
 
@@ -27,7 +27,7 @@ from lamina.studies.task import Task
 from lamina.studies.worker import BUSY
 
 RETRIES = 3
-"""How often Ray repeats a run after losing its worker."""
+"""How often Ray repeats a run after the loss of a worker."""
 ROUND_SECONDS = 0.5
 REACH_SECONDS = 5.0
 GRACE_SECONDS = 60.0
@@ -35,13 +35,13 @@ _PASSED_ON = ("LAMINA_", "HF_", "OMP_", "MKL_", "TOKENIZERS_", "WANDB_", "TRACKI
 
 
 def executor(*, address: str | None, gpus: float, processes: int, cpus: int) -> Executor:
-    """Return a function that executes training runs on a Ray cluster.
+    """Return a function that executes runs on a Ray cluster.
 
     Args:
         address: the cluster's address: HOST:PORT, ray://HOST:PORT, or auto. None starts a cluster on this machine.
-        gpus: number of GPUs per process.
-        processes: number of processes per run.
-        cpus: number of CPUs per process.
+        gpus: the number of GPUs per process.
+        processes: the number of processes per run.
+        cpus: the number of CPUs per process.
     """
 
     def execute(trials: Mapping[str, Task], *, workers: int, ended: Ended, tick: Callable[[list[str]], None]) -> None:
@@ -52,8 +52,6 @@ def executor(*, address: str | None, gpus: float, processes: int, cpus: int) -> 
 
 
 class _Runs:
-    """A study's training runs on the cluster."""
-
     def __init__(self, ray: Any, trials: Mapping[str, Task], shares: Json):
         self.ray, self.trials, self.shares = ray, trials, shares
         self.environment = {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
@@ -77,7 +75,7 @@ class _Runs:
         task, shares = self.trials[name], self.shares
         request = task.to_request()
         request["settings"]["output"] = str(task.folder.resolve())
-        request["directory"] = str(Path.cwd())  # paths in the settings are relative to it, not to where Ray was started
+        request["directory"] = str(Path.cwd())  # paths in the settings are relative to this folder
         alone = shares["processes"] == 1
         remote = self.ray.remote(run_alone if alone else run_together).options(
             max_retries=RETRIES,
@@ -95,7 +93,7 @@ class _Runs:
             code, why = 1, f"the Ray task failed {RETRIES + 1} times: {type(error).__name__}"
         else:
             why = f"the worker process ended with exit code {code}"
-        if code == BUSY:  # another driver, or what is left of a lost worker
+        if code == BUSY:  # another driver, or a lost worker's process, still executes this run
             time.sleep(ROUND_SECONDS)
             return self._submit(name)
         result = read_result(self.trials[name].folder)
@@ -104,7 +102,7 @@ class _Runs:
     def _cancel(self, ended: Ended) -> None:
         for reference in self.running:
             self.ray.cancel(reference, recursive=True)
-        with contextlib.suppress(KeyboardInterrupt):  # a second Ctrl-C: leave at once
+        with contextlib.suppress(KeyboardInterrupt):  # a second Ctrl-C: do not wait
             self.ray.wait(list(self.running), num_returns=len(self.running), timeout=GRACE_SECONDS)
         for name in self.running.values():
             stopped: Json = {"status": "interrupted", "reason": "stopped"}
@@ -112,7 +110,7 @@ class _Runs:
 
 
 def run_alone(request: Json, environment: Mapping[str, str]) -> int:
-    """Execute a run of one process on this node of the cluster. Returns the exit code."""
+    """Execute one process of a run on this node of the cluster. Returns the exit code."""
     process = processes.Alone(
         {
             **request,
@@ -134,7 +132,7 @@ def run_alone(request: Json, environment: Mapping[str, str]) -> int:
 
 
 def run_together(request: Json, environment: Mapping[str, str], shares: Json) -> int:
-    """Execute a run of several processes, each with its own share of the cluster. Returns the worst exit code."""
+    """Execute a run of several processes, each with its own CPUs and GPUs. Returns the largest exit code."""
     ray = importlib.import_module("ray")
     groups = importlib.import_module("ray.util.placement_group")
     strategies = importlib.import_module("ray.util.scheduling_strategies")
@@ -173,7 +171,6 @@ def run_together(request: Json, environment: Mapping[str, str], shares: Json) ->
 
 
 def _free_place() -> tuple[str, int]:
-    """Return this node's address and a free port."""
     ray = importlib.import_module("ray")
     with socket.socket() as free:
         free.bind(("", 0))
@@ -182,7 +179,7 @@ def _free_place() -> tuple[str, int]:
 
 @contextlib.contextmanager
 def _cluster(address: str | None, cpus: int) -> Iterator[Any]:
-    """Connect to the cluster at an address, or start a cluster on this machine."""
+    """Connect to a running cluster, or start a cluster on this machine if there is no address."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         ray = importlib.import_module("ray")
@@ -200,7 +197,7 @@ def _cluster(address: str | None, cpus: int) -> Iterator[Any]:
         options["address"] = address
     try:
         ray.init(**options)
-    except Exception as error:  # a bare one where the machine is too busy for the cluster to start in time
+    except Exception as error:  # Ray raises a plain Exception if a busy machine starts too slowly
         reason, fix = "engine: 'ray': Lamina could not start a cluster on this machine", "Use --engine local."
         if address is not None:
             reason, fix = f"address: {address!r}: Lamina cannot reach the cluster", "Check the address and the network."
@@ -212,7 +209,7 @@ def _cluster(address: str | None, cpus: int) -> Iterator[Any]:
 
 
 def _reach(address: str) -> None:
-    """Raise UserError if nothing listens at HOST:PORT, because Ray would try for minutes."""
+    """Raise UserError if nothing listens at HOST:PORT. Ray itself would try for minutes."""
     if address in ("auto", "local"):
         return
     host, _, port = address.removeprefix("ray://").rpartition(":")

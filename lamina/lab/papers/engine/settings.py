@@ -17,14 +17,14 @@ Engine = Literal["local", "ray"]
 
 
 class StoreSettings(Settings):
-    """The folders of the studies' training runs and of recorded results."""
+    """The folder of all studies' trials, and the folder of recorded results."""
 
     store: str = setting(
         "runs/trials", "folder of all studies' trials; Lamina does not train stored trials again", path, decides=False
     )
     records: str | None = setting(
         None,
-        "folder with records of earlier studies (default: Lamina's records)",
+        "folder with recorded results of earlier studies (default: Lamina's recorded results)",
         path,
         decides=False,
     )
@@ -45,12 +45,16 @@ class StudySettings(StoreSettings, OutputSettings, WorkerSettings, ThreadSetting
     order = ("study", "scale")
 
     study: str | None = setting(None, "a study's name (see `lamina study list`), or your YAML file", place)
-    scale: ScaleName = setting("cpu", "cpu (2 cores, minutes to an hour), gpu (one GPU), or paper (the paper's size)")
+    scale: ScaleName = setting(
+        "cpu", "size of the study: cpu (2 cores, minutes to an hour), gpu (one GPU) or paper (as in the paper)"
+    )
     seeds: str | None = setting(None, "comma-separated seeds (default: the study's seeds)", seed_list)
     corpus: str | None = setting(None, "text to train on (default: the study's corpus)", corpus_name)
-    set: Json = setting({}, "any other setting of the trials, e.g. --set.steps 200", mapping)
+    set: Json = setting({}, "other settings of the trials, e.g. --set.steps 200", mapping)
     engine: Engine = setting(
-        "local", "local (processes on this machine) or ray (a Ray cluster; needs Lamina's extra `ray`)", decides=False
+        "local",
+        "where trials run: local (on this machine) or ray (on a Ray cluster; needs Lamina's extra `ray`)",
+        decides=False,
     )
     address: str | None = setting(
         None, "with --engine ray, the cluster's address (default: a new cluster on this machine)", decides=False
@@ -77,5 +81,5 @@ class StudySettings(StoreSettings, OutputSettings, WorkerSettings, ThreadSetting
 
     @property
     def changes(self) -> Json:
-        """The settings in which the runs differ from the study's file."""
+        """The settings that replace settings of the study's file."""
         return {**self.set, **({} if self.corpus is None else {"corpus": self.corpus})}

@@ -43,7 +43,7 @@ Known = Callable[[StudyTrial], Json | None]
 
 
 def runnable(trials: Iterable[StudyTrial], store: Store, known: Known) -> dict[str, StudyTrial]:
-    """Return the runs that can start now, by key. If a run lacks an input model, return the run that trains this model.
+    """Return the runs that can start now, by key. If an input model is missing, return the run that trains this model.
 
     Recorded results do not include models. If another run needs a recorded run's model, Lamina trains the model again.
     """
@@ -63,10 +63,10 @@ def runnable(trials: Iterable[StudyTrial], store: Store, known: Known) -> dict[s
 
 
 def blocked(trial: StudyTrial, failed: Mapping[str, Json]) -> Json | None:
-    """Return a result with the status "failed" if the run that trains an input model has failed, and otherwise None."""
+    """Return a result with the status "failed" if the training of an input model has failed. Otherwise, return None."""
     for source in trial.inputs.values():
         result = failed.get(source.key)
-        if result is None or result["status"] in ENDED:  # it ended, and only a measurement failed
+        if result is None or result["status"] in ENDED:  # the run ended, and only a measurement failed
             result = blocked(source, failed)
         if result is not None:
             return {
@@ -85,9 +85,7 @@ def run_plan(
     ended: Callable[[], None] = lambda: None,
     execute: Executor = run_trials,
 ) -> dict[str, Json]:
-    """Execute the missing runs. Returns every run's result by its key.
-
-    A failed run is not repeated in the same call.
+    """Execute the missing runs, each at most once. Returns the results of all runs by key.
 
     Args:
         ended: a function that Lamina calls after each run.
@@ -112,7 +110,7 @@ def run_plan(
             return {trial.key: found for trial in wanted if (found := result(trial)) is not None}
         tasks = {trial.name: store.task(trial) for trial in todo.values()}
         keys = {trial.name: trial.key for trial in todo.values()}
-        lacking = {trial.key for trial in wanted if known(trial) is None}  # some only a measure
+        lacking = {trial.key for trial in wanted if known(trial) is None}  # some lack only a measurement
         done = len({trial.key for trial in wanted} - lacking - {*todo})
         waiting = len(lacking - {*todo})
 
@@ -122,7 +120,7 @@ def run_plan(
             ended()
 
         run_tasks(tasks, done=done, waiting=waiting, workers=workers, bar=bar, ended=one_ended, execute=execute)
-        # A run without its measures, or without a needed model, would run forever.
+        # Without this, a run that lacks a measurement or a needed model would run forever.
         for key, trial in todo.items():
             if key not in failed and store.complete(trial) is None and (found := store.result(trial)) is not None:
                 failed[key] = found
@@ -145,9 +143,9 @@ def run_study(
     overwrite: bool = False,
     bar: bool = True,
 ) -> pd.DataFrame:
-    """Run a study at one of its scales. Returns the table of results.csv, with a row for each training run.
+    """Run a study in one size. Returns the table of results.csv, with one row per run.
 
-    Lamina skips runs with a stored or recorded result, and writes the verdicts to claims.json.
+    Lamina skips runs that have a stored or recorded result. Lamina also writes the verdicts to claims.json.
 
     Args:
         record: whether to copy the study's tables and verdicts to the folder of recorded results.
@@ -178,7 +176,7 @@ def run_study(
         _refuse_edited(read_record(job.folder), read_mapping(study.file), plan, store)
     # before any writing, because a placement or the corpus may be unreadable
     wanted = [] if plan.scale.needs else plan.wanted(store.result)
-    damage = store.damage(wanted)  # in trials that are only reused, which nothing else reads
+    damage = store.damage(wanted)  # nothing else reads trials that the study only reuses
     more = [f"{len(damage) - SHOWN} more files are damaged"] if len(damage) > SHOWN else []
     for line in (*damage[:SHOWN], *more):
         logger.warning("store: %s", line)
@@ -211,7 +209,7 @@ def record_name(settings: StudySettings) -> str:
 
 
 def records_are_of(study: StudyDefinition, settings: StudySettings) -> bool:
-    """Return whether the study's results may be recorded. Lamina's own folder takes only Lamina's studies."""
+    """Return whether Lamina may record the study's results. Lamina's own folder holds only Lamina's studies."""
     return settings.records is not None or study.file.parent == catalog_folder()
 
 
@@ -221,9 +219,9 @@ def store_of(settings: StudySettings) -> Store:
 
 
 def work(settings: StudySettings, *, bar: bool = True) -> dict[str, Json]:
-    """Execute part of a study, while other processes with the same folder of runs execute the rest.
+    """Execute the missing runs of a study together with other processes that use the same folder of runs.
 
-    Returns every run's result by its key, after all runs have ended. The process writes no tables.
+    Returns the results of all runs by key, after all runs have ended. Writes no tables.
     """
     assert settings.study is not None
     plan, store = study_plan(read_study(settings.study), settings), store_of(settings)
@@ -310,7 +308,7 @@ def _write_tables(plan: StudyPlan, results: pd.DataFrame, store: Store, folder: 
 
 
 def _refuse_edited(stored: Json, definition: Json, plan: StudyPlan, store: Store) -> None:
-    """Raise UserError if the changed study no longer contains all runs that this folder lists."""
+    """Raise UserError if the folder lists runs that the changed study no longer contains."""
     allowed = (
         "Restore the study, choose another --output, or add --overwrite, which keeps all stored trials and runs "
         "only new trials."
@@ -331,7 +329,7 @@ def _refuse_edited(stored: Json, definition: Json, plan: StudyPlan, store: Store
 
     wanted = plan.wanted(known)
     if before == now and any(known(trial) is None for trial in wanted):
-        return  # the store is another one, or was emptied: which trials follow is not known yet
+        return  # the store is new or empty, so the later trials are not known yet
     if gone := sorted(ran - {trial.key for trial in wanted}):
         raise UserError(
             f"study: the study has changed since its last run here: {len(gone)} of its {len(ran)} trials no longer "
@@ -342,12 +340,12 @@ def _refuse_edited(stored: Json, definition: Json, plan: StudyPlan, store: Store
 def _record(study: StudyDefinition, settings: StudySettings, folder: Path, store: Store, *, whole: bool = True) -> None:
     """Copy a study's tables and verdicts to the folder of recorded results, without models and local paths.
 
-    An unfinished study has no verdicts, and never replaces recorded verdicts.
+    An unfinished study has no verdicts, so an unfinished study never replaces recorded verdicts.
     """
     records = settings.records_folder / record_name(settings)
     if not whole and (records / CLAIMS).is_file():
         return
-    machine = environment(0)  # before the records change: they are part of the repository
+    machine = environment(0)  # read the revision before the records in the repository change
     looks = verdicts.looks_of(records, recorded_keys(folder)) if whole else []
     trained = _trained(records, recorded_keys(folder), store)
     (records / SEALED).unlink(missing_ok=True)
@@ -372,7 +370,7 @@ def _record(study: StudyDefinition, settings: StudySettings, folder: Path, store
             "versions": machine["versions"],
             "machine": machine["machine"],
             "trained": trained,
-            **({"looks": looks} if looks else {}),  # the trials at each recording of verdicts
+            **({"looks": looks} if looks else {}),  # the number of trials at each recording of verdicts
             "definition": read_mapping(study.file),
         },
     )
@@ -380,10 +378,9 @@ def _record(study: StudyDefinition, settings: StudySettings, folder: Path, store
 
 
 def _trained(records: Path, keys: Sequence[str], store: Store) -> list[Json]:
-    """Return the machines that trained the models, with the number of runs on each.
+    """Return the machines that trained the models, with the number of runs on each machine.
 
-    Both the folder of runs and the existing record list machines. Lamina uses the list with more runs, because the
-    folder may have lost some.
+    The folder of runs may have lost runs. Lamina therefore returns the recorded list if that list has more runs.
     """
     machines = [store.machines(keys)]
     if (records / STUDY).is_file() and set(recorded_keys(records)) <= set(keys):
@@ -395,9 +392,9 @@ _NOTES = {*columns.BESIDES, "rollbacks", "key", "tuned", "at_edge"}
 
 
 def results_table(plan: StudyPlan, store: Store, failed: Mapping[str, Json] | None = None) -> pd.DataFrame:
-    """Return the table of results.csv, with a row for each run that has a result."""
+    """Return the table of results.csv, with one row per run that has a result."""
     failed, axes = failed or {}, plan.scale.axes
-    rows: dict[tuple[object, ...], Json] = {}  # two arms may be one computation: each has its rows
+    rows: dict[tuple[object, ...], Json] = {}  # two arms may share a trial, but each arm has its own rows
 
     def known(trial: StudyTrial) -> Json | None:
         return failed.get(trial.key) or store.result(trial)
@@ -412,7 +409,7 @@ def results_table(plan: StudyPlan, store: Store, failed: Mapping[str, Json] | No
 
 
 def as_table(rows: Iterable[Json], axes: Sequence[str]) -> pd.DataFrame:
-    """Return results as a table. The columns are the key, the compared settings, and the results."""
+    """Return results as a table with the columns key, compared settings, and results."""
     import pandas as pd
 
     rows = list(rows)
@@ -426,19 +423,19 @@ def result_row(trial: StudyTrial, result: Json, values: Mapping[str, object], **
     """Return a run's row of results.csv.
 
     Args:
-        values: the compared settings.
-        places: whether the learning rate was chosen, and whether it is the lowest or highest that ran.
+        values: the values of the compared settings.
+        places: the columns "tuned" and "at_edge".
     """
     left_out = {*_NOTES, *values, "trial"}
     numbers = TRIAL_JOBS[trial.job].numbers(result)
     scalars = {n: value for n, value in numbers.items() if n not in left_out and not isinstance(value, dict | list)}
-    placement = re.sub(r"^[^(]*/", "", trial.placement)  # without the folder of a file that only this machine has
+    placement = re.sub(r"^[^(]*/", "", trial.placement)  # without the folder of a local file
     row: Json = {"key": trial.key, "placement": placement, **values, "seed": trial.seed}
     return {**scalars, **row, "learning_rate": trial.learning_rate, **places}
 
 
 def measured_table(results: pd.DataFrame, store: Store, measure: str) -> pd.DataFrame | None:
-    """Return a measurement's rows for all runs, or None if no run has it. The first column is the run's key."""
+    """Return a measurement's rows for all runs, with the run's key as first column. Returns None without rows."""
     import pandas as pd
 
     tables = [(str(key), store.table(str(key), measure)) for key in results["key"].unique()]

@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 def judge_study(
     study: StudyDefinition, scale: Scale, results: pd.DataFrame, store: Store, *, missing: int = 0, looks: int = 1
 ) -> list[Json]:
-    """Judge each of a study's claims. Returns the verdicts, for claims.json.
+    """Judge a study's claims. Returns the verdicts, for claims.json.
 
     Args:
         missing: the number of unfinished runs. Lamina judges nothing before all runs have finished.
-        looks: how often the claims have been judged with different sets of runs, including this time.
+        looks: the number of judgments with different sets of runs, including this judgment.
 
     Raises:
         UserError: a claim needs something that the study does not measure.
@@ -67,7 +67,7 @@ def judge_study(
 
 
 def _reader(scale: Scale, store: Store) -> Reader:
-    """Return a function that reads a run's table. You give the table's name in the YAML file, or the probe's name."""
+    """Return a function that reads a run's table by the name in the YAML file, or by the probe's name."""
 
     def read(key: str, name: str, at: str) -> Frame | None:
         listed = scale.all_measures.get(at, ())
@@ -83,9 +83,9 @@ def _unjudged(claim: Claim, verdict: Verdict, note: str) -> Json:
 
 
 def looks_of(record: Path, trials: Collection[str]) -> list[int]:
-    """Return the numbers of runs in the earlier judgments of the claims and in this judgment.
+    """Return the number of runs in each earlier judgment of the claims and in this judgment.
 
-    A record without any of the same runs is ignored, because it belongs to another experiment.
+    Lamina ignores a record without any of these runs, because the record belongs to another experiment.
     """
     before: list[int] = []
     if (record / STUDY).is_file() and set(trials) & set(recorded_keys(record)):
@@ -94,17 +94,16 @@ def looks_of(record: Path, trials: Collection[str]) -> list[int]:
 
 
 def all_verdicts(records: Path | None = None) -> list[Json]:
-    """Return the verdicts of all Lamina's studies in every size that ran. Other claims are `not run yet`."""
+    """Return the recorded verdicts of all Lamina's studies. A claim without a verdict is `not run yet`."""
     folder = records_folder() if records is None else records
     return [verdict for name in names() for verdict in verdicts_of(read_study(name), folder)]
 
 
 def verdicts_of(study: StudyDefinition, records: Path) -> list[Json]:
-    """Return a study's claims with their recorded verdicts, in every size.
+    """Return a study's claims with the recorded verdicts in every size. Raises UserError for an unreadable file.
 
-    The texts of the claims come from the study's file, because a record may keep older texts. If a study of Lamina has
-    no verdicts in the size cpu, its claims are `not run yet`, with the command to run. Raises UserError for an
-    unreadable file.
+    The words of the claims come from the study's file, because a record may have older words. If a study of Lamina has
+    no verdicts in the size cpu, the claims are `not run yet`, with the command to run.
     """
     listed = study.file.parent == catalog_folder() and study.claims_file.is_file()
     claims = _load(study) if listed else []
@@ -118,7 +117,10 @@ def verdicts_of(study: StudyDefinition, records: Path) -> list[Json]:
             note, labels = f"lamina study run {study.name} --scale {scale}", {"study": study.name, "scale": scale}
             verdicts += [{**_unjudged(claim, Verdict.NOT_RUN, note), **labels, "date": None} for claim in claims]
         for entry in stored or ():
-            if (owner := (entry.get("study"), entry.get("scale"))) != (study.name, scale):  # the folder was exchanged
+            if (owner := (entry.get("study"), entry.get("scale"))) != (
+                study.name,
+                scale,
+            ):  # somebody exchanged the folder
                 raise UserError(
                     f"records: {str(folder)!r} holds a verdict of {owner[0]}-{owner[1]}. Keep each study's record "
                     "under the study's name."
@@ -128,5 +130,5 @@ def verdicts_of(study: StudyDefinition, records: Path) -> list[Json]:
 
 
 def _load(study: StudyDefinition) -> list[Claim]:
-    """Load a study's claims. Lamina warns before it executes a file that is not its own."""
+    """Load a study's claims. Lamina warns before it executes a user's file."""
     return load_claims(study.claims_file, trusted=study.file.parent == catalog_folder())

@@ -1,4 +1,4 @@
-"""The functions and classes with which a study's Python file states claims."""
+"""Functions and classes that state and judge claims in a study's Python file."""
 
 from lamina.lab.papers.judging.checks import (
     equivalent,

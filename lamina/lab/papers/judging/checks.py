@@ -53,7 +53,7 @@ _GAINS = ("accuracy", "score", "eval_reward")
 
 
 def _worst(column: str) -> float:
-    """Return a value that ranks a failed run last, or NaN for a column in which no direction is better."""
+    """Return the infinite value that ranks failed runs last, or NaN if neither direction of a column is better."""
     if column in _LOSSES:
         return math.inf
     return -math.inf if column.startswith(_GAINS) else math.nan
@@ -61,14 +61,14 @@ def _worst(column: str) -> float:
 
 @dataclass(frozen=True)
 class _Arm:
-    """A configuration's values in a column, and how its runs ended."""
+    """The values of a configuration's runs in a column, and the numbers of failed runs."""
 
     name: str
-    values: dict[int, float]  # of the runs that trained
-    lost: dict[str, int]  # status -> runs that show that the arm does not train
+    values: dict[int, float]  # seed -> value, for runs that trained
+    lost: dict[str, int]  # status -> number of failed runs (diverged or stuck)
     lost_seeds: tuple[int, ...]
-    broken: int  # runs that say nothing: an error, an interruption
-    short: int = 0  # runs whose value counts although they ended before they had learned
+    broken: int  # number of runs with an error or an interruption
+    short: int = 0  # number of runs that ended before they had learned; their values count
 
     @property
     def failed(self) -> int:
@@ -83,7 +83,7 @@ class _Arm:
         return self.failed / self.runs if self.runs else 0.0
 
     def ranked(self, column: str) -> dict[int, float]:
-        """Return the values by seed. Failed runs get the column's worst value."""
+        """Return the values by seed. Failed runs get the infinite value that ranks last."""
         return {**self.values, **dict.fromkeys(self.lost_seeds, _worst(column))}
 
     def note(self) -> str:
@@ -105,17 +105,18 @@ def lower(
     by: float | None = None,
     any_status: bool = False,
 ) -> Finding:
-    """Judge whether a configuration has lower values than another one, paired by seed.
+    """Judge whether a configuration has lower values than another configuration, paired by seed.
 
-    The claim holds if the 95 % t interval of the difference is below 0 and the mean difference is at least ``by``. If
-    the same rule holds with the configurations exchanged, the verdict is `reversed`. If a test at the same level rules
-    out a difference of ``by``, the verdict is `excluded`. Otherwise, and with fewer than 3 pairs, it is inconclusive.
+    The claim holds if the 95 % t interval of the difference is below 0, and if the mean difference is at least ``by``.
+    If this rule holds with both configurations exchanged, the verdict is `reversed`. If a test at the same level rules
+    out a difference of ``by``, the verdict is `excluded`. Otherwise, or with fewer than 3 pairs, the verdict is
+    `inconclusive`.
 
     Args:
         a: the configuration with lower values, according to the claim.
         than: the other configuration.
         by: the smallest difference that counts (default for a loss: 0.01). Other columns have no default.
-        any_status: whether failed runs count like others. This suits columns such as the number of spikes.
+        any_status: whether failed runs count like other runs, as for the column with the number of spikes.
     """
     return _compared(trials, (a, than), column, Region(below=0.0), by=by, any_status=any_status)
 
@@ -129,7 +130,7 @@ def higher(
     by: float | None = None,
     any_status: bool = False,
 ) -> Finding:
-    """Judge whether a configuration has higher values than another one, by the rules of ``lower``."""
+    """Judge whether a configuration has higher values than another configuration, by the rules of ``lower``."""
     return _compared(trials, (a, than), column, Region(above=0.0), by=by, any_status=any_status)
 
 
@@ -139,31 +140,31 @@ def ordered(trials: Trials, arms: Sequence[Arm], *, column: str = "eval_loss", b
 
 
 def equivalent(trials: Trials, a: Arm, b: Arm, *, within: float = 0.02, column: str = "eval_loss") -> Finding:
-    """Judge whether two configurations differ by less than a limit, with two one-sided tests on the pairs."""
+    """Judge whether two configurations differ by less than a limit, with two one-sided tests, paired by seed."""
     region = Region(above=-within, below=within, text=f", claimed within {number(within)}")
     return _compared(trials, (a, b), column, region)
 
 
 def no_worse(trials: Trials, a: Arm, *, than: Arm, within: float = 0.01, column: str = "eval_loss") -> Finding:
-    """Judge whether a configuration's values exceed another configuration's values by at most a limit."""
+    """Judge whether a configuration's values are at most ``within`` above another configuration's values."""
     region = Region(below=within, text=f", claimed at most {number(within)}")
     return _compared(trials, (a, than), column, region)
 
 
 def values_of(trials: Trials, arm: Arm, column: str = "eval_loss") -> dict[int, float]:
-    """Return a configuration's values in a column by seed, for the runs that trained."""
+    """Return a configuration's values in a column, by seed. Failed runs are left out."""
     return _read(trials, arm, column).values
 
 
 def same_as_recorded(trials: Trials, a: Arm, *, record: Path, axis: str, value: str, where: str) -> Finding:
-    """Judge with Welch's t test whether a configuration's held-out loss equals the loss in another study's record.
+    """Judge with Welch's t test whether a configuration's held-out loss equals a recorded loss of another study.
 
     Args:
         a: the configuration in this study.
-        record: the folder of the other study's record. If it is missing, the verdict is inconclusive.
+        record: the folder of the other study's record. If the folder is missing, the verdict is inconclusive.
         axis: a compared setting of the other study.
-        value: the recorded configuration's value of this setting.
-        where: the other study's name in the verdict's text.
+        value: the value of ``axis`` in the recorded configuration.
+        where: the other study's name, for the verdict's text.
     """
     import pandas as pd
     from scipy import stats
@@ -184,8 +185,8 @@ def same_as_recorded(trials: Trials, a: Arm, *, record: Path, axis: str, value: 
 def fails_to_train(trials: Trials, a: Arm) -> Finding:
     """Judge whether at least two thirds of a configuration's runs diverged or got stuck.
 
-    An exact test must also show a failure probability above one third. The claim is reversed if at most one third of
-    the runs failed and a test shows a failure probability below two thirds.
+    For the claim, an exact test must also show a failure probability above one third. The claim is reversed if at most
+    one third of the runs failed and an exact test shows a failure probability below two thirds.
     """
     return _share(trials, a, NOT_TRAINED, "did not train")
 
@@ -196,10 +197,10 @@ def trains(trials: Trials, a: Arm) -> Finding:
 
 
 def optimum(trials: Trials, a: Arm, column: str = "eval_loss") -> Optimum:
-    """Find a configuration's best learning rate, with a parabola through the mean losses.
+    """Estimate a configuration's best learning rate, with a parabola through the mean losses.
 
-    A learning rate at which any run diverged or got stuck has an infinite loss. Runs with an error and interrupted runs
-    do not count. Raises ValueError if no learning rate trains.
+    If any run at a learning rate diverged or got stuck, the mean loss is infinite. Lamina ignores interrupted runs and
+    runs with an error. Raises ValueError if no learning rate trains.
     """
     chosen = trials.arm(a)
     if len(chosen.seeds) > 1:
@@ -263,9 +264,10 @@ def _read(trials: Trials, arm: Arm, column: str, *, any_status: bool = False) ->
 
 
 def _by_failures(a: _Arm, b: _Arm, column: str, region: Region) -> Finding | None:
-    """Compare the failure rates by Fisher's exact test if most runs of a configuration failed.
+    """Compare the failure rates by Fisher's exact test, if most runs of a configuration failed.
 
-    Returns None if both configurations train. If neither configuration has learned yet, the verdict is inconclusive.
+    Returns None if most runs of both configurations trained. If both configurations were too short to learn, the
+    verdict is inconclusive.
     """
     seeds = min(a.runs, b.runs)
     if all(arm.values and arm.short >= MOST * len(arm.values) for arm in (a, b)):

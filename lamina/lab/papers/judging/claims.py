@@ -1,7 +1,7 @@
-"""Judge a study's claims, which are functions in a Python file next to the study's YAML file.
+"""Judge a study's claims. The claims are functions in a Python file next to the study's YAML file.
 
-Lamina records which runs a claim reads, and checks whether these runs can decide the claim. For example, a model must
-learn more than a bigram table. These checks do not apply to claims about untrained models.
+Lamina records which runs a claim reads, and checks whether these runs can decide the claim. For example, a model's loss
+must be below the loss of a bigram table. Claims about untrained models skip this check.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from lamina.lab.papers.judging.checks import NOT_TRAINED, TRAINED
 from lamina.lab.papers.judging.findings import MOST, TOO_FEW, Finding, Verdict, in_words, inconclusive
 from lamina.lab.papers.judging.trials import NO_ARM, NotMeasured, Reads, Trials
 
-ENOUGH = 5  # pairs that must remain without the seeds of the sweep
+ENOUGH = 5  # the fewest seeds that must remain without the tuning seeds
 STAGE = "stage"
 _SCORE, _GAIN = "score", "reward_gain"
 
 
 def judgeable(results: Frame, axes: Sequence[str], tuning: Sequence[int], seeds: Sequence[int]) -> Frame:
-    """Return the rows that claims may read after a search for learning rates.
+    """Return the runs that claims may read in a study that searches for learning rates.
 
-    At the chosen learning rates, claims may read only the seeds that the search did not use. If the study has fewer
-    than 5 such seeds, claims may read all rows. The column "tuned_on" then marks the search's seeds. The column "rates"
-    counts the learning rates that ran for the row's configuration.
+    At the chosen learning rates, Lamina removes the runs with tuning seeds. If the study has fewer than 5 other seeds,
+    Lamina keeps all runs, and the column "tuned_on" marks these runs. The column "rates" is the number of learning
+    rates that a configuration tried.
 
     Args:
-        tuning: the seeds of the search.
+        tuning: the tuning seeds: the seeds that searched for the learning rates.
         seeds: the study's seeds.
     """
     if not tuning or not len(results):
@@ -59,15 +59,15 @@ def limited(
     exact: bool = False,
     one_learned: bool = False,
 ) -> Finding:
-    """Check whether the runs that a claim has read can decide the claim.
+    """Withdraw the verdict if the runs that a claim has read cannot decide the claim.
 
-    The verdict becomes "needs scale" if a configuration trains but learns no more than a bigram table, scores no better
-    than chance, or gains no reward. The verdict becomes inconclusive if the search for learning rates used the tested
-    seeds, or if the best learning rate is the lowest or highest that ran.
+    The verdict becomes "needs scale" if a configuration has learned too little: the loss is not below a bigram table's
+    loss, the score is not above chance, or the reward has not risen. The verdict becomes inconclusive if the tested
+    seeds also tuned the learning rates, or if a best learning rate is the lowest or highest that ran.
 
     Args:
-        reads: what the claim has read.
-        exact: whether the claim follows from the model's equations, so that nothing is checked.
+        reads: the columns that the claim has read.
+        exact: whether the claim follows from the model's equations. Lamina then checks nothing.
         one_learned: whether one configuration with a loss below the bigram table's loss is enough.
     """
     if exact or not reads.columns or "key" not in results or "status" not in results:
@@ -91,16 +91,16 @@ def limited(
 
 
 def _unlearned(rows: Frame, results: Frame, arms: list[str], *, enough: bool) -> Iterator[str]:
-    """Name the configurations whose loss is not below a bigram table's loss.
+    """Yield a note with the configurations whose loss is not below a bigram table's loss.
 
-    If ``enough`` is true and one configuration's loss is below the table's loss, name no configuration.
+    With ``enough``, there is no note if one configuration's loss is below the bigram table's loss.
     """
     if "bigram_entropy" not in results or "eval_loss" not in results or not len(rows):
         return
     several = not arms or rows.groupby(arms, dropna=False)["learning_rate"].nunique().max() > 1
     short, tables, past = [], [], 0
     for name, part in _each(rows, [*arms, "learning_rate"] if several else arms):
-        if STAGE in part and part["bigram_entropy"].isna().all():  # the models that the stage began with
+        if STAGE in part and part["bigram_entropy"].isna().all():  # use the models that the stage began with
             root = results[results["bigram_entropy"].notna() & results["seed"].isin(part["seed"])]
             part = root[(root[arms] == part[arms].iloc[0]).all(axis=1) & root["tuned"].astype(bool)]
         trained = part[part["status"].isin(TRAINED)].dropna(subset=["eval_loss", "bigram_entropy"])
@@ -149,7 +149,6 @@ def _badly_tuned(rows: Frame, beyond: Frame, arms: Sequence[str], reads: Reads) 
 
 
 def _arms(axes: Sequence[str]) -> list[str]:
-    """Return the compared settings, without learning rate, seed and stage."""
     return [axis for axis in axes if axis not in (*NO_ARM, STAGE)]
 
 
@@ -186,11 +185,11 @@ class Claim:
 
 @dataclass(frozen=True, kw_only=True)
 class Judged(Finding):
-    """A claim's finding, corrected for the number of claims and judgments in the study.
+    """A claim's finding, with a correction for the numbers of claims and judgments of the study.
 
     Attributes:
-        p: the p value against the claim if the verdict is against the claim, otherwise the p value for the claim.
-        p_holm: the corrected p value.
+        p: the p value against the claim if the verdict is against the claim. Otherwise, the p value for the claim.
+        p_holm: ``p`` after the correction.
     """
 
     claim: str
@@ -211,13 +210,13 @@ class Judged(Finding):
         return {"claim": self.claim, "says": self.says, **entry, **numbers, **rest}
 
 
-_loading: list[dict[str, Claim]] = []  # of the files that are being read, the innermost last
+_loading: list[dict[str, Claim]] = []  # the claims of each file that is being read, the innermost file last
 
 
 def claim(
     *, says: str, paper: str = "", quantity: str = "", exact: bool = False, one_learned: bool = False
 ) -> Callable[[Check], Check]:
-    """Register a function from runs to a finding as a claim.
+    """Register a function as a claim. The function takes a study's runs and returns a finding.
 
     The function's name is the claim's name, with "_" in place of "-" and "__" in place of "/": ``mix_ppl__post_fails``.
 
@@ -244,9 +243,9 @@ def claim(
 
 
 def load_claims(path: Path, *, trusted: bool = False) -> list[Claim]:
-    """Execute a Python file, and return its claims in the file's order.
+    """Execute a Python file, and return the file's claims in order.
 
-    Raises UserError if the code fails, or if it states a claim of another study.
+    Raises UserError if the code fails, or if the file states a claim of another study.
 
     Args:
         trusted: whether to execute the file without a warning.
@@ -273,12 +272,12 @@ def load_claims(path: Path, *, trusted: bool = False) -> list[Claim]:
 def judge(claims: Sequence[Claim], trials: Trials, *, looks: int = 1) -> list[Judged]:
     """Judge all claims of a study, and correct the p values for the number of claims.
 
-    By Holm's method, Lamina corrects the p values for and against the claims separately. A claim without a test has p =
-    1. If a claim's code fails, or reads something that was not measured, its verdict is inconclusive with a note.
+    Holm's method corrects the p values for the claims and the p values against the claims separately. A claim without a
+    test has p = 1. If a claim's code fails, or reads something that was not measured, the verdict is inconclusive.
 
     Args:
-        looks: how often the claims have been judged with increasing numbers of seeds. Lamina multiplies the corrected p
-            values by this number (Bonferroni).
+        looks: the number of judgments so far, each with more seeds. Lamina multiplies the corrected p values by this
+            number (Bonferroni).
 
     Raises:
         UserError: the code of every claim fails.

@@ -16,7 +16,7 @@ BySeed = dict[int, float]
 
 
 def split(trials: Trials, axis: str) -> list[Trials]:
-    """Split runs by a compared setting. If the study does not compare this setting, return one part with all runs."""
+    """Split runs by the values of a compared setting. Without this setting, return one part with all runs."""
     if axis not in trials.axes:
         return [trials]
     return [trials.where(**{axis: value}) for value in trials.values(axis)]
@@ -28,7 +28,7 @@ def at_stage(trials: Trials, stage: str) -> Trials:
 
 
 def trained(trials: Trials) -> Trials:
-    """Keep the runs that trained to the end. In a study without training, keep all runs."""
+    """Keep the runs that trained. In a study without training, keep all runs."""
     if trials.statuses().isna().all():
         return trials
     present = [status for status in TRAINED if status in trials.values("status")]
@@ -36,11 +36,7 @@ def trained(trials: Trials) -> Trials:
 
 
 def at_rate_of(trials: Trials, arm: Arm, like: Arm) -> Trials:
-    """Return a configuration's runs at the learning rate nearest to another configuration's chosen learning rate.
-
-    Args:
-        like: the configuration whose learning rate to use.
-    """
+    """Return a configuration's runs at the learning rate nearest to the chosen learning rate of ``like``."""
     [chosen] = {float(str(rate)) for rate in trials.arm(like).tuned().values("learning_rate")}
     ours = trials.arm(arm)
     rates = [float(str(rate)) for rate in ours.values("learning_rate")]
@@ -50,8 +46,8 @@ def at_rate_of(trials: Trials, arm: Arm, like: Arm) -> Trials:
 def numbers(trials: Trials, arm: Arm, probe: str, value: Callable[[Frame], float], *, at: str = "end") -> BySeed:
     """Compute a number from each seed's table of a probe or training record.
 
-    After training, the result leaves out failed runs and numbers that are not finite. The result is empty if most runs
-    of the configuration ended before they had learned.
+    The result leaves out numbers that are not finite. Except at "init", the result also leaves out failed runs, and is
+    empty if most runs ended before they had learned.
 
     Args:
         value: a function that computes the number from a table.
@@ -67,14 +63,14 @@ def numbers(trials: Trials, arm: Arm, probe: str, value: Callable[[Frame], float
 
 
 def rows(table: Frame, **values: object) -> Frame:
-    """Return the rows with these values in these columns. A list allows several values."""
+    """Return the rows whose columns have the given values. A list allows several values."""
     for column, value in values.items():
         table = table[table[column].isin(value if isinstance(value, list | tuple) else [value])]
     return table
 
 
 def layer_means(table: Frame, column: str = "layer") -> Frame:
-    """Return the mean of the column "value" for each layer, from layer 0."""
+    """Return the mean of the column "value" for each layer. Negative layers (the whole model) are left out."""
     return table[table[column] >= 0].groupby(column)["value"].mean().sort_index()
 
 
@@ -94,17 +90,17 @@ def log10_mean(values: Frame) -> float:
 
 
 def power(points: dict[float, float]) -> float:
-    """Fit the exponent of a power law by least squares on logarithms."""
+    """Fit y = c x^a to points (x: y) by least squares on logarithms. Returns the exponent a."""
     return statistics.linear_regression([*map(math.log, points)], [*map(math.log, points.values())]).slope
 
 
 def exponents(values: dict[float, BySeed]) -> BySeed:
-    """Fit each seed's exponent of a power law."""
+    """Fit y = c x^a for each seed. Returns the exponents a by seed."""
     seeds = set.intersection(*(set(by_seed) for by_seed in values.values()))
     return {seed: power({x: by_seed[seed] for x, by_seed in values.items()}) for seed in sorted(seeds)}
 
 
 def along(trials: Trials, axis: str) -> Iterator[tuple[float, Trials]]:
-    """Yield each value of a compared setting as a number, with its runs, in ascending order."""
+    """Yield each value of a numeric setting, with the runs at this value, in ascending order."""
     for value in sorted(trials.values(axis), key=lambda value: float(str(value))):
         yield float(str(value)), trials.where(**{axis: value})

@@ -1,4 +1,4 @@
-"""Describe what a claim's tests found (a verdict and its numbers), and combine findings."""
+"""Represent the result of a claim's tests (a verdict and its numbers), and combine such results."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from enum import StrEnum
 from lamina.core.intervals import ALPHA, t_interval
 from lamina.lab.papers.judging.statistics import p_above
 
-MOST, FEW = 2 / 3, 1 / 3  # shares of the seeds
-TOO_FEW = 3  # pairs of seeds below which a difference is not judged
+MOST, FEW = 2 / 3, 1 / 3  # fractions of the seeds
+TOO_FEW = 3  # with fewer pairs of seeds, Lamina does not judge a difference
 
 
 class Verdict(StrEnum):
@@ -20,13 +20,13 @@ class Verdict(StrEnum):
 
     Attributes:
         HOLDS: the runs show that the claim is true.
-        HOLDS_AT_ISO_LOSS: the runs show that the claim is true, and also at equal pretraining loss.
+        HOLDS_AT_ISO_LOSS: the runs show that the claim is true, also at equal pretraining loss.
         EXPLAINED: the runs show that the claim is true, but not at equal pretraining loss.
         REVERSED: the runs show the opposite.
         EXCLUDED: the runs show that any difference is too small to count.
         PART_FAILED: the runs show that a part of the claim is false.
         FAILS: a count or a formula contradicts the claim, or the runs show a difference that the claim denies.
-        INCONCLUSIVE: the seeds vary too much to tell.
+        INCONCLUSIVE: the seeds vary too much, or are too few, to tell.
         NEEDS_SCALE: models of this size cannot decide the claim. The note gives the reason.
         NOT_RUN: not all runs have finished.
     """
@@ -75,7 +75,7 @@ IN_WORDS: dict[str, str] = {
 
 
 def in_words(text: object) -> str:
-    """Translate the verdict in a text such as "VERDICT" or "VERDICT: values" into the words of report pages."""
+    """Replace the verdict at the start of a text by the words of report pages ("holds: ..." by "supported: ...")."""
     verdict, colon, rest = str(text).partition(": ")
     return f"{IN_WORDS.get(verdict, verdict)}{colon}{rest}"
 
@@ -85,14 +85,14 @@ class Finding:
     """A verdict, and the numbers behind it.
 
     Attributes:
-        verdict: the verdict before the correction for the number of claims and judgments.
+        verdict: the verdict before the correction for the numbers of claims and judgments.
         ours: the numbers in one line of text.
-        parts: the lines of the findings that this finding combines. The deciding finding comes first.
+        parts: the text lines of all combined findings. The deciding finding comes first.
         margin: the judged difference or value, in the column's unit.
-        interval: the margin's 95 % interval.
+        interval: the 95 % interval of ``margin``.
         p: twice the one-sided p value for the claim, or None without a test.
         p_not: twice the one-sided p value against the claim, or None without a test.
-        seeds: the number of seeds behind the verdict.
+        seeds: the number of seeds that were judged.
         note: remarks for the reader, such as failed runs.
     """
 
@@ -112,7 +112,7 @@ class Finding:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """The lines that a combined finding shows for this finding. Each line begins with a verdict."""
+        """The text lines of this finding in a combined finding. Each line begins with a verdict."""
         linked = len(self.parts) > 1 or self.ours.startswith(f"{self.verdict}: ")
         return self.parts if linked else (f"{self.verdict}: {self.ours}",)
 
@@ -120,32 +120,31 @@ class Finding:
         return replace(self, note="; ".join(filter(None, [self.note, note])))
 
     def undecided(self, note: str) -> Finding:
-        """Return the same numbers with an inconclusive verdict and the reason."""
+        """Return the finding with an inconclusive verdict, and add the reason."""
         return replace(self, verdict=Verdict.INCONCLUSIVE).noted(note)
 
 
 def inconclusive(ours: str, note: str, seeds: int = 0) -> Finding:
-    """Return the finding of a test that has too little data."""
     return Finding(verdict=Verdict.INCONCLUSIVE, ours=ours.strip(), note=note, seeds=seeds)
 
 
 def needs_scale(scale: str, why: str) -> Finding:
-    """Return the finding of a claim that only a larger study ("gpu" or "paper") can decide, and why."""
+    """Return the finding for a claim that needs a larger size ("gpu" or "paper"). ``why`` is the reason."""
     return Finding(verdict=Verdict.NEEDS_SCALE, ours="not measured", note=f"this claim needs scale {scale}: {why}")
 
 
 def all_of(*findings: Finding) -> Finding:
     """Combine findings by "and": the claim holds if all findings hold, and fails if one finding fails.
 
-    The p value for the claim is the largest p value of the parts (an intersection-union test). The p value against the
-    claim is the smallest p value against a part, times the number of parts (Bonferroni). If a part fails before this
-    Bonferroni correction but not after it, the result is inconclusive. Margin and interval come from the first part
-    that fails or is undecided. If all parts hold, margin and interval come from the part with the largest p value.
+    The p value for the claim is the findings' largest p value (an intersection-union test). The p value against the
+    claim is the smallest p value against a finding, times the number of tests (Bonferroni). If a finding fails before
+    this correction but not after it, the result is inconclusive. Margin and interval come from the finding that decides
+    the result.
     """
     p, p_not = _largest([each.p for each in findings]), _smallest([each.p_not for each in findings])
     failed = [each for each in findings if each.verdict.failed]
     if failed:
-        if len({each.verdict for each in findings}) == 1:  # all of them
+        if len({each.verdict for each in findings}) == 1:  # all verdicts are equal
             p_not = _largest([each.p_not for each in findings])
             return _joined(findings, failed[0], failed[0].verdict, p, p_not)
         by_count = any(each.p_not is None for each in failed)
@@ -163,10 +162,10 @@ def all_of(*findings: Finding) -> Finding:
 
 
 def any_of(*findings: Finding) -> Finding:
-    """Combine findings by "or": the claim holds if one finding holds, and fails if all fail.
+    """Combine findings by "or": the claim holds if one finding holds, and fails if all findings fail.
 
-    The p value for the claim is the smallest p value of the parts, times their number. The p value against the claim is
-    the largest p value against a part.
+    The p value for the claim is the smallest p value for a finding, times the number of tests. The p value against the
+    claim is the largest p value against a finding.
     """
     p, p_not = _smallest([each.p for each in findings]), _largest([each.p_not for each in findings])
     shown = (Verdict.HOLDS_AT_ISO_LOSS, Verdict.HOLDS, Verdict.EXPLAINED)
@@ -225,11 +224,11 @@ BySeed = Mapping[int, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Region:
-    """The range of a mean according to a claim: below a limit, above a limit, or between two limits.
+    """The claimed range of a mean: below a limit, above a limit, or between two limits.
 
     Attributes:
         least: the smallest distance from the limit that counts.
-        text: the claim in words, which follows the numbers in the verdict's text.
+        text: the claimed range in words, which ends the verdict's text.
     """
 
     below: float = math.inf
@@ -240,17 +239,17 @@ class Region:
     def find(self, values: Sequence[float], *, name: str) -> Finding:
         """Judge the mean of at least three values, one per seed. An infinite value marks a failed run.
 
-        A one-sided test at 2.5 % must show on which side of a limit the mean is. The mean must also be at least
-        ``least`` away from the limit. If the mean is on the claimed side of every limit, the claim holds. If it is on
-        the wrong side of a limit, the verdict is `reversed`, or `fails` with two limits. If a test rules out that the
-        mean is on the claimed side and at least ``least`` away from the limit, the verdict is `excluded`. If a value is
-        infinite, Lamina uses Wilcoxon's signed ranks and the median instead of the t test and the mean.
+        One-sided tests at 2.5 % must show on which side of a limit the mean is. The mean must also be at least
+        ``least`` away from the limit. The claim holds if the mean is on the claimed side of every limit. If the mean is
+        on the wrong side of a limit, the verdict is `reversed`, or `fails` with two limits. If a test rules out a mean
+        on the claimed side and at least ``least`` away from the limit, the verdict is `excluded`. If a value is
+        infinite, Lamina uses Wilcoxon's signed-rank test and the median instead of the t test and the mean.
         """
         finite, slack = all(map(math.isfinite, values)), 1e-9
         low, high = statistics.median_low(values), statistics.median_high(values)
         median = (low + high) / 2 if low != -high or math.isfinite(low) else 0.0
         center = mean(values) if finite else median
-        # Each side turned and shifted so that the claim is: below 0.
+        # Flip and shift the values for each limit, so that the claim becomes: below 0.
         sides = [(1.0, self.below)] if math.isfinite(self.below) else []
         sides += [(-1.0, self.above)] if math.isfinite(self.above) else []
         turned = [[sign * (value - bound) for value in values] for sign, bound in sides]
@@ -279,10 +278,10 @@ class Region:
 
 
 def pairs_in(region: Region, a: BySeed, b: BySeed, *, names: tuple[str, str]) -> Finding:
-    """Judge the paired differences of two configurations over their common seeds.
+    """Judge the differences between two configurations at their common seeds.
 
-    An infinite value marks a failed run. If both runs of a pair failed, the pair is left out. With too few pairs, the
-    finding is inconclusive.
+    An infinite value marks a failed run. If both runs of a seed failed, Lamina leaves out the seed. With fewer than 3
+    seeds, the finding is inconclusive.
     """
     seeds = [seed for seed in sorted(a.keys() & b.keys()) if not (math.isnan(a[seed]) or math.isnan(b[seed]))]
     seeds = [seed for seed in seeds if a[seed] != b[seed] or math.isfinite(a[seed])]
@@ -298,14 +297,13 @@ def pairs_in(region: Region, a: BySeed, b: BySeed, *, names: tuple[str, str]) ->
 
 
 def too_few(names: tuple[str, str], a: BySeed, b: BySeed, pairs: int) -> Finding:
-    """Return the finding of a comparison with too few pairs, which names the configurations without values."""
+    """Return the inconclusive finding of too few pairs. The note names configurations without values."""
     empty = [name.rpartition(": ")[2] for name, values in zip(names, (a, b), strict=True) if not values]
     ours, note = f"{names[0]} vs {names[1]}: {seeds_text(pairs)} in common", f"fewer than {TOO_FEW} pairs of seeds"
     return inconclusive(ours, f"{note}; no run has learned: {', '.join(empty)}" if empty else note, pairs)
 
 
 def number(value: float) -> str:
-    """Format a number with four digits for the verdicts."""
     return f"{value:.4g}"
 
 
@@ -316,7 +314,6 @@ def measured(value: float, interval: Sequence[float] | None, seeds: int, p: floa
 
 
 def p_text(p: float) -> str:
-    """Format a p value: "p 0.012", "p < 0.001"."""
     return "p < 0.001" if p < 0.001 else f"p {p:.2g}"
 
 

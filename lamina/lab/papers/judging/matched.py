@@ -1,8 +1,8 @@
 """Compare configurations on equal terms: at equal pretraining loss, or at equal KL to the initial model.
 
-A lower pretraining loss alone may explain a better result after tuning. Lamina therefore pretrains the other
-configuration longer, and compares both at equal loss. In reinforcement learning, Lamina compares policies at equal KL,
-because policies whose logits move faster have an advantage at equal steps.
+A lower pretraining loss alone may explain a better result after fine-tuning. Lamina therefore pretrains the other
+configuration longer, and compares both configurations at equal loss. In reinforcement learning, policies with
+faster-moving logits have an advantage at equal steps. Lamina therefore compares policies at equal KL.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Budget:
 
     Attributes:
         losses: the losses after pretraining.
-        values: the values after tuning.
+        values: the results after fine-tuning.
     """
 
     losses: BySeed
@@ -44,13 +44,13 @@ def better_at_equal_loss(
     column: str = "score",
     by: float = 1.0,
 ) -> Finding:
-    """Judge whether a configuration has higher values after tuning, and whether its lower pretraining loss explains
-    them.
+    """Judge whether a configuration is better after fine-tuning, and whether a lower pretraining loss explains the
+    gain.
 
     Args:
         a: the configuration with higher values, according to the claim.
         than: the other configuration.
-        longer: the other configuration with more pretraining.
+        longer: the other configuration after longer pretraining.
         stage: the job after pretraining, such as "sft".
         by: the smallest difference that counts.
     """
@@ -64,25 +64,25 @@ def better_at_equal_loss(
 
 
 def at_other_budgets(trials: Trials, arm: Mapping[str, object]) -> list[Arm]:
-    """Return the same configuration once for each other length of pretraining in the study."""
+    """Return the configuration with each other value of the setting "budget" (the length of pretraining)."""
     fixed = {name: value for name, value in arm.items() if name != "budget"}
     return [{**fixed, "budget": value} for value in trials.where(**fixed).values("budget") if value != arm["budget"]]
 
 
 def iso_loss(raw: Finding, ours: Budget, others: Sequence[Budget], *, by: float, names: tuple[str, str]) -> Finding:
-    """Judge whether our values are higher than another configuration's values, also at equal loss.
+    """Judge whether configuration A has higher values than configuration B, also at equal pretraining loss.
 
     Args:
-        raw: the finding that our values are higher, from runs of equal length.
-        ours: our results.
-        others: the other configuration's results after several lengths of pretraining.
+        raw: the finding that A has higher values, at equal length of pretraining.
+        ours: the results of A.
+        others: the results of B after several lengths of pretraining.
         by: the smallest difference that counts.
-        names: the names of both configurations.
+        names: the names of A and B.
 
     Returns:
-        The given finding if its verdict is not `holds`. Otherwise, the verdict is `holds at iso-loss` if our values are
-            also higher at equal loss, and `explained by loss` if a test rules out a difference of ``by`` there. If this
-            test cannot tell, the verdict is `holds`. A verdict from two tests has the larger p value.
+        The finding ``raw`` with the numbers at equal loss. If ``raw`` holds and A is also higher at equal loss, the
+            verdict becomes `holds at iso-loss`. If ``raw`` holds but a test rules out a difference of ``by`` at equal
+            loss, the verdict becomes `explained by loss`. A new verdict has the larger p value of both tests.
     """
     matched = at_loss(others, ours.losses)
     equal = compare_values(ours.values, matched, lower=False, by=by, names=(names[0], f"{names[1]} at equal loss"))
@@ -102,11 +102,10 @@ def iso_loss(raw: Finding, ours: Budget, others: Sequence[Budget], *, by: float,
 
 
 def at_loss(budgets: Sequence[Budget], losses: BySeed) -> BySeed:
-    """Interpolate a configuration's value at a given loss, for each seed.
+    """Estimate a configuration's value at a given loss for each seed, by interpolation between lengths of pretraining.
 
-    Lamina interpolates between the lengths of pretraining with the nearest losses. If the given loss is above all the
-    configuration's losses, the result is the value at the highest loss, which can only favor the configuration. If the
-    given loss is below all of them, Lamina leaves the seed out.
+    If the loss is above all the configuration's losses, the result is the value at the highest loss. This can only
+    favor the configuration. If the loss is below all the configuration's losses, Lamina leaves out the seed.
     """
     scores: dict[int, float] = {}
     for seed, loss in losses.items():
@@ -128,14 +127,11 @@ def interpolated(points: Sequence[tuple[float, float]], x: float) -> float:
 
 
 Frontier: TypeAlias = Sequence[tuple[float, float]]
-"""A policy's rewards at increasing KL to its initial model, in nats per answer."""
+"""A policy's pairs of KL and reward, sorted by KL. The KL to the initial model is in nats per answer."""
 
 
 def frontiers(trials: Trials, arm: Arm) -> dict[int, Frontier]:
-    """Return the reward and KL of a configuration's policies at each evaluation, averaged over prompts, by seed.
-
-    Seeds that failed to train are left out.
-    """
+    """Return the KL and reward at each evaluation, averaged over prompts, by seed. Failed seeds are left out."""
     chosen = trained(trials.arm(arm))
     if not len(chosen):
         return {}
@@ -144,13 +140,10 @@ def frontiers(trials: Trials, arm: Arm) -> dict[int, Frontier]:
 
 
 def at_equal_kl(arms: Mapping[str, Mapping[int, Frontier]]) -> tuple[Mapping[str, BySeed], BySeed]:
-    """Compare policies at equal KL. Returns each configuration's rewards by seed, and the KLs by seed.
+    """Compare policies at equal KL. Returns each configuration's rewards by seed, and the KL by seed.
 
-    Each seed's KL is the largest one that all configurations reached. Lamina interpolates the rewards between
+    For each seed, the KL is the largest KL that all configurations reached. Lamina interpolates the rewards between
     evaluations.
-
-    Args:
-        arms: the rewards and KLs of each configuration's policies, by seed.
     """
     seeds = set.intersection(*(set(by_seed) for by_seed in arms.values()))
     reached = {seed: min(by_seed[seed][-1][0] for by_seed in arms.values()) for seed in sorted(seeds)}

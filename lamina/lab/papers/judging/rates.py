@@ -1,7 +1,7 @@
-"""Find each configuration's best learning rate among the runs that a claim reads.
+"""Choose each configuration's best learning rate among the runs that a claim reads.
 
-A configuration looks too good if its learning rate was chosen on the runs that are compared. A claim that chooses
-learning rates in this way therefore gets no verdict.
+A configuration looks too good if the compared runs also chose its learning rate. The verdict on such a claim therefore
+becomes inconclusive.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import Protocol, cast
 
 from lamina.core.intervals import CONFIDENCE, mean_and_error
 
-_DRAWS, _SEED = 2000, 20261123  # of the tau of means
+_DRAWS, _SEED = 2000, 20261123  # for the random samples of tau
 
 
 class _Test(Protocol):
@@ -30,7 +30,7 @@ def share_interval(count: int, runs: int) -> tuple[float, float]:
 
 
 def share_above(count: int, runs: int, share: float) -> float:
-    """Test exactly whether a proportion is above a limit. Returns twice the one-sided p value."""
+    """Test whether a proportion is above a limit (exact binomial test). Returns twice the one-sided p value."""
     from scipy import stats
 
     return min(1.0, 2 * float(stats.binom.sf(count - 1, runs, share)))
@@ -47,8 +47,8 @@ def shares_differ(counts: tuple[int, int], runs: tuple[int, int]) -> float:
 def p_above(values: Sequence[float]) -> float:
     """Test whether the values' mean or median is above 0. Returns twice the one-sided p value.
 
-    The test is Student's t test. If a value is infinite, which marks a failed run, the test is Wilcoxon's exact
-    signed-rank test. If all values are equal, the test is the sign test.
+    The test is Student's t test. If a value is infinite (a failed run) or all values are equal, the test is Wilcoxon's
+    exact signed-rank test.
     """
     from scipy.special import stdtr
 
@@ -60,7 +60,7 @@ def p_above(values: Sequence[float]) -> float:
 
 
 def _signed_ranks(values: Sequence[float]) -> float:
-    """Return the one-sided p value of Wilcoxon's exact signed-rank test, without zeros."""
+    """Return the one-sided p value of Wilcoxon's exact signed-rank test. Zeros are ignored."""
     import numpy as np
     from scipy import stats
 
@@ -78,15 +78,16 @@ def kendall(a: Sequence[float], b: Sequence[float]) -> float:
     from scipy import stats
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of nearly equal values: the result says it
+        warnings.simplefilter("ignore")  # scipy warns about nearly equal values
         tau = float(cast(_Test, stats.kendalltau(a, b)).statistic)
     return 0.0 if math.isnan(tau) else tau
 
 
 def tau_draws(a: Sequence[Sequence[float]], b: Sequence[Sequence[float]]) -> list[float]:
-    """Draw Kendall's tau between two sets of means from their sampling distributions.
+    """Draw random samples of Kendall's tau between two lists of means.
 
-    Each mean follows the t distribution of its values. A mean of one value is exact. A mean without values ranks last.
+    Each mean is drawn from the t distribution of its values. A mean of one value stays fixed, and a mean without values
+    ranks last.
     """
     import numpy as np
     from scipy import stats
@@ -101,7 +102,7 @@ def tau_draws(a: Sequence[Sequence[float]], b: Sequence[Sequence[float]]) -> lis
 
     sides = ([drawn(arm) for arm in side] for side in (a, b))
     orders = (map(tuple, stats.rankdata(side, axis=0).T) for side in sides)
-    tau = cache(kendall)  # only the orders count, and few arms have few of them
+    tau = cache(kendall)  # tau depends only on the orders, and few arms have few orders
     return [tau(*both) for both in zip(*orders, strict=True)]
 
 
@@ -110,8 +111,8 @@ class Optimum:
     """The best learning rate of a sweep.
 
     Attributes:
-        rate: the minimum of the fitted parabola, or the best learning rate that ran.
-        loss: the loss at this minimum.
+        rate: the learning rate at the fitted parabola's minimum, or the best learning rate that ran.
+        loss: the loss at ``rate``.
         at_edge: whether the best learning rate that ran is the lowest or the highest.
         trained: the best learning rate that ran.
     """
@@ -123,10 +124,10 @@ class Optimum:
 
 
 def parabola_optimum(losses: Mapping[float, float]) -> Optimum:
-    """Find the learning rate with the lowest loss.
+    """Estimate the learning rate with the lowest loss.
 
-    Lamina fits a parabola to the loss over the logarithm of the learning rate, through the best point and its two
-    neighbors. If a neighbor's loss is not finite, the result is the best learning rate that ran.
+    Lamina fits a parabola to the loss over the logarithm of the learning rate, at the best learning rate and both
+    neighbors. Without two neighbors that have finite losses, the result is the best learning rate that ran.
     """
     rates = sorted(losses)
     finite = [rate for rate in rates if math.isfinite(losses[rate])]

@@ -1,4 +1,4 @@
-"""Give a study's claims access to the results and measurements of its training runs."""
+"""Give claims access to the results and measurements of a study's runs."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from lamina.errors import nearest
 from lamina.jobs.status import Status
 
 Reader: TypeAlias = Callable[[str, str, str], Frame | None]
-"""Returns a table, or None. Arguments: a run's key, the name of a probe or record, and "init", "end" or "records"."""
+"""Maps a run's key, a probe's or record's name, and a time ("init", "end" or "records") to a table, or to None."""
 Arm: TypeAlias = str | Mapping[str, object]
 """A configuration: a label such as "keel", or a mapping such as {"placement": "keel", "num_layers": 8}."""
 
-NO_ARM = ("learning_rate", "seed")  # the axes whose values one arm takes in turn
+NO_ARM = ("learning_rate", "seed")  # axes that do not define a configuration
 
 
 class NotMeasured(LookupError):
-    """Raised if a claim asks for something that its study does not measure."""
+    """Raised if a claim asks for something that the study does not measure."""
 
 
 @dataclass
 class Reads:
-    """The values that a claim has read, which decide how much the claim can show.
+    """The columns and tables that a claim has read.
 
     Attributes:
-        columns: the columns and final tables that the claim has read, by the run's key. "*" means the whole row.
+        columns: the names of columns and tables, by the run's key. "*" means all columns. Tables of untrained models do
+            not count.
         chose_rate: whether the claim chose a learning rate by the results.
     """
 
@@ -36,12 +37,12 @@ class Reads:
 
 
 class Trials:
-    """The training runs of a study, or some of them.
+    """The runs of a study, or some of the runs.
 
     Args:
         table: one row per run. The columns are the compared settings, the results (``lamina.jobs.columns``), seed,
-            learning_rate and key. "tuned" says whether the run has a seed of the study and the chosen learning rate.
-            "at_edge" says whether the best learning rate is the lowest or highest that ran.
+            learning_rate and key. "tuned" is true for a run with a seed of the study and the chosen learning rate.
+            "at_edge" is true if the best learning rate is the lowest or highest that ran.
         axes: the names of the compared settings.
         scale: the study's size: cpu, gpu or paper.
         measures: a function that returns the tables of probes and records.
@@ -62,21 +63,21 @@ class Trials:
 
     @property
     def table(self) -> Frame:
-        """The rows of all runs. If a claim uses this property, Lamina records that the claim has read all columns."""
+        """The rows of all runs. Lamina then counts all columns as read by the claim."""
         self._note("*")
         return self._table
 
     @property
     def rows(self) -> Frame:
-        """The rows of all runs, for code that judges claims. Lamina does not record this access."""
+        """The rows of all runs, for Lamina's own code. Lamina does not count the columns as read."""
         return self._table
 
     def choose_rate(self) -> None:
-        """Record that the claim chose a learning rate by these runs' results."""
+        """Record that the claim chose a learning rate by the results."""
         self.reads.chose_rate = True
 
     def afresh(self) -> Trials:
-        """Return the same runs, with no value marked as read."""
+        """Return the same runs with an empty list of read columns."""
         return Trials(self._table, axes=self.axes, scale=self.scale, measures=self._measures)
 
     def statuses(self) -> Frame:
@@ -88,7 +89,7 @@ class Trials:
         return len(self._table)
 
     def where(self, **values: object) -> Trials:
-        """Return the runs with these values in these columns. A list allows several values.
+        """Return the runs whose columns have the given values. A list allows several values.
 
         Raises NotMeasured if no run has the column or the value.
         """
@@ -103,7 +104,7 @@ class Trials:
         return self._of(table)
 
     def tuned(self) -> Trials:
-        """Return the runs of the study's seeds at the chosen learning rate, or all runs if the study chose none."""
+        """Return the runs with the study's seeds and the chosen learning rates. Without a search, return all runs."""
         if "tuned" not in self._table:
             return self
         return self._of(self._table[self._table["tuned"].fillna(False).astype(bool)])
@@ -133,7 +134,8 @@ class Trials:
         return sorted(int(seed) for seed in self._table["seed"].unique())
 
     def arm(self, arm: Arm) -> Trials:
-        """Return a configuration's runs. A text is a value of "placement", or of the first setting with this value.
+        """Return a configuration's runs. A text is a value of "placement", or of the first other setting with this
+        value.
 
         Raises NotMeasured if no run has this configuration.
         """
@@ -149,8 +151,7 @@ class Trials:
     def by_seed(self, arm: Arm, column: str = "eval_loss") -> Frame:
         """Return a column and the status of a configuration's runs, indexed by seed.
 
-        Raises NotMeasured for an unknown column, or if a seed has several runs, because the configuration is then
-        ambiguous.
+        Raises NotMeasured if the column is unknown, or if a seed has several runs (an ambiguous configuration).
         """
         rows = self.arm(arm)
         rows._require_column(column)
@@ -165,10 +166,10 @@ class Trials:
         return table[list(dict.fromkeys([column, "status"]))].sort_index()
 
     def measure(self, name: str, at: str = "end") -> Frame:
-        """Return a probe's table for all runs that have it.
+        """Return a probe's tables of all runs as one table.
 
         Each row begins with the run's compared settings, placement, learning_rate, seed and key. If a probe's column
-        has one of these names, Lamina adds the probe's name as a prefix. Raises NotMeasured if no run has the table.
+        has one of these names, Lamina adds the probe's name as a prefix. Raises NotMeasured if no run has a table.
 
         Args:
             name: the name in the study's YAML file, or only the probe's name.
@@ -194,7 +195,7 @@ class Trials:
         return pd.concat(frames, ignore_index=True)
 
     def record(self, name: str) -> Frame:
-        """Return the training record "metrics" or "layers" of all runs that have it, as ``measure`` does."""
+        """Return a training record ("metrics", "layers" or "held_out") of all runs as one table, like ``measure``."""
         return self.measure(name, at="records")
 
     def _of(self, table: Frame) -> Trials:
@@ -210,7 +211,6 @@ class Trials:
 
 
 def label(arm: Arm) -> str:
-    """Return a configuration's name for display."""
     return arm if isinstance(arm, str) else " ".join(f"{value}" for value in arm.values())
 
 

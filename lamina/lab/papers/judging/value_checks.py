@@ -1,4 +1,4 @@
-"""Check values by seed: compare them with other values, a limit, a formula or an order."""
+"""Check values by seed against other values, a limit, a formula or an order."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lamina.lab.papers.judging.findings import (
 )
 from lamina.lab.papers.judging.statistics import kendall, p_above, tau_draws
 
-_RANKED = 5  # arms below which a ranking says little
+_RANKED = 5  # the fewest arms for a ranking
 
 
 def compare_values(
@@ -38,8 +38,8 @@ def compare_values(
 
     Args:
         by: the smallest difference that counts, in the values' unit. Give either ``by`` or ``share``.
-        share: the smallest difference that counts, as a fraction of the mean of "b". This suits quantities whose size
-            depends on the model, such as an angle per layer.
+        share: the smallest difference that counts, as a fraction of the mean of "b". Use ``share`` if the size of the
+            values depends on the model, such as an angle per layer.
         lower: true tests whether "a" is below "b", and false tests whether "a" is above "b".
     """
     assert (by is None) != (share is None)
@@ -60,20 +60,19 @@ def equivalent_values(a: BySeed, b: BySeed, *, within: float, names: tuple[str, 
 
 
 def below(values: BySeed, limit: float, *, name: str = "") -> Finding:
-    """Judge whether the values' mean is below a limit, with a one-sided test in each direction at 2.5 %."""
+    """Judge whether the values' mean is below a limit, with one-sided tests at 2.5 %."""
     return _bounded(values, Region(below=limit, text=f", claimed below {number(limit)}"), name)
 
 
 def above(values: BySeed, limit: float, *, name: str = "") -> Finding:
-    """Judge whether the values' mean is above a limit, with a one-sided test in each direction at 2.5 %."""
+    """Judge whether the values' mean is above a limit, with one-sided tests at 2.5 %."""
     return _bounded(values, Region(above=limit, text=f", claimed above {number(limit)}"), name)
 
 
 def close(
     ours: float | BySeed, expected: float, tolerance: float, *, name: str = "", seeds: int | None = None
 ) -> Finding:
-    """Judge whether every value equals an expected value, up to a relative tolerance (absolute if the expected value is
-    0).
+    """Judge whether every value equals an expected value, within a relative tolerance (absolute if 0 is expected).
 
     Use this check for a formula, not for a mean, because one value outside the tolerance makes the claim fail.
     """
@@ -93,9 +92,9 @@ def close(
 def monotone(values: Mapping[float, BySeed], *, rising: bool = True, name: str = "", at_least: float = 0.6) -> Finding:
     """Judge whether values rise (or fall) with x, by Kendall's tau and a slope.
 
-    The claim holds if two conditions are met. Kendall's tau, averaged over the seeds, is at least ``at_least`` in the
-    claimed direction. A one-sided t test at 2.5 % shows a slope over the rank of x in the claimed direction. If both
-    conditions are met in the other direction, the claim is reversed. A seed needs a finite value at every x.
+    The claim holds if the seeds' mean tau is at least ``at_least`` in the claimed direction. A one-sided t test at 2.5
+    % must also show a slope in this direction, over the rank of x. If both conditions are met in the other direction,
+    the claim is reversed. Lamina uses the seeds that have a finite value at every x.
 
     Args:
         values: the values by seed, for each x.
@@ -128,8 +127,8 @@ def monotone(values: Mapping[float, BySeed], *, rising: bool = True, name: str =
 def same_order(a: Mapping[str, BySeed], b: Mapping[str, BySeed], *, at_least: float = 0.6, name: str = "") -> Finding:
     """Judge by Kendall's tau whether two quantities rank the configurations in the same order.
 
-    The claim holds if a test at 2.5 % shows that tau is at least ``at_least``, and is reversed if a test shows a
-    smaller tau. The ranking uses the configurations' means. A configuration without values ranks last.
+    The claim holds if a test at 2.5 % shows that tau is at least ``at_least``. The claim is reversed if the test shows
+    a smaller tau. The ranking uses the configurations' means. A configuration without values ranks last.
 
     Args:
         a: the first quantity's values by seed, for each configuration.
@@ -163,7 +162,7 @@ def same_order(a: Mapping[str, BySeed], b: Mapping[str, BySeed], *, at_least: fl
 
 
 def fraction(flags: Iterable[bool], *, at_least: float, name: str = "", seeds: int = 0) -> Finding:
-    """Judge whether a claimed fraction of cases (layers, pairs, steps) is true, without a statistical test.
+    """Judge whether at least a claimed fraction of cases (layers, pairs or steps) is true, without a statistical test.
 
     With fewer than 3 cases, the verdict is inconclusive.
     """

@@ -1,4 +1,4 @@
-"""Describe figures as data, which a report page and a paper render differently."""
+"""Describe figures as data, for report pages and for papers."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from lamina.core.json_types import Json
 from lamina.reports.style import Look
 
 Value = float | str
-LOST_AT = 1.06  # where the marks of points without a seed that trained stand, in heights of the data
-_LONG = 28  # letters of a panel's title, from which on it takes two lines
+LOST_AT = 1.06  # y position of the marks for failed runs, as a fraction of the data's height
+_LONG = 28  # a longer title of a panel takes two lines
 
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """A line with its spread over seeds.
+    """A line of a figure, with the spread over seeds.
 
     Attributes:
         x: the points' x values, sorted.
         y: the points' y values.
         low: the lower ends of the points' error bars, or () without error bars.
         high: the upper ends of the points' error bars, or () without error bars.
-        lost: the x values at which every run failed, with the runs' statuses. The figure marks them at the top edge.
+        lost: the x values at which every run failed, with the runs' statuses. The figure marks these x values at the
+            top edge.
     """
 
     label: str
@@ -44,7 +45,7 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class Cells:
-    """A heat map. Its values are listed by row from bottom to top, with NaN for an empty cell."""
+    """A heat map. ``values`` has the rows from bottom to top, with NaN for an empty cell."""
 
     rows: tuple[float, ...]
     columns: tuple[float, ...]
@@ -53,7 +54,7 @@ class Cells:
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """One panel of a figure, which shows lines or a heat map."""
+    """A panel of a figure, which shows lines or a heat map."""
 
     title: str = ""
     series: tuple[Series, ...] = ()
@@ -61,7 +62,7 @@ class Panel:
 
     @property
     def heading(self) -> str:
-        """The title. A long title has two lines."""
+        """The title. A long title has a line break."""
         breaks = [match.end() for match in re.finditer(", ", self.title)]
         if len(self.title) <= _LONG or not breaks:
             return self.title
@@ -70,7 +71,7 @@ class Panel:
 
 
 def marks(panel: Panel, axis: Axis, number: int) -> list[Value]:
-    """Return the x positions of a line's marks for failed runs, so that several lines' marks stand side by side."""
+    """Return the x positions of a line's marks for failed runs. Marks of several lines stand side by side."""
     losing = [index for index, series in enumerate(panel.series) if series.lost]
     aside = losing.index(number) - (len(losing) - 1) / 2 if number in losing else 0.0
     ends = [tick for tick in axis.ticks if isinstance(tick, float)]
@@ -81,7 +82,7 @@ def marks(panel: Panel, axis: Axis, number: int) -> list[Value]:
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """An axis of a figure. An axis with categories has a tick at each category."""
+    """An axis of a figure. An axis with categories has a tick for each category."""
 
     title: str
     log: bool = False
@@ -98,10 +99,8 @@ class Drawing:
     """A figure.
 
     Attributes:
-        name: the file name without its ending.
-        x: the x axis of all panels.
-        y: the y axis of all panels.
-        panels: the panels, at most three in a row.
+        name: the file name without suffix.
+        panels: the panels, at most three per row.
         joined: whether lines join the points.
         quantity: the quantity that a heat map shows.
     """
@@ -122,14 +121,14 @@ class Drawing:
 
     @property
     def has_legend(self) -> bool:
-        """Whether the figure needs a legend, because the x axis does not already name the lines."""
+        """Whether the figure needs a legend. Without a legend, the x axis names the lines."""
         names = {series.label for panel in self.panels for series in panel.series}
         return len(names) > 1 and not names <= set(self.x.ticks)
 
     def height(self, reach: float) -> float | None:
         """Return the y value at a fraction of the figure's height, from 0 (lowest point) to 1 (highest point).
 
-        Without data, the result is None.
+        Returns None without data.
         """
         lines = [series for panel in self.panels for series in panel.series]
         values = [y for series in lines for y in (*series.y, *series.low, *series.high) if math.isfinite(y)]
@@ -150,8 +149,7 @@ class Request:
         kind: the kind of figure, a key of ``lamina.lab.papers.pages.study_figures.KINDS``.
         x: the column of the x axis, or "" for the kind's usual column.
         y: the column of the y axis, or "" for the kind's usual column.
-        color: the compared setting that the lines' colors show, or "" for the placement (or the first setting that
-            varies).
+        color: the compared setting that colors show, or "" for the default of ``lines.color_axis``.
         measure: the name of a measurement's table, such as "init-gradients".
         more: other fields of the figure in the YAML file.
     """

@@ -1,4 +1,4 @@
-"""Read a study's output folder or its record, which has the same files."""
+"""Read a study's output folder, or a study's record with the same files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lamina.reports.records import Frame, complete, groups, read_parquet, rows_o
 
 OURS = "ours"  # the source of a study that follows no paper
 _COUNTED = {"num_layers": "layers", "steps": "steps"}
-_MEASURED = "measured_"  # ahead of a measure's column that has an axis's name
+_MEASURED = "measured_"  # prefix of a measurement's column with the name of a compared setting
 _OF_A_STAGE = (SCORE, "eval_reward", "eval_loss")
 
 
@@ -33,7 +33,7 @@ class StudyFolder:
 
     Attributes:
         header: the content of study.yaml.
-        results: one row per training run.
+        results: one row per run.
         claims: the verdicts.
     """
 
@@ -49,7 +49,6 @@ class StudyFolder:
 
     @property
     def name(self) -> str:
-        """The study's name."""
         return str(self.definition.get("study") or self.folder.name)
 
     @property
@@ -105,9 +104,10 @@ class StudyFolder:
         return sorted(path.stem for path in (self.folder / TABLES).glob("*.parquet"))
 
     def table(self, measure: str) -> Frame:
-        """Return a measurement's rows for all runs, with the compared settings. An unreadable table is empty.
+        """Return a measurement's rows for all runs, with the compared settings. The table of an unreadable file is
+        empty.
 
-        If a column's name is also a compared setting's name, ``column_of`` returns its new name.
+        If a column has the name of a compared setting, Lamina adds a prefix (see ``column_of``).
         """
         try:
             rows = read_parquet(self.folder / TABLES / f"{measure}.parquet")
@@ -124,12 +124,12 @@ class StudyFolder:
 
     @cached_property
     def measured_axes(self) -> tuple[str, ...]:
-        """The settings with several values, with the learning rate if a configuration has several learning rates."""
+        """The settings that vary, with the learning rate if a configuration has several learning rates."""
         rates = self.tuned.groupby(list(self.varied))["learning_rate"].nunique()
         return (*self.varied, *(("learning_rate",) if (rates > 1).any() else ()))
 
     def label(self, row: Mapping[str, object], without: Collection[str] = ()) -> str:
-        """Return a configuration's name: its values of the settings that vary, without the excluded settings."""
+        """Return a configuration's name: the values of the settings that vary, except the settings in ``without``."""
         words = []
         for axis in (axis for axis in self.measured_axes if axis not in without and axis in row):
             value = row[axis]
@@ -140,12 +140,11 @@ class StudyFolder:
 
 
 def column_of(table: Frame, name: str) -> str:
-    """Return a column's name in ``StudyFolder.table``, with a prefix if a compared setting has the same name."""
+    """Return a column's name in ``StudyFolder.table``, where the name of a compared setting gets a prefix."""
     return f"{_MEASURED}{name}" if f"{_MEASURED}{name}" in table else name
 
 
 def has_claims(folder: Path) -> bool:
-    """Return whether a folder holds a study with claims."""
     return (folder / CLAIMS).is_file() or bool(study_header(folder).get("definition"))
 
 
@@ -168,11 +167,11 @@ def read_folder(folder: Path) -> StudyFolder:
 def over_seeds(rows: Frame, by: list[str], column: str) -> Frame:
     """Summarize a column over seeds, with one row per group.
 
-    Each row has the mean, the standard deviation, the range and the statuses ("3 finished, 2 diverged"). For a loss,
-    only runs that trained count.
+    Each row has the mean, standard deviation, range and statuses ("3 finished, 2 diverged"). For a loss, only runs that
+    trained count.
 
     Args:
-        by: the columns that form the groups.
+        by: the columns that define the groups.
     """
     means = []
     for key, group in groups(rows, by):
@@ -200,7 +199,7 @@ def by_stage(rows: Frame) -> list[Frame]:
 
 
 def value_of(rows: Frame, usual: str) -> str:
-    """Return the column with the main result of a job after pretraining, or ``usual`` if there is none."""
+    """Return the column with the main result of a job after pretraining, or ``usual`` without such a column."""
     columns_here = (name for name in _OF_A_STAGE if name in rows and rows[name].notna().any())
     return usual if STAGE not in rows else next(columns_here, usual)
 
@@ -213,10 +212,10 @@ def measuring(rows: Frame, column: str) -> Frame:
 
 
 def arms(study: StudyFolder) -> Frame:
-    """Return one row per configuration, in the study's order, with the columns of ``over_seeds``.
+    """Return one row per configuration and job, in the study's order, with the columns of ``over_seeds``.
 
-    A study with several jobs has a row for each job. If the study chose no learning rate, each configuration's row
-    shows its best learning rate: the one with the most trained runs, and then with the lowest mean.
+    If the study chose no learning rate, the row shows the best learning rate. The best learning rate has the largest
+    fraction of runs that trained. If several learning rates tie, the lowest mean decides.
     """
     rows = study.tuned
     if rows.empty:

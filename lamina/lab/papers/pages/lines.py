@@ -13,11 +13,11 @@ from lamina.reports.sentences import Guess
 from lamina.reports.style import PALETTE, Look, looks
 
 _MOST_PANELS = 9
-_WIDE = 8  # a factor from which on a range is logarithmic
+_WIDE = 8  # the axis is logarithmic if the numbers differ by this factor
 _DASHES = ("solid", "dash", "dot", "dashdot")
 _MARKERS = ("circle", "square", "diamond", "triangle-up", "triangle-down", "cross", "x", "star")
 _ALONE = Look("#1f2933")
-_PAIRS = ("reward", "dpo")  # jobs whose loss is of a pair of answers
+_PAIRS = ("reward", "dpo")  # jobs that compute the loss of a pair of answers
 _TITLES = {
     "learning_rate": "learning rate",
     "max_learning_rate": "largest learning rate",
@@ -35,12 +35,11 @@ _TITLES = {
 
 
 def title_of(column: str) -> str:
-    """Return a column's title for an axis."""
     return _TITLES.get(column, column.replace("_", " "))
 
 
 def value_title(study: StudyFolder, column: str) -> str:
-    """Return a result's title for an axis, with the result's unit in this study."""
+    """Return a column's axis title. The title of a loss has the unit of the loss in this study."""
     if column != "eval_loss":
         return title_of(column)
     stages = study.definition_of_scale.get("then")
@@ -49,7 +48,7 @@ def value_title(study: StudyFolder, column: str) -> str:
 
 
 def arms_title(study: StudyFolder) -> str:
-    """Return the title of the column with the results in a study's table."""
+    """Return the title of the column of results in a study's table."""
     return "score, reward or loss" if STAGE in study.axes else value_title(study, study.value)
 
 
@@ -88,13 +87,13 @@ def looks_of(study: StudyFolder, axis: str) -> dict[str, Look]:
 def panels(
     study: StudyFolder, rows: Frame, color: str, x: str, *, band: str = "std", numeric: bool = False, lost: bool = True
 ) -> tuple[Panel, ...]:
-    """Draw rows as lines in panels. Each color is a line.
+    """Draw rows as lines in panels. Each value of ``color`` is a line.
 
-    Each combination of the remaining settings has a panel, or a part in the lines' names if there would be too many
-    panels.
+    Each combination of the remaining settings has a panel. If there would be too many panels, a single panel shows all
+    lines, and the lines' names contain the remaining settings.
 
     Args:
-        color: the compared setting that the colors show.
+        color: the compared setting that colors show.
         x: the column of the x axis.
         band: the kind of spread: "std" or "range".
         numeric: whether x is always a number, as training steps are.
@@ -124,7 +123,7 @@ def panels(
 
 
 def axis(column: str, values: Iterable[object]) -> Axis:
-    """Return the axis of a column's values, with a logarithmic scale for numbers over a wide range."""
+    """Return the axis of a column's values. Numbers over a wide range have a logarithmic axis."""
     ordered = ordered_values(values)
     numbers = [value for value in ordered if isinstance(value, float)]
     log = len(numbers) == len(ordered) > 2 and numbers[0] > 0 and numbers[-1] / numbers[0] >= _WIDE
@@ -132,26 +131,25 @@ def axis(column: str, values: Iterable[object]) -> Axis:
 
 
 def joined(values: Iterable[object]) -> bool:
-    """Return whether lines may join the points, because every x value is or contains a number."""
+    """Return whether lines may join the points. Every x value must be or contain a number."""
     return all(isinstance(value, float) or re.search(r"\d", str(value)) for value in ordered_values(values))
 
 
 def ordered_values(values: Iterable[object]) -> list[Value]:
     """Return the distinct values of an axis: numbers by size, texts in the study's order.
 
-    Numbers become texts if they include 0 and span several powers of ten, because no scale fits them.
+    Numbers with 0 and with several powers of ten become texts, because neither a linear nor a logarithmic axis fits.
     """
     once = list(dict.fromkeys(point(value) for value in values))
     numbers = sorted(value for value in once if isinstance(value, float))
     if len(numbers) < len(once):
         return [_text(value) for value in once]
     wide = len(numbers) > 2 and numbers[0] == 0 < numbers[1] and numbers[-1] / numbers[1] >= _WIDE
-    wide = wide and numbers[2] > 3 * numbers[1]  # 0, 1, 2, ... layers do not span decades, however many
+    wide = wide and numbers[2] > 3 * numbers[1]  # layers 0, 1, 2, ... are not powers of ten
     return [_text(value) for value in numbers] if wide else list(numbers)
 
 
 def point(value: object) -> Value:
-    """Return a value for an axis: a float for a number, otherwise a text."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
     return float(value)

@@ -38,9 +38,9 @@ _MARKERS = {
 }
 _DASHES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}
 _STYLE = {
-    "svg.hashsalt": "lamina",  # the same file for the same numbers
+    "svg.hashsalt": "lamina",  # the same numbers give the same file
     "svg.fonttype": "none",
-    "pdf.fonttype": 42,  # letters that an editor can change
+    "pdf.fonttype": 42,  # an editor can change the text
     "font.family": "sans-serif",
     "font.size": 8,
     "axes.spines.top": False,
@@ -54,8 +54,8 @@ _STYLE = {
     "lines.markersize": 4,
     "legend.frameon": False,
 }
-_ASIDE = 0.12  # between points of several series at one category, in categories
-_WIDTH, _HEIGHT = 2.5, 2.1  # of a panel, in inches
+_ASIDE = 0.12  # the distance between two lines' points at a category
+_WIDTH, _HEIGHT = 2.5, 2.1  # the size of a panel, in inches
 
 
 def write_all(folder: Path) -> list[Path]:
@@ -122,7 +122,7 @@ def _figure(drawing: Drawing, make: type[Figure]) -> Figure:
             field.tick_params(labelbottom=True)
         if col == 0:
             field.set_ylabel(_plain(drawing.y.title))
-    if drawing.y.log:  # ticks that can be read: 0.2, 0.5, 1 within two decades, powers of ten beyond
+    if drawing.y.log:  # readable ticks: 0.2, 0.5, 1 within two decades, otherwise powers of ten
         field = axes[0][0]
         bottom, top = field.get_ylim()
         exponents, texts = log_ticks(math.log10(bottom), math.log10(top))
@@ -144,7 +144,7 @@ def _figure(drawing: Drawing, make: type[Figure]) -> Figure:
 
 def _lines(field: Axes, drawing: Drawing, panel: Panel, top: float | None) -> None:
     points = [x for series in panel.series for x in series.x]
-    apart = len(set(points)) == len(points)  # no two series have a point at the same place
+    apart = len(set(points)) == len(points)  # no two lines have a point at the same x
     for number, series in enumerate(panel.series):
         aside = 0.0 if drawing.joined or apart else _ASIDE * (number - (len(panel.series) - 1) / 2)
         x = [place + aside for place in _places(series.x, drawing.x)]
@@ -193,7 +193,7 @@ def _scale(field: Axes, axis: Axis) -> None:
 
 
 def _turned(axis: Axis) -> bool:
-    """Return whether the x labels are too long to fit side by side."""
+    """Return whether to rotate the x labels, because they do not fit side by side."""
     if axis.has_texts:
         return max(len(str(tick)) for tick in axis.ticks) * len(axis.ticks) > 34
     return 5 < len(axis.ticks) <= 10
@@ -208,5 +208,5 @@ def _places(values: Sequence[Value], axis: Axis) -> list[float]:
 
 
 def _plain(text: str) -> str:
-    """Escape characters that matplotlib would read as mathematics."""
+    """Escape the characters that start a formula in matplotlib."""
     return text.replace("$", r"\$")

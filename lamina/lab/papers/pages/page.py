@@ -21,7 +21,7 @@ from lamina.reports.sections import scale_note
 from lamina.reports.style import colors, polish, rgba
 from lamina.reports.tables import NONE, Field, Row, chip, in_form, number, swatch, table, text
 
-_HEIGHT, _MAP = 330, 250  # of a row of panels, in pixels
+_HEIGHT, _MAP = 330, 250  # the heights of a row of panels with lines or with heat maps, in pixels
 
 
 @drawing_of(Kind.CLAIMS)
@@ -198,7 +198,7 @@ def _margin(row: Row) -> str:
 
 def _figures(study: StudyFolder) -> list[Section]:
     shown, left_out = chosen(study)
-    firsts = {drawing.caption: drawing for drawing in reversed(shown)}  # a caption stands once
+    firsts = {drawing.caption: drawing for drawing in reversed(shown)}  # each caption appears once
     html = "".join(
         figure(plot(drawing), drawing.caption if firsts[drawing.caption] is drawing else "", drawing.title)
         for drawing in shown
@@ -228,6 +228,7 @@ def _arms(study: StudyFolder) -> str:
 
 _HOW = (
     "Each difference is between runs with the same seed. If the study tunes the learning rate, the page shows each "
-    "setting at its best learning rate. Parentheses hold Student's 95 % interval. Holm's correction covers all claims "
-    "of the study. If seeds were added after a judgment, p is also corrected for the number of judgments."
+    "setting at its best learning rate. The 95 % interval in parentheses is Student's t interval. Holm's correction "
+    "covers all claims of the study. If seeds were added after a judgment, p is also corrected for the number of "
+    "judgments."
 )

@@ -1,4 +1,4 @@
-"""Draw the figures that a study's YAML file names, and figures that Lamina chooses."""
+"""Draw the figures of a study: the figures in the YAML file, and figures that Lamina chooses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lamina.reports.records import Frame, rows_of
 
 logger = logging.getLogger(__name__)
 ONE_LINE = "none"
-"""If the field "color" of a figure has this value, the figure joins all configurations by a single line."""
+"""If a figure's field "color" has this value, one line joins all configurations."""
 _MOST = 6
 _FIELDS = ("kind", "x", "y", "color", "measure")
 LOST = "Marks along the top edge show points at which no seed trained (diverged or stuck)."
@@ -25,8 +25,8 @@ AT_BEST = "The figure shows each setting at its best learning rate."
 SPREAD = "The figure shows the mean and standard deviation over the seeds that trained."
 RANGE = "The line is the mean over the seeds, and the band is their range."
 _TIMES = {"init": "before training", "end": "after training"}
-_AXES = {"start": "first layer", "size": "layers apart"}  # of a probe's table; a study's axis may have the name
-_STATES = "state (0: the embedding)"  # one more than layers, which are counted from 0, too
+_AXES = {"start": "first layer", "size": "layers apart"}  # columns of a probe's table
+_STATES = "state (0: the embedding)"  # there is one more state than layers
 _MOST_MAPS = 9
 _PARTS, _MOST_PARTS, _MOST_OF_ONE_KIND = ("sublayer", "role", "index"), 6, 3
 
@@ -36,8 +36,7 @@ class ShownMetric:
     """The part of a probe's table that a figure shows.
 
     Attributes:
-        metric: the metric to draw.
-        rows: the rows to draw, as allowed values of columns.
+        rows: the rows to draw, as a value for each column.
         x: the column of the x axis.
         log: whether the y axis is logarithmic.
     """
@@ -61,11 +60,11 @@ _SHOWN = {
     "similarity": ShownMetric(metric="cosine_by_distance", rows={}, x="size"),
 }
 _MAPS = {"angular_distance": "angular_distance", "similarity": "cosine"}
-_MAPPED = ("angular_distance",)  # drawn as a map unless the study says otherwise
+_MAPPED = ("angular_distance",)  # by default, drawn as a heat map
 
 
 def chosen(study: StudyFolder) -> tuple[list[Drawing], list[Drawing]]:
-    """Return the figures to show, and the figures that would be too many. Figures from the YAML file come first."""
+    """Return the figures to show, and the figures beyond the limit. Figures from the YAML file come first."""
     written = _made(study, _written(study))
     made = list({**written, **_made(study, _default(study)), **written}.values())
     count = max(_MOST, len(written))
@@ -129,7 +128,7 @@ def sweep(study: StudyFolder, request: Request) -> Drawing | None:
     if not study.has_sweep or rows[_value(study, request)].isna().all():
         return None
     arm = list(dict.fromkeys(["placement", *study.varied]))
-    # only seeds that ran at every learning rate, because more seeds at the best one are another sample
+    # keep only the seeds that ran at every learning rate, so that all points have the same seeds
     rates = rows.groupby(arm, dropna=False)["learning_rate"].transform("nunique")
     rates_tried = rows.groupby([*arm, "seed"], dropna=False)["learning_rate"].transform("nunique")
     rows = rows[rates_tried == rates] if (rates_tried == rates).any() else rows
@@ -156,7 +155,7 @@ def by_axis(study: StudyFolder, request: Request) -> Drawing | None:
 
 
 def curves(study: StudyFolder, request: Request) -> Drawing | None:
-    """Draw a training record against the steps, with the mean over seeds as a line and the range as a band."""
+    """Draw a training record over the steps. The line is the mean over seeds, and the band is the range."""
     rows = study.table(request.measure or "records-metrics")
     x, y = request.x or "step", request.y or "loss"
     by_layer = {"metric", "value"} <= set(rows)
@@ -166,7 +165,9 @@ def curves(study: StudyFolder, request: Request) -> Drawing | None:
         return None
     trial = list(dict.fromkeys(["placement", *study.measured_axes, "seed", "status", x]))
     of_trial = rows[rows[y].notna()].groupby(trial, sort=False)[y]
-    rows = (of_trial.max() if by_layer else of_trial.mean()).reset_index()  # a record may have a row per prompt
+    rows = (
+        of_trial.max() if by_layer else of_trial.mean()
+    ).reset_index()  # a record may have several rows per step, such as one row per prompt
     name = title_of(y)
     name = f"largest {name} of all layers" if by_layer and not name.startswith("largest") else name
     by = list(dict.fromkeys(["placement", *study.measured_axes, x]))
@@ -193,7 +194,7 @@ def lines_over_layers(study: StudyFolder, request: Request) -> Drawing | None:
     rows_with = dict(shown.rows) if metric == shown.metric else {}
     rows_with |= {name: request.more[name] for name in ("sublayer", "role", "index", "size") if name in request.more}
     measures, drawn = [request.measure], list[Panel]()
-    if request.measure not in study.measures:  # those before training first
+    if request.measure not in study.measures:  # in the order of training
         order = ["init", "end", "records"]
         own_measures = (measure for measure in study.measures if probe_of(measure) == probe)
         measures = sorted(own_measures, key=lambda measure: order.index(measure.split("-")[0]))
@@ -201,11 +202,11 @@ def lines_over_layers(study: StudyFolder, request: Request) -> Drawing | None:
         rows = _rows(study.table(measure), metric, rows_with)
         x = column_of(rows, wanted)
         if x in rows and x == "layer":
-            rows = rows[rows["layer"] >= 0]  # -1: the model as a whole, or what is outside of its layers
+            rows = rows[rows["layer"] >= 0]  # layer -1 is the whole model, or a part outside the layers
         if x not in rows or rows.empty:
             continue
         times = [(_TIMES.get(measure.split("-")[0], ""), rows)]
-        if "step" in rows:  # of a training record the first and the last step
+        if "step" in rows:  # of a training record, show the first and the last step
             ends = dict.fromkeys([rows["step"].min(), rows["step"].max()])
             times = [(f"step {step:g}", rows[rows["step"].eq(step)]) for step in ends]
         for time, part in times:
@@ -230,7 +231,7 @@ def lines_over_layers(study: StudyFolder, request: Request) -> Drawing | None:
 
 
 def heatmap(study: StudyFolder, request: Request) -> Drawing | None:
-    """Draw a measurement as a heat map for each configuration. Colors show the mean over seeds."""
+    """Draw a measurement as one heat map per configuration. Colors show the mean over seeds."""
     measure = request.measure or next((m for m in study.measures if probe_of(m) in _MAPS), "")
     metric = str(request.more.get("metric") or _MAPS.get(probe_of(measure), ""))
     x, y = request.x or "start", request.y or "size"
@@ -310,11 +311,11 @@ def _rows(table: Frame, metric: str, chosen: Mapping[str, object]) -> Frame:
     for name, value in ((column_of(rows, each), value) for each, value in chosen.items()):
         if name in rows:
             listed = value if isinstance(value, list) else [value]
-            last = rows[name].astype(str).str.rpartition(".")[2]  # up_proj of a path
+            last = rows[name].astype(str).str.rpartition(".")[2]  # the last part of a path, such as up_proj
             ends = [entry.rpartition(".")[2] for entry in listed if isinstance(entry, str)]
             rows = rows[rows[name].isin(listed) | last.isin(ends)]
     if "role" in rows and "role" not in chosen and rows["role"].eq("all").any():
-        rows = rows[rows["role"].eq("all")]  # a sub-layer's whole, not the mean of its parts
+        rows = rows[rows["role"].eq("all")]  # the whole sub-layer, not the mean of its parts
     return rows
 
 
@@ -322,7 +323,7 @@ def _parts(rows: Frame, x: str) -> list[tuple[str, Frame]]:
     """Split rows by part of a layer, such as the sub-layer or the norm. Returns each part's name and rows."""
     several = [name for name in _PARTS if name in rows and name != x and rows[name].nunique(dropna=False) > 1]
     if "index" in several and rows["index"].nunique() > _MOST_OF_ONE_KIND:
-        several.remove("index")  # heads, ranks: their mean
+        several.remove("index")  # with many heads or ranks, draw their mean
     if not several:
         return [("", rows)]
     return [

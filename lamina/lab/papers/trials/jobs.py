@@ -27,7 +27,7 @@ SCORE = "score"
 
 
 def columns_of(result: Json) -> Json:
-    """Return an evaluation's scores as columns: the mean score, and each task's score, in percent.
+    """Convert an evaluation's scores to columns: the mean score, and each task's score, in percent.
 
     A result that already has these columns stays unchanged.
     """
@@ -40,7 +40,7 @@ def columns_of(result: Json) -> Json:
         return kept
     values = list(zip(table["headings"], lines[0]["mean"], table["shares"], strict=True))
     shares = [value for _, value, share in values if share]
-    # a table of several shares ends with their average, one of a single share has none
+    # with several percentages, the last column is their average
     several = len(shares) > 1
     tasks = {
         re.sub(r"\W+", "_", heading).strip("_").lower(): value
@@ -58,9 +58,9 @@ def initialize(settings: PretrainSettings, *, resume: Resume = False, bar: bool 
 
     Raises UserError if a setting is invalid, or if the folder has files.
     """
-    from lamina.training.resolve import resolve_run  # it loads torch
+    from lamina.training.resolve import resolve_run  # imports torch
 
-    del bar  # nothing here takes long
+    del bar  # the job is too short for a progress bar
     resolved = resolve_run(settings)
     result: Json = {"status": str(Status.FINISHED), "steps": 0, "init": settings.init, "seconds": 0.0, "reason": ""}
     with open_job(Kind.RUN, PretrainSettings, settings, resume=resume) as job:
@@ -89,10 +89,10 @@ class TrialJob:
     Attributes:
         name: the job's name in the YAML file.
         settings: a function that returns the class of the job's settings.
-        run: a function that runs the job and writes a run's folder.
+        run: a function that runs the job and writes the run's folder.
         trains: whether the job trains and saves a model.
-        inputs: the settings that name the folders of earlier runs. The first one is the main input.
-        files: the settings that name data or code. Runs with other files count as different runs.
+        inputs: the settings that name the folders of earlier runs. The first setting is the main input.
+        files: the settings that name data or code. A change of these files' content makes a new run.
         seeded: whether the job has a seed.
         numbers: a function that converts result.json to columns.
     """

@@ -1,7 +1,7 @@
 """Measure a study's models with probes before and after training, and keep training records.
 
 A measurement's name is "TIME/NAME", such as "init/gradients" or "records/layers". Its table is a Parquet file in the
-run's folder. The file measures.json says for each measurement whether it succeeded, or why not.
+run's folder. The file measures.json lists which measurements succeeded, and why the others failed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ SEQUENCES = 16
 
 
 def names(measures: Mapping[str, Iterable[str]]) -> tuple[str, ...]:
-    """Return the names of all measurements, as "TIME/NAME"."""
     return tuple(f"{time}/{name}" for time, listed in measures.items() for name in listed)
 
 
@@ -38,7 +37,7 @@ def file_name(measure: str) -> str:
 
 
 def missing(folder: Path, measures: Iterable[str]) -> list[str]:
-    """Return the measurements that a run's folder lacks."""
+    """Return the measurements that Lamina has not tried yet, or that have lost their table."""
     state = noted(folder / MEASURES)
     return [
         measure
@@ -48,7 +47,7 @@ def missing(folder: Path, measures: Iterable[str]) -> list[str]:
 
 
 def table(folder: Path, measure: str) -> pd.DataFrame | None:
-    """Read a measurement's table. Returns None without a table, and raises UserError for an unreadable file."""
+    """Read a measurement's table. Returns None if there is no table. Raises UserError for an unreadable file."""
     path = _file(folder, measure)
     return None if path is None else read_table(path)
 
@@ -71,7 +70,7 @@ def _file(folder: Path, measure: str) -> Path | None:
 
 
 def measure(folder: Path, settings: PretrainSettings, measures: Iterable[str]) -> None:
-    """Make all measurements that a run's folder lacks. For measurements that fail, record the reason."""
+    """Make the missing measurements of a run. If a measurement fails, record the reason."""
     wanted = missing(folder, measures)
     if not wanted:
         return
@@ -87,7 +86,7 @@ def measure(folder: Path, settings: PretrainSettings, measures: Iterable[str]) -
 
 
 def _table(folder: Path, settings: PretrainSettings, measure: str) -> pd.DataFrame:
-    """Make a measurement. Raises UserError if the run has no model, or the probe does not fit the model."""
+    """Make a measurement. Raises UserError if the run has no model, or if the probe does not fit the model."""
     time, name = measure.split("/", 1)
     if time == "records":
         return _records(folder, name)

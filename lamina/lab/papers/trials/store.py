@@ -38,9 +38,9 @@ class Records:
     """The recorded results of earlier studies.
 
     Args:
-        folder: the folder with a subfolder of records for each study. It may be missing.
-        own: the name of this study's subfolder. If several subfolders have a run, Lamina uses the result in this
-            study's subfolder, because a run's loss depends slightly on the machine.
+        folder: the folder with a subfolder for each study. The folder may be missing.
+        own: the name of this study's subfolder. If several subfolders have the same run, Lamina uses this subfolder's
+            result, because losses differ slightly between machines.
     """
 
     def __init__(self, folder: Path, own: str = ""):
@@ -56,8 +56,8 @@ class Records:
         for path in self._files(RESULTS):
             try:
                 table = pd.read_csv(path.absolute(), dtype={"key": str})
-                tables.append(table[table["status"].isin(ENDED)])  # what failed may be tried again
-                places |= {*map(str, table.columns[: list(table.columns).index("tuned")])}  # on the study's axes
+                tables.append(table[table["status"].isin(ENDED)])  # a later run may replace a failed run
+                places |= {*map(str, table.columns[: list(table.columns).index("tuned")])}  # the compared settings
             except (OSError, ValueError, KeyError) as error:
                 raise UserError(f"{str(path)!r}: not a study's record ({type(error).__name__}: {error})") from None
         rows: dict[str, Json] = {}
@@ -65,7 +65,9 @@ class Records:
             kept = table.drop(columns=[name for name in table if name in places - shared]).astype(object)
             for row in kept.where(kept.notna(), None).to_dict("records"):
                 row, other = {str(name): value for name, value in row.items()}, rows.get(str(row["key"]), {})
-                if row.get("eval_loss") == other.get("eval_loss"):  # else trained again, on another kind of machine
+                if row.get("eval_loss") == other.get(
+                    "eval_loss"
+                ):  # otherwise, another kind of machine trained the run again
                     row = {**other, **{n: value for n, value in row.items() if value is not None or n not in other}}
                 rows[str(row["key"])] = row
         return rows
@@ -98,7 +100,7 @@ class Records:
         return self._tables[measure].get(key)
 
     def _files(self, name: str) -> list[Path]:
-        """List the files with the given name in all subfolders, with this study's file last."""
+        """List the files of this name in all subfolders. This study's file is last."""
         study_file = self.folder / self.own / name
         paths = sorted(self.folder.glob(f"*/{name}"), key=lambda path: (path == study_file, path))
         for path in paths:
@@ -107,7 +109,7 @@ class Records:
 
 
 def recorded_keys(record: Path) -> list[str]:
-    """Return the keys of the runs in a study's folder."""
+    """Return the keys of the runs in a study's folder or record."""
     import pandas as pd
 
     path = record / RESULTS
@@ -116,13 +118,11 @@ def recorded_keys(record: Path) -> list[str]:
 
 
 def write_results(folder: Path, results: pd.DataFrame) -> None:
-    """Write a study's table of results."""
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / RESULTS, results.to_csv(index=False))
 
 
 def write_table(folder: Path, measure: str, rows: pd.DataFrame) -> None:
-    """Write a measurement's table for all runs of a study."""
     (folder / TABLES).mkdir(parents=True, exist_ok=True)
     write_parquet(folder / TABLES / file_name(measure), rows, compression="zstd")
 
@@ -132,7 +132,7 @@ _CLAIMS = ".claims"
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTask(Task):
-    """A training run in the folder that several processes and studies share.
+    """A run in the folder that several processes and studies share.
 
     Attributes:
         measures: the names of the run's measurements, as "TIME/NAME".
@@ -153,7 +153,7 @@ class StoredTask(Task):
 
     @contextmanager
     def claim(self) -> Iterator[None]:
-        """Lock the run while it executes. Raises Busy if another process executes it."""
+        """Lock the run while it executes. Raises Busy if another process executes the run."""
         with ExitStack() as held:
             try:
                 held.enter_context(lock(self.folder.parent / _CLAIMS / self.folder.name))
@@ -181,7 +181,7 @@ def refuse_another(folder: Path) -> None:
     path = folder / TRIAL
     status = (read_result(folder) or {}).get("status")
     if not path.is_file() and status not in ENDED and (status is None or not (folder / CONFIG).is_file()):
-        return  # it has not begun, or was stopped before it began
+        return  # the run has not begun
     try:
         held = key(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
@@ -201,7 +201,7 @@ UNTRAINED = (Status.DIVERGED.value, Status.STUCK.value)
 
 
 class Store:
-    """The folder of all studies' training runs.
+    """The folder of all studies' runs.
 
     Args:
         folder: the folder, with a subfolder for each run.
@@ -217,7 +217,7 @@ class Store:
         self._verified: set[str] = set()
 
     def place(self, key: str) -> Path:
-        """Return a run's folder. Raises UserError if the folder holds another run or an unreadable run."""
+        """Return a run's folder. Raises UserError if the folder holds another run or is damaged."""
         folder = self.folder / key
         if key not in self._verified and folder.is_dir():
             refuse_special("store", folder)
@@ -228,7 +228,7 @@ class Store:
         return folder
 
     def machines(self, keys: Iterable[str]) -> list[Json]:
-        """Count runs by machine, torch version and git revision, with the most frequent first."""
+        """Count runs by machine, torch version and git revision. The largest count is first."""
         counts = Counter[str]()
         for name in keys:
             if machine := (noted_there := noted(self.folder / name / ENVIRONMENT)).get("machine"):
@@ -264,7 +264,7 @@ class Store:
         return result
 
     def outcome(self, trial: StudyTrial) -> Json | None:
-        """Return the result in a run's folder, which may say that the run failed. Returns None without a result."""
+        """Return the result in a run's folder, even if the run failed. Returns None without a result."""
         folder = self.place(trial.key)
         return read_result(folder) if folder.is_dir() else None
 
@@ -279,7 +279,7 @@ class Store:
         return model.is_dir()
 
     def damage(self, trials: Iterable[StudyTrial]) -> list[str]:
-        """Return a line for each damaged model and checkpoint of finished runs."""
+        """Return a text line for each damaged model or checkpoint of finished runs."""
         lines = []
         for name in dict.fromkeys(trial.key for trial in trials if self.result(trial) and trial.key in self._ended):
             folder = self.folder / name
@@ -289,7 +289,7 @@ class Store:
         return lines
 
     def _inherited(self, trial: StudyTrial) -> Json | None:
-        """Return a result for a run that lacks its input model because the model's training diverged or got stuck."""
+        """Return a result with the status of an input model that diverged or got stuck, and otherwise None."""
         for source in trial.inputs.values():
             result = self.result(source)
             if result is not None and result["status"] in UNTRAINED:
@@ -300,18 +300,18 @@ class Store:
         return None
 
     def complete(self, trial: StudyTrial) -> Json | None:
-        """Return a run's result, or None if the run is unfinished or lacks a measurement."""
+        """Return a run's result, or None if the run is unfinished or a measurement is missing."""
         result, trial_id = self.result(trial), (trial.key, trial.measures)
         if result is None or not trial.measures or trial_id in self._complete or self._inherited(trial) is not None:
             return result
         lacking = measures.missing(self.place(trial.key), trial.measures)
-        model = result["status"] != "diverged" or "key" not in result  # training again gives none of a recorded one
+        model = result["status"] != "diverged" or "key" not in result  # a recorded, diverged run has no model
         if model and any(self.records.table(trial.key, measure) is None for measure in lacking):
             return None
         self._complete.add(trial_id)
         return result
 
     def table(self, key: str, measure: str) -> pd.DataFrame | None:
-        """Read the table of a run's measurement. Returns None if the table is missing."""
+        """Read the table of a run's measurement. Returns None if there is no table."""
         table = measures.table(self.place(key), measure)
         return table if table is not None else self.records.table(key, measure)

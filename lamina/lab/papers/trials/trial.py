@@ -1,7 +1,7 @@
-"""Describe a study's training runs. A run's key is a hash of everything that determines its numbers.
+"""Describe a study's runs. A run's key is a hash of everything that determines the run's numbers.
 
 Two runs with the same key give the same numbers, bit-identical on the same machine. Several studies can therefore share
-a run, and a changed run never replaces an old one.
+a run, and a changed run never replaces an old run.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ tests/lab/papers/test_numerics.py trains a few small models, and fails if their 
 
 # settings that matter only if a run may roll back
 OF_A_ROLLBACK = frozenset(("rollback_factor", "rollback_skip", "save_steps", "keep"))
-# settings that may name a folder, with the files in it that do not matter
+# settings that may name a folder, with the files that do not count
 _WEIGHTS = ("*.safetensors", MANIFEST)
 PLACES = {"backbone": (*_WEIGHTS, "*token*", "README.md"), "tokenizer": _WEIGHTS, "from_model": ()}
 # settings that count by their meaning and not by their spelling
 SPELLED = ("placement", "num_layers", "init", "corpus", "eval_corpus")
-_NAMES = ("placement", "options", "initialization")  # of a plan: what it is called
+_NAMES = ("placement", "options", "initialization")  # the fields of a plan that are only names
 # Newer settings, with the values that change nothing. A key leaves out these values, so that older runs keep their
 # keys.
 _YOUNGER_GROUPS = (
@@ -92,11 +92,10 @@ def identity(job: str, settings: Settings) -> Json:
 def chained(job: TrialJob, settings: Settings, inputs: Mapping[str, str]) -> Json:
     """Return everything that determines the numbers of a run that starts from other runs' models.
 
+    Raises UserError if Lamina cannot read the data.
+
     Args:
         inputs: the keys of the other runs, by the setting that takes the model.
-
-    Raises:
-        UserError: Lamina cannot read the data.
     """
     values, data = settings.to_dict(), {}
     for name in job.files:
@@ -124,7 +123,7 @@ def read_again() -> None:
 
 
 def _deciding(values: Json, free: frozenset[str], others: Iterable[str]) -> Json:
-    """Return the settings that change a run's numbers, except the excluded names."""
+    """Return the settings that change a run's numbers, without the names in ``others``."""
     left_out = {*others, *(free - OF_A_ROLLBACK if values.get("rollback") else free)}
     return {
         name: value
@@ -134,7 +133,7 @@ def _deciding(values: Json, free: frozenset[str], others: Iterable[str]) -> Json
 
 
 def _places(settings: Json) -> Json:
-    """Return hashes of the folders that settings name, by setting."""
+    """Return a hash of each folder that a setting names, by setting."""
     places = {
         name: _files(str(path), ignored)
         for name, ignored in PLACES.items()
@@ -145,7 +144,6 @@ def _places(settings: Json) -> Json:
 
 @lru_cache(maxsize=64)
 def _files(folder: str, ignored: tuple[str, ...]) -> str:
-    """Return a hash of the files of a saved model."""
     root = model_folder(folder)
     names = [name for name in files_in(root) if not any(fnmatch(name, pattern) for pattern in ignored)]
     return _hash([[name, sha256(root / name)] for name in names])
@@ -153,14 +151,14 @@ def _files(folder: str, ignored: tuple[str, ...]) -> str:
 
 @lru_cache(maxsize=1024)
 def _plan(placement: str, num_layers: int) -> tuple[str, str]:
-    """Return two texts: a hash of a norm placement's computations, and the recommended initializer."""
+    """Return a hash of a norm placement's computations, and the name of the recommended initializer."""
     plan = resolve(placement, num_layers)
     unnamed = {name: value for name, value in _changed(plan).items() if name not in _NAMES}
     return _hash(unnamed), plan.initialization or "normal"
 
 
 def _changed(value: object) -> Json:
-    """Return the fields that differ from their defaults, so that a new field does not change the keys of older runs."""
+    """Return the fields that differ from their defaults. A new field then does not change the keys of older runs."""
     assert is_dataclass(value)
     changed = {}
     for entry in fields(value):
@@ -175,7 +173,7 @@ def _changed(value: object) -> Json:
 
 
 def _content(source: str) -> str:
-    """Return a file's hash, or generated data's name and version. Return any other source unchanged."""
+    """Return a file's hash, or the name and version of generated data. Return any other text unchanged."""
     file, _, rest = source.rpartition(":") if ".py:" in source else (source, "", "")
     if (path := Path(file).expanduser()).is_file():
         return f"{sha256(path)} {rest}".strip()
@@ -188,7 +186,7 @@ def _hash(data: Json | list[list[str]]) -> str:
 
 @lru_cache(maxsize=64)
 def _text(corpus: str, text_field: str) -> str:
-    """Return a hash of a corpus's text and of the shares of its parts."""
+    """Return hashes of a corpus's parts, with the parts' proportions."""
     parts = Corpus.parse(corpus, text_field).parts
     hashes = "+".join(part.corpus.fingerprint() for part in parts)
     return hashes if len(parts) == 1 else f"{hashes} {':'.join(str(part.share) for part in parts)}"
@@ -203,7 +201,7 @@ def _depth(backbone: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class StudyTrial:
-    """A training run of a study.
+    """A run of a study.
 
     Attributes:
         job: the job's name, such as "pretrain".
@@ -212,7 +210,7 @@ class StudyTrial:
         measures: the names of the run's measurements, as "TIME/NAME".
         identity: everything that determines the run's numbers.
         key: a hash of the identity.
-        inputs: the runs whose models this run needs, by the setting that takes the model.
+        inputs: the runs that train this run's input models, by the setting that takes the model.
         root: the pretraining run from which this run descends, or None for a pretraining run.
     """
 
@@ -235,7 +233,7 @@ class StudyTrial:
 
     @property
     def learning_rate(self) -> float | None:
-        """The peak learning rate of the first run in a chain of jobs, or None."""
+        """The peak learning rate of the pretraining run, or None."""
         return getattr(self.first.settings, "learning_rate", None)
 
     @property
@@ -250,16 +248,16 @@ class StudyTrial:
 
 
 def may_be(trial: StudyTrial, placement: str) -> bool:
-    """Return whether a run may have the given placement. Returns True if Lamina cannot read the placement."""
+    """Return whether a run may have this placement. The result is True if Lamina cannot read the placement."""
     try:
         settings = replace(trial.settings, placement=placement)
         return identity(trial.job, settings)["plan"] == trial.identity["plan"]
-    except (UserError, TypeError):  # a file of another machine's
+    except (UserError, TypeError):  # the placement is a file of another machine
         return True
 
 
 def make_trial(job: str, values: Mapping[str, str], settings: Settings, measures: tuple[str, ...]) -> StudyTrial:
-    """Return a run with the given settings. Raises UserError if Lamina cannot read the placement or the corpus."""
+    """Create a run with the given settings. Raises UserError if Lamina cannot read the placement or the corpus."""
     decided = identity(job, settings)
     return StudyTrial(job=job, values=values, settings=settings, measures=measures, identity=decided, key=key(decided))
 
@@ -273,7 +271,7 @@ def make_chained(
     inputs: Mapping[str, StudyTrial],
     root: StudyTrial,
 ) -> StudyTrial:
-    """Return a run that starts from other runs' models. Raises UserError if Lamina cannot read the data."""
+    """Create a run that starts from other runs' models. Raises UserError if Lamina cannot read the data."""
     identity_here = chained(TRIAL_JOBS[job], settings, {name: trial.key for name, trial in inputs.items()})
     made = StudyTrial(
         job=job, values=values, settings=settings, measures=measures, identity=identity_here, key=key(identity_here)
