@@ -45,14 +45,11 @@ COLUMNS = (*("arm", "trials", "parameters", "active", "vocabulary", "tokens", "f
 
 
 def dry_run(arms: Mapping[str, Mapping[str, PretrainSettings]]) -> Frame:
-    """Count the parameters and FLOPs of each configuration's model.
+    """Count the parameters and FLOPs of each configuration's model. Returns a table with one row per configuration.
 
     Args:
         arms: the runs' settings, by the configuration's name and the run's name. The runs of one configuration differ
             only in learning rate and seed.
-
-    Returns:
-        A table with the columns ``COLUMNS`` and one row per configuration.
 
     Raises:
         UserError: Lamina cannot build a model from a run's settings.

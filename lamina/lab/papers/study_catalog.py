@@ -1,7 +1,7 @@
 """Read and check studies from YAML files.
 
-A study compares models in up to three sizes ("scales"): cpu, gpu and paper. For each size, the YAML file lists the
-compared settings, learning rates, seeds, measurements, and jobs that start from the trained models.
+A study has up to three scales: cpu, gpu and paper. For each scale, the YAML file lists the compared settings, learning
+rates, seeds, measurements, and jobs that start from the trained models.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Tuning:
         return seeds[: self.seeds] if isinstance(self.seeds, int) else self.seeds
 
     def other(self, values: Mapping[str, str]) -> dict[str, str] | None:
-        """Return the configuration whose best learning rate a configuration also uses ("also"), or None."""
+        """Return the configuration that ``also`` pairs with the given configuration, or None."""
         for axis, label in values.items():
             if label in self.also:
                 return {**values, axis: self.also[label]}
@@ -136,7 +136,6 @@ class Stage:
 
     Attributes:
         name: the label in the column "stage" of the tables.
-        job: the job's name, such as "sft".
         inputs: the earlier job that trained each input model, by the setting that takes the model.
         of: the labels of the only configuration that runs this job (default: all configurations run the job). All
             configurations then use the resulting model, such as a shared reward model.
@@ -179,21 +178,20 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """A study in one size.
+    """A study at one scale: cpu, gpu or paper.
 
     Attributes:
-        name: cpu, gpu or paper.
         job: the first job's name, such as "pretrain".
         settings: the settings that all runs share.
         axes: the compared settings. Each axis maps labels to settings.
         rates: the learning rates to compare, or () if the study does not compare learning rates.
         tuning: the search for the best learning rates, or None.
-        measures: the probes or records to keep, by time: "init", "end" or "records".
+        measures: the names of probes and training records, by time: "init", "end" or "records".
         skip: the combinations of labels that Lamina does not run.
         stages: the jobs that start from the trained models.
-        needs: the reason why this size cannot decide the claims, or "".
-        looks: the number of judgments so far, each with more seeds. Lamina multiplies the corrected p values by this
-            number.
+        needs: the reason why this scale cannot decide the claims, or "".
+        looks: how often the claims have been judged, each time with more seeds. Lamina multiplies the corrected p
+            values by this number.
         folder: the folder of the study's file. Paths that begin with "./" are relative to this folder.
     """
 
@@ -227,7 +225,7 @@ class Scale:
 
     @property
     def all_measures(self) -> Mapping[str, tuple[str, ...]]:
-        """The probes and records of all jobs, by time: "init", "end" or "records"."""
+        """The names of probes and training records of all jobs, by time: "init", "end" or "records"."""
         records = [each.partition("/")[2] for stage in self.stages for each in stage.measures]
         kept = dict.fromkeys([*self.measures.get("records", ()), *records])
         return {**self.measures, "records": tuple(kept)} if kept else self.measures
@@ -235,14 +233,13 @@ class Scale:
 
 @dataclass(frozen=True, kw_only=True)
 class StudyDefinition:
-    """A study in up to three sizes.
+    """A study at up to three scales: cpu, gpu and paper.
 
     Attributes:
         name: the name of the study and of its main claim.
         paper: the paper that makes the claim: one of ``PAPERS``.
         source: the table, figure or equation in the paper.
         file: the YAML file. A Python file with the same name defines the claims.
-        figures: the figures to draw, as in the YAML file.
     """
 
     name: str
@@ -258,7 +255,7 @@ class StudyDefinition:
         return self.file.with_suffix(".py")
 
     def scale(self, name: str) -> Scale:
-        """Return the study in one size. Raises UserError if the study has no such size."""
+        """Return the study at one scale. Raises UserError if the study has no such scale."""
         if name not in self.scales:
             raise unknown("scale", name, self.scales, f"study {self.name}")
         return self.scales[name]
@@ -328,7 +325,7 @@ class _Entries:
 
 
 def read_study(study: str | Path) -> StudyDefinition:
-    """Read a study from its name or from the path of a YAML file. Raises UserError if the file is invalid."""
+    """Read a study, given a name or the path of a YAML file. Raises UserError if the file is invalid."""
     path = find(str(study))
     entries = _Entries(path.name, read_mapping(path), _STUDY, "")
     name = entries.text("study")
@@ -464,7 +461,7 @@ def check_seeds(where: str, tuning: Tuning | None, seeds: tuple[int, ...]) -> No
 
 
 def _check_also(entries: _Entries, tuning: Tuning, axes: Axes) -> None:
-    """Raise UserError unless each pair in "also" consists of two labels of the same axis."""
+    """Raise UserError unless each pair in "also" consists of two different labels of the same axis."""
     every = {name: labels for labels in reversed([*axes.values()]) for name in labels}
     for label, other in tuning.also.items():
         entries.among("label", [label], every, "learning_rate: also")

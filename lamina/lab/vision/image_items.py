@@ -140,7 +140,6 @@ class ImageItems(ItemSource[ImageItem]):
 
     Attributes:
         numbers: the indices of this set's images in ``images``, [items].
-        processor: the transformers image processor that resizes and normalizes the images.
     """
 
     images: LabeledImages

@@ -48,7 +48,7 @@ class LabeledImages(ABC):
         classes: the names of the classes, in the order of the class numbers.
         labels: the class number of each image, [images] of int64.
         held_out: the indices of the images in the test split, or None without a test split.
-        channels: 1 for gray, 3 for RGB.
+        channels: the number of color channels: 1 for gray, 3 for RGB.
     """
 
     spec: str
@@ -62,7 +62,7 @@ class LabeledImages(ABC):
         """Return an image in Pillow's mode L or RGB. Raises UserError if Lamina cannot read the image."""
 
     def refuse_unreadable(self, *, progress: bool) -> None:
-        """Raise UserError if an image is unreadable. The default checks nothing."""
+        """Raise UserError if an image is unreadable. The base class checks nothing."""
         return
 
     def check(self) -> None:
@@ -258,7 +258,7 @@ class PixelImages(LabeledImages):
 
 
 def _of_pixels(spec: str, path: Path) -> PixelImages:
-    """Read rows of numbers: the pixels (0 to 255) of a square gray image, then the class number."""
+    """Read a file with one square gray image per row: the pixels (0 to 255), then the class number."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # numpy warns about a file without rows

@@ -135,7 +135,10 @@ def test_sixteen_bits_are_scaled_and_not_cut_off(folder, suffix):
 
 
 BAD = {
-    "no classes": (lambda root: [path.unlink() for path in root.rglob("*.png")], "has no images. Add images, or remove the folder"),
+    "no classes": (
+        lambda root: [path.unlink() for path in root.rglob("*.png")],
+        "has no images. Add images, or remove the folder",
+    ),
     "not an image": (lambda root: (root / "cat" / "3.png").write_bytes(b"no image"), "cat/3.png' can't be read"),
     "floats": (
         lambda root: Image.fromarray(np.ones((9, 9), dtype=np.float32)).save(root / "cat" / "3.tif"),

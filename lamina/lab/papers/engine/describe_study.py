@@ -1,4 +1,4 @@
-"""Describe a study as text: settings, finished trials, and the cost of the missing trials."""
+"""Describe a study as text: settings, number of finished trials, recorded verdicts, and cost."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lamina.training.settings import PretrainSettings
 
 
 def description(settings: StudySettings) -> str:
-    """Describe a study in one size (cpu, gpu or paper): question, settings, number of trials and recorded verdicts."""
+    """Describe a study at one scale (cpu, gpu or paper): question, settings, number of trials and recorded verdicts."""
     assert settings.study is not None
     study = read_study(settings.study)
     plan = study_plan(study, settings)
@@ -70,7 +70,7 @@ def _tuned(tuning: Tuning, seeds: tuple[int, ...]) -> str:
 
 
 def dry_run_text(settings: StudySettings) -> str:
-    """Describe a study's cost: parameters, tokens, FLOPs and GPU-hours. The size cpu also shows the minutes."""
+    """Describe a study's cost: parameters, tokens, FLOPs and GPU-hours. The scale cpu also shows the minutes."""
     from lamina.lab.papers.dry_run import dry_run, minutes_here, table
 
     assert settings.study is not None
@@ -95,7 +95,7 @@ def dry_run_text(settings: StudySettings) -> str:
 
 
 def _later(plan: StudyPlan) -> list[str]:
-    """Describe the jobs after pretraining, which the totals leave out."""
+    """Describe the jobs after pretraining. The table of costs leaves out these jobs."""
     lines = []
     counts = plan.stages()
     for stage in plan.scale.stages:

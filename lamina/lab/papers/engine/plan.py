@@ -25,12 +25,7 @@ from lamina.lab.papers.trials.trial import StudyTrial, make_chained, make_trial
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """A configuration to compare, without learning rate and seed.
-
-    Attributes:
-        values: the label of each compared setting (axis).
-        settings: the settings that differ from the job's defaults.
-    """
+    """A configuration: the label of each compared setting (axis), and the resulting settings of the first job."""
 
     values: Mapping[str, str]
     settings: Json
@@ -162,10 +157,7 @@ class StudyPlan:
         return list({(trial.key, trial.measures, *trial.values.values()): trial for trial in wanted}.values())
 
     def is_tuned(self, trial: StudyTrial) -> bool:
-        """Return whether a run has a seed of the study and its configuration's chosen learning rate.
-
-        Without a search for learning rates, the result is True.
-        """
+        """Return whether a run has a seed of the study and the chosen learning rate (True without a search)."""
         if self.scale.tuning is None:
             return True
         return trial.seed in self.scale.seeds and self.chosen.get(self._number(trial)) == trial.learning_rate
@@ -180,22 +172,19 @@ class StudyPlan:
         return next(n for n, arm in enumerate(self.arms) if {**arm.values, **stage} == trial.first.values)
 
     def _others(self, tuning: Tuning) -> dict[int, float]:
-        """Return the second learning rate of each configuration that "also" pairs with another configuration."""
+        """Return the extra learning rate of each configuration that "also" pairs with another configuration."""
         numbers = {tuple(arm.values.items()): number for number, arm in enumerate(self.arms)}
         pairs = ((number, tuning.other(arm.values)) for number, arm in enumerate(self.arms))
         partners = {number: numbers.get(tuple(other.items()), -1) for number, other in pairs if other is not None}
         return {number: self.chosen[other] for number, other in partners.items() if other in self.chosen}
 
     def _chain(self, number: int, rate: float | None, seed: int) -> list[StudyTrial]:
-        """Return a configuration's first run, and the runs of its later jobs whose settings are already known."""
+        """Return a configuration's first run, and the runs of later jobs that Lamina can already plan."""
         stages = (self._staged(stage, number, rate, seed) for stage in self.scale.stages)
         return [self._trial(number, rate, seed, measured=True), *(trial for trial in stages if trial is not None)]
 
     def _staged(self, stage: Stage, number: int, rate: float | None, seed: int) -> StudyTrial | None:
-        """Return the run of a job after the first job.
-
-        Returns None if the configuration skips the job, or if the input model's learning rate is still unknown.
-        """
+        """Return the run of a later job. Returns None if the job is skipped or the learning rate is unknown."""
         if stage.of:
             values = {**self.arms[number].values, **stage.of}
             number = next((n for n, arm in enumerate(self.arms) if arm.values == values), -1)
@@ -268,7 +257,7 @@ class Best:
 
 
 def best_rate(known: Mapping[float, list[Json]], rule: Rule) -> Best:
-    """Choose a learning rate from the results of a search, which are sorted by learning rate.
+    """Choose a learning rate from the results of a search. ``known`` is sorted by learning rate.
 
     The rule "best" chooses the learning rate with the fewest failed seeds. If several learning rates tie, the lowest
     mean loss decides. A seed fails if its run diverges or gets stuck. The rule "one-se" chooses the lowest learning

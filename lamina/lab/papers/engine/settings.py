@@ -35,7 +35,7 @@ class StoreSettings(Settings):
 
 
 class StudySettings(StoreSettings, OutputSettings, WorkerSettings, ThreadSettings):
-    """The settings of a study in one size."""
+    """The settings of a study at one scale."""
 
     command_name = "study run"
     main = (
@@ -46,7 +46,7 @@ class StudySettings(StoreSettings, OutputSettings, WorkerSettings, ThreadSetting
 
     study: str | None = setting(None, "a study's name (see `lamina study list`), or your YAML file", place)
     scale: ScaleName = setting(
-        "cpu", "size of the study: cpu (2 cores, minutes to an hour), gpu (one GPU) or paper (as in the paper)"
+        "cpu", "scale of the study: cpu (2 cores, minutes to an hour), gpu (one GPU) or paper (as in the paper)"
     )
     seeds: str | None = setting(None, "comma-separated seeds (default: the study's seeds)", seed_list)
     corpus: str | None = setting(None, "text to train on (default: the study's corpus)", corpus_name)

@@ -143,7 +143,7 @@ def run_study(
     overwrite: bool = False,
     bar: bool = True,
 ) -> pd.DataFrame:
-    """Run a study in one size. Returns the table of results.csv, with one row per run.
+    """Run a study at one scale. Returns the table of results.csv, with one row per run.
 
     Lamina skips runs that have a stored or recorded result. Lamina also writes the verdicts to claims.json.
 
@@ -233,7 +233,7 @@ def work(settings: StudySettings, *, bar: bool = True) -> dict[str, Json]:
 
 
 def study_plan(study: StudyDefinition, settings: StudySettings) -> StudyPlan:
-    """Plan a study's runs, with the user's seeds and settings. Raises UserError if they are invalid."""
+    """Plan a study's runs with the user's seeds and settings. Raises UserError for invalid values."""
     read_again()
     scale = study.scale(settings.scale)
     if settings.seeds is not None:
@@ -340,7 +340,7 @@ def _refuse_edited(stored: Json, definition: Json, plan: StudyPlan, store: Store
 def _record(study: StudyDefinition, settings: StudySettings, folder: Path, store: Store, *, whole: bool = True) -> None:
     """Copy a study's tables and verdicts to the folder of recorded results, without models and local paths.
 
-    An unfinished study has no verdicts, so an unfinished study never replaces recorded verdicts.
+    An unfinished study never replaces recorded verdicts.
     """
     records = settings.records_folder / record_name(settings)
     if not whole and (records / CLAIMS).is_file():
@@ -420,12 +420,7 @@ def as_table(rows: Iterable[Json], axes: Sequence[str]) -> pd.DataFrame:
 
 
 def result_row(trial: StudyTrial, result: Json, values: Mapping[str, object], **places: object) -> Json:
-    """Return a run's row of results.csv.
-
-    Args:
-        values: the values of the compared settings.
-        places: the columns "tuned" and "at_edge".
-    """
+    """Return a run's row of results.csv. ``places`` has the columns "tuned" and "at_edge"."""
     left_out = {*_NOTES, *values, "trial"}
     numbers = TRIAL_JOBS[trial.job].numbers(result)
     scalars = {n: value for n, value in numbers.items() if n not in left_out and not isinstance(value, dict | list)}
@@ -435,7 +430,7 @@ def result_row(trial: StudyTrial, result: Json, values: Mapping[str, object], **
 
 
 def measured_table(results: pd.DataFrame, store: Store, measure: str) -> pd.DataFrame | None:
-    """Return a measurement's rows for all runs, with the run's key as first column. Returns None without rows."""
+    """Return a measurement's rows for all runs, or None. The first column is the run's key."""
     import pandas as pd
 
     tables = [(str(key), store.table(str(key), measure)) for key in results["key"].unique()]

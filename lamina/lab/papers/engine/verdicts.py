@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 def judge_study(
     study: StudyDefinition, scale: Scale, results: pd.DataFrame, store: Store, *, missing: int = 0, looks: int = 1
 ) -> list[Json]:
-    """Judge a study's claims. Returns the verdicts, for claims.json.
+    """Judge a study's claims. Returns the content of claims.json.
 
     Args:
         missing: the number of unfinished runs. Lamina judges nothing before all runs have finished.
@@ -94,16 +94,16 @@ def looks_of(record: Path, trials: Collection[str]) -> list[int]:
 
 
 def all_verdicts(records: Path | None = None) -> list[Json]:
-    """Return the recorded verdicts of all Lamina's studies. A claim without a verdict is `not run yet`."""
+    """Return the recorded verdicts of all of Lamina's studies. A claim without a verdict is `not run yet`."""
     folder = records_folder() if records is None else records
     return [verdict for name in names() for verdict in verdicts_of(read_study(name), folder)]
 
 
 def verdicts_of(study: StudyDefinition, records: Path) -> list[Json]:
-    """Return a study's claims with the recorded verdicts in every size. Raises UserError for an unreadable file.
+    """Return a study's claims with the recorded verdicts at every scale. Raises UserError for an unreadable file.
 
-    The words of the claims come from the study's file, because a record may have older words. If a study of Lamina has
-    no verdicts in the size cpu, the claims are `not run yet`, with the command to run.
+    The words of the claims come from the study's file, because a record may have older words. If one of Lamina's
+    studies has no verdicts at the scale cpu, the claims are `not run yet`, and the notes give the command to run.
     """
     listed = study.file.parent == catalog_folder() and study.claims_file.is_file()
     claims = _load(study) if listed else []

@@ -1,7 +1,7 @@
 """Compare configurations by their losses or another column, paired by seed.
 
 A run that diverged or got stuck near the unigram entropy ranks last. A configuration with more failed runs than the
-other one cannot win.
+other configuration cannot win.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _GAINS = ("accuracy", "score", "eval_reward")
 
 
 def _worst(column: str) -> float:
-    """Return the infinite value that ranks failed runs last, or NaN if neither direction of a column is better."""
+    """Return the infinite value that ranks failed runs last, or NaN if high and low values are equally good."""
     if column in _LOSSES:
         return math.inf
     return -math.inf if column.startswith(_GAINS) else math.nan
@@ -61,8 +61,6 @@ def _worst(column: str) -> float:
 
 @dataclass(frozen=True)
 class _Arm:
-    """The values of a configuration's runs in a column, and the numbers of failed runs."""
-
     name: str
     values: dict[int, float]  # seed -> value, for runs that trained
     lost: dict[str, int]  # status -> number of failed runs (diverged or stuck)
@@ -107,16 +105,16 @@ def lower(
 ) -> Finding:
     """Judge whether a configuration has lower values than another configuration, paired by seed.
 
-    The claim holds if the 95 % t interval of the difference is below 0, and if the mean difference is at least ``by``.
-    If this rule holds with both configurations exchanged, the verdict is `reversed`. If a test at the same level rules
-    out a difference of ``by``, the verdict is `excluded`. Otherwise, or with fewer than 3 pairs, the verdict is
+    The claim holds if the 95 % t interval of the difference is below 0, and the mean difference is at least ``by`` in
+    size. If the rule holds with both configurations exchanged, the verdict is `reversed`. If a test at the same level
+    rules out a difference of ``by``, the verdict is `excluded`. Otherwise, or with fewer than 3 pairs, the verdict is
     `inconclusive`.
 
     Args:
         a: the configuration with lower values, according to the claim.
         than: the other configuration.
         by: the smallest difference that counts (default for a loss: 0.01). Other columns have no default.
-        any_status: whether failed runs count like other runs, as for the column with the number of spikes.
+        any_status: whether failed runs also count, as for a column with the number of spikes.
     """
     return _compared(trials, (a, than), column, Region(below=0.0), by=by, any_status=any_status)
 
@@ -185,8 +183,8 @@ def same_as_recorded(trials: Trials, a: Arm, *, record: Path, axis: str, value: 
 def fails_to_train(trials: Trials, a: Arm) -> Finding:
     """Judge whether at least two thirds of a configuration's runs diverged or got stuck.
 
-    For the claim, an exact test must also show a failure probability above one third. The claim is reversed if at most
-    one third of the runs failed and an exact test shows a failure probability below two thirds.
+    The claim holds only if an exact test also shows a failure probability above one third. The claim is reversed if at
+    most one third of the runs failed, and an exact test shows a failure probability below two thirds.
     """
     return _share(trials, a, NOT_TRAINED, "did not train")
 

@@ -30,13 +30,9 @@ _SCORE, _GAIN = "score", "reward_gain"
 def judgeable(results: Frame, axes: Sequence[str], tuning: Sequence[int], seeds: Sequence[int]) -> Frame:
     """Return the runs that claims may read in a study that searches for learning rates.
 
-    At the chosen learning rates, Lamina removes the runs with tuning seeds. If the study has fewer than 5 other seeds,
-    Lamina keeps all runs, and the column "tuned_on" marks these runs. The column "rates" is the number of learning
-    rates that a configuration tried.
-
-    Args:
-        tuning: the tuning seeds: the seeds that searched for the learning rates.
-        seeds: the study's seeds.
+    At the chosen learning rates, Lamina removes the runs with seeds of the search (``tuning``). If the study has fewer
+    than 5 other seeds, Lamina keeps these runs, and marks the runs in the column "tuned_on". The column "rates" is the
+    number of learning rates that a configuration tried.
     """
     if not tuning or not len(results):
         return results
@@ -59,7 +55,7 @@ def limited(
     exact: bool = False,
     one_learned: bool = False,
 ) -> Finding:
-    """Withdraw the verdict if the runs that a claim has read cannot decide the claim.
+    """Replace the verdict if the runs that a claim has read cannot decide the claim.
 
     The verdict becomes "needs scale" if a configuration has learned too little: the loss is not below a bigram table's
     loss, the score is not above chance, or the reward has not risen. The verdict becomes inconclusive if the tested
@@ -91,7 +87,7 @@ def limited(
 
 
 def _unlearned(rows: Frame, results: Frame, arms: list[str], *, enough: bool) -> Iterator[str]:
-    """Yield a note with the configurations whose loss is not below a bigram table's loss.
+    """Yield a note that names the configurations whose loss is not below a bigram table's loss.
 
     With ``enough``, there is no note if one configuration's loss is below the bigram table's loss.
     """
@@ -185,10 +181,10 @@ class Claim:
 
 @dataclass(frozen=True, kw_only=True)
 class Judged(Finding):
-    """A claim's finding, with a correction for the numbers of claims and judgments of the study.
+    """A claim's finding, with a p value that is corrected for the numbers of claims and judgments.
 
     Attributes:
-        p: the p value against the claim if the verdict is against the claim. Otherwise, the p value for the claim.
+        p: the p value that decides the verdict, for the claim or against the claim.
         p_holm: ``p`` after the correction.
     """
 
@@ -222,7 +218,7 @@ def claim(
 
     Args:
         says: the claim in one sentence.
-        paper: the paper's numbers, to print beside ours.
+        paper: the paper's numbers, which reports show beside Lamina's numbers.
         quantity: the name and unit of the compared numbers.
         exact: whether the claim follows from equations that hold even for untrained models. Lamina then does not check
             whether the models have learned enough.
@@ -243,12 +239,9 @@ def claim(
 
 
 def load_claims(path: Path, *, trusted: bool = False) -> list[Claim]:
-    """Execute a Python file, and return the file's claims in order.
+    """Execute a Python file, and return the file's claims in order. Lamina warns first unless the file is trusted.
 
     Raises UserError if the code fails, or if the file states a claim of another study.
-
-    Args:
-        trusted: whether to execute the file without a warning.
     """
     if not path.is_file():
         raise UserError(f"claims {str(path)!r}: no such file. Write the study's claims to this file.")
@@ -272,12 +265,12 @@ def load_claims(path: Path, *, trusted: bool = False) -> list[Claim]:
 def judge(claims: Sequence[Claim], trials: Trials, *, looks: int = 1) -> list[Judged]:
     """Judge all claims of a study, and correct the p values for the number of claims.
 
-    Holm's method corrects the p values for the claims and the p values against the claims separately. A claim without a
+    Holm's method corrects two sets of p values separately: for the claims and against the claims. A claim without a
     test has p = 1. If a claim's code fails, or reads something that was not measured, the verdict is inconclusive.
 
     Args:
-        looks: the number of judgments so far, each with more seeds. Lamina multiplies the corrected p values by this
-            number (Bonferroni).
+        looks: how often the claims have been judged, each time with more seeds. Lamina multiplies the corrected p
+            values by this number (Bonferroni).
 
     Raises:
         UserError: the code of every claim fails.

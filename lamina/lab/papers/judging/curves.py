@@ -28,7 +28,7 @@ def at_stage(trials: Trials, stage: str) -> Trials:
 
 
 def trained(trials: Trials) -> Trials:
-    """Keep the runs that trained. In a study without training, keep all runs."""
+    """Keep the runs with the status "finished" or "short". In a study without training, keep all runs."""
     if trials.statuses().isna().all():
         return trials
     present = [status for status in TRAINED if status in trials.values("status")]
@@ -46,8 +46,8 @@ def at_rate_of(trials: Trials, arm: Arm, like: Arm) -> Trials:
 def numbers(trials: Trials, arm: Arm, probe: str, value: Callable[[Frame], float], *, at: str = "end") -> BySeed:
     """Compute a number from each seed's table of a probe or training record.
 
-    The result leaves out numbers that are not finite. Except at "init", the result also leaves out failed runs, and is
-    empty if most runs ended before they had learned.
+    The result leaves out numbers that are not finite. Except at "init", the result also leaves out failed runs. If most
+    runs ended before they had learned, the result is empty except at "init".
 
     Args:
         value: a function that computes the number from a table.
@@ -75,12 +75,12 @@ def layer_means(table: Frame, column: str = "layer") -> Frame:
 
 
 def shallow(by_layer: Frame, share: float = 1 / 3) -> Frame:
-    """Return the rows of the first layers (a fraction of all layers, but at least one)."""
+    """Return the rows of the first layers: a fraction of all layers, but at least one layer."""
     return by_layer.iloc[: max(1, round(share * len(by_layer)))]
 
 
 def deep(by_layer: Frame, share: float = 1 / 3) -> Frame:
-    """Return the rows of the last layers (a fraction of all layers, but at least one)."""
+    """Return the rows of the last layers: a fraction of all layers, but at least one layer."""
     return by_layer.iloc[-max(1, round(share * len(by_layer))) :]
 
 

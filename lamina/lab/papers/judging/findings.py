@@ -1,4 +1,4 @@
-"""Represent the result of a claim's tests (a verdict and its numbers), and combine such results."""
+"""Define a finding (a verdict on a claim, and the numbers behind it), and combine findings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Verdict(StrEnum):
     Attributes:
         HOLDS: the runs show that the claim is true.
         HOLDS_AT_ISO_LOSS: the runs show that the claim is true, also at equal pretraining loss.
-        EXPLAINED: the runs show that the claim is true, but not at equal pretraining loss.
+        EXPLAINED: the runs show that the claim is true, but a lower pretraining loss explains the effect.
         REVERSED: the runs show the opposite.
         EXCLUDED: the runs show that any difference is too small to count.
         PART_FAILED: the runs show that a part of the claim is false.
@@ -49,7 +49,7 @@ class Verdict(StrEnum):
 
     @property
     def shown(self) -> bool:
-        """Whether the runs show the claimed effect, even if a lower loss explains it."""
+        """Whether the runs show the claimed effect, even if a lower loss explains the effect."""
         return self in (Verdict.HOLDS, Verdict.HOLDS_AT_ISO_LOSS, Verdict.EXPLAINED)
 
     @property
@@ -75,14 +75,14 @@ IN_WORDS: dict[str, str] = {
 
 
 def in_words(text: object) -> str:
-    """Replace the verdict at the start of a text by the words of report pages ("holds: ..." by "supported: ...")."""
+    """Translate the verdict at the start of a text for report pages, such as "holds: ..." to "supported: ..."."""
     verdict, colon, rest = str(text).partition(": ")
     return f"{IN_WORDS.get(verdict, verdict)}{colon}{rest}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """A verdict, and the numbers behind it.
+    """A verdict, and the numbers behind the verdict.
 
     Attributes:
         verdict: the verdict before the correction for the numbers of claims and judgments.
@@ -92,7 +92,7 @@ class Finding:
         interval: the 95 % interval of ``margin``.
         p: twice the one-sided p value for the claim, or None without a test.
         p_not: twice the one-sided p value against the claim, or None without a test.
-        seeds: the number of seeds that were judged.
+        seeds: the number of judged seeds.
         note: remarks for the reader, such as failed runs.
     """
 
@@ -129,7 +129,7 @@ def inconclusive(ours: str, note: str, seeds: int = 0) -> Finding:
 
 
 def needs_scale(scale: str, why: str) -> Finding:
-    """Return the finding for a claim that needs a larger size ("gpu" or "paper"). ``why`` is the reason."""
+    """Return the finding for a claim that needs a larger scale ("gpu" or "paper"). ``why`` is the reason."""
     return Finding(verdict=Verdict.NEEDS_SCALE, ours="not measured", note=f"this claim needs scale {scale}: {why}")
 
 
@@ -138,8 +138,8 @@ def all_of(*findings: Finding) -> Finding:
 
     The p value for the claim is the findings' largest p value (an intersection-union test). The p value against the
     claim is the smallest p value against a finding, times the number of tests (Bonferroni). If a finding fails before
-    this correction but not after it, the result is inconclusive. Margin and interval come from the finding that decides
-    the result.
+    this correction but not after this correction, the result is inconclusive. Margin and interval come from the finding
+    that decides the result.
     """
     p, p_not = _largest([each.p for each in findings]), _smallest([each.p_not for each in findings])
     failed = [each for each in findings if each.verdict.failed]
@@ -227,8 +227,8 @@ class Region:
     """The claimed range of a mean: below a limit, above a limit, or between two limits.
 
     Attributes:
-        least: the smallest distance from the limit that counts.
-        text: the claimed range in words, which ends the verdict's text.
+        least: the smallest difference between the mean and the limit that counts.
+        text: the words for the claimed range, at the end of the verdict's text.
     """
 
     below: float = math.inf
@@ -297,7 +297,7 @@ def pairs_in(region: Region, a: BySeed, b: BySeed, *, names: tuple[str, str]) ->
 
 
 def too_few(names: tuple[str, str], a: BySeed, b: BySeed, pairs: int) -> Finding:
-    """Return the inconclusive finding of too few pairs. The note names configurations without values."""
+    """Return an inconclusive finding for too few pairs of seeds. The note names configurations without values."""
     empty = [name.rpartition(": ")[2] for name, values in zip(names, (a, b), strict=True) if not values]
     ours, note = f"{names[0]} vs {names[1]}: {seeds_text(pairs)} in common", f"fewer than {TOO_FEW} pairs of seeds"
     return inconclusive(ours, f"{note}; no run has learned: {', '.join(empty)}" if empty else note, pairs)
@@ -308,7 +308,6 @@ def number(value: float) -> str:
 
 
 def measured(value: float, interval: Sequence[float] | None, seeds: int, p: float) -> str:
-    """Format a number with its interval: "-0.013 (95 % -0.016 to -0.010, 5 seeds, p 0.001)"."""
     within = "" if interval is None else f"95 % {interval[0]:.3g} to {interval[1]:.3g}, "
     return f"{value:.3g} ({within}{seeds_text(seeds)}, {p_text(p)})"
 

@@ -1,8 +1,8 @@
 """Compare configurations on equal terms: at equal pretraining loss, or at equal KL to the initial model.
 
 A lower pretraining loss alone may explain a better result after fine-tuning. Lamina therefore pretrains the other
-configuration longer, and compares both configurations at equal loss. In reinforcement learning, policies with
-faster-moving logits have an advantage at equal steps. Lamina therefore compares policies at equal KL.
+configuration longer, and compares both configurations at equal loss. In reinforcement learning, policies
+whose logits change faster have an advantage at equal steps. Lamina therefore compares policies at equal KL.
 """
 
 from __future__ import annotations
@@ -23,12 +23,7 @@ from lamina.lab.papers.judging.value_checks import compare_values
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """A configuration's results after one length of pretraining, by seed.
-
-    Attributes:
-        losses: the losses after pretraining.
-        values: the results after fine-tuning.
-    """
+    """A configuration's losses after one length of pretraining, and values after fine-tuning, by seed."""
 
     losses: BySeed
     values: BySeed
@@ -44,8 +39,7 @@ def better_at_equal_loss(
     column: str = "score",
     by: float = 1.0,
 ) -> Finding:
-    """Judge whether a configuration is better after fine-tuning, and whether a lower pretraining loss explains the
-    gain.
+    """Judge whether a configuration is better after fine-tuning, also at equal pretraining loss.
 
     Args:
         a: the configuration with higher values, according to the claim.
@@ -131,7 +125,7 @@ Frontier: TypeAlias = Sequence[tuple[float, float]]
 
 
 def frontiers(trials: Trials, arm: Arm) -> dict[int, Frontier]:
-    """Return the KL and reward at each evaluation, averaged over prompts, by seed. Failed seeds are left out."""
+    """Return each seed's mean KL and mean reward over prompts, at each evaluation. Failed seeds are left out."""
     chosen = trained(trials.arm(arm))
     if not len(chosen):
         return {}

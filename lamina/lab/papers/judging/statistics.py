@@ -15,8 +15,6 @@ _DRAWS, _SEED = 2000, 20261123  # for the random samples of tau
 
 
 class _Test(Protocol):
-    """The fields of scipy's test results."""
-
     statistic: float
     pvalue: float
 
@@ -86,8 +84,8 @@ def kendall(a: Sequence[float], b: Sequence[float]) -> float:
 def tau_draws(a: Sequence[Sequence[float]], b: Sequence[Sequence[float]]) -> list[float]:
     """Draw random samples of Kendall's tau between two lists of means.
 
-    Each mean is drawn from the t distribution of its values. A mean of one value stays fixed, and a mean without values
-    ranks last.
+    Each sample draws the means from t distributions. A mean of one value stays fixed, and a mean without values ranks
+    last.
     """
     import numpy as np
     from scipy import stats

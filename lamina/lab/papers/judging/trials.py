@@ -29,7 +29,7 @@ class Reads:
     Attributes:
         columns: the names of columns and tables, by the run's key. "*" means all columns. Tables of untrained models do
             not count.
-        chose_rate: whether the claim chose a learning rate by the results.
+        chose_rate: whether the claim chose a learning rate from the results.
     """
 
     columns: dict[str, set[str]] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class Trials:
             learning_rate and key. "tuned" is true for a run with a seed of the study and the chosen learning rate.
             "at_edge" is true if the best learning rate is the lowest or highest that ran.
         axes: the names of the compared settings.
-        scale: the study's size: cpu, gpu or paper.
+        scale: cpu, gpu or paper.
         measures: a function that returns the tables of probes and records.
     """
 
@@ -63,17 +63,17 @@ class Trials:
 
     @property
     def table(self) -> Frame:
-        """The rows of all runs. Lamina then counts all columns as read by the claim."""
+        """The rows of all runs. A claim that uses this property counts as having read all columns."""
         self._note("*")
         return self._table
 
     @property
     def rows(self) -> Frame:
-        """The rows of all runs, for Lamina's own code. Lamina does not count the columns as read."""
+        """The rows of all runs, for Lamina's own code. This property does not count as reading."""
         return self._table
 
     def choose_rate(self) -> None:
-        """Record that the claim chose a learning rate by the results."""
+        """Record that the claim chose a learning rate from the results."""
         self.reads.chose_rate = True
 
     def afresh(self) -> Trials:
@@ -134,8 +134,7 @@ class Trials:
         return sorted(int(seed) for seed in self._table["seed"].unique())
 
     def arm(self, arm: Arm) -> Trials:
-        """Return a configuration's runs. A text is a value of "placement", or of the first other setting with this
-        value.
+        """Return a configuration's runs. A string is a value of "placement", or a value of another compared setting.
 
         Raises NotMeasured if no run has this configuration.
         """
@@ -169,11 +168,12 @@ class Trials:
         """Return a probe's tables of all runs as one table.
 
         Each row begins with the run's compared settings, placement, learning_rate, seed and key. If a probe's column
-        has one of these names, Lamina adds the probe's name as a prefix. Raises NotMeasured if no run has a table.
+        has one of these names, Lamina adds the probe's name as a prefix. Raises NotMeasured if no run has a table of
+        the probe.
 
         Args:
             name: the name in the study's YAML file, or only the probe's name.
-            at: "init", "end" or "records".
+            at: the time of the measurement: "init", "end" or "records".
         """
         import pandas as pd
 

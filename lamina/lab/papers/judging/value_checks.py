@@ -92,12 +92,9 @@ def close(
 def monotone(values: Mapping[float, BySeed], *, rising: bool = True, name: str = "", at_least: float = 0.6) -> Finding:
     """Judge whether values rise (or fall) with x, by Kendall's tau and a slope.
 
-    The claim holds if the seeds' mean tau is at least ``at_least`` in the claimed direction. A one-sided t test at 2.5
-    % must also show a slope in this direction, over the rank of x. If both conditions are met in the other direction,
-    the claim is reversed. Lamina uses the seeds that have a finite value at every x.
-
-    Args:
-        values: the values by seed, for each x.
+    The claim holds if the seeds' mean tau is at least ``at_least`` in the claimed direction. In addition, a one-sided t
+    test at 2.5 % must show a slope in this direction, over the rank of x. If both conditions are met in the other
+    direction, the claim is reversed. Lamina uses the seeds that have a finite value at every x.
     """
     xs = sorted(values)
     seeds = sorted(set.intersection(*({s for s, v in values[x].items() if math.isfinite(v)} for x in xs)))
@@ -129,10 +126,6 @@ def same_order(a: Mapping[str, BySeed], b: Mapping[str, BySeed], *, at_least: fl
 
     The claim holds if a test at 2.5 % shows that tau is at least ``at_least``. The claim is reversed if the test shows
     a smaller tau. The ranking uses the configurations' means. A configuration without values ranks last.
-
-    Args:
-        a: the first quantity's values by seed, for each configuration.
-        b: the second quantity's values by seed, for each configuration.
     """
     arms = sorted(a.keys() & b.keys())
     seeds = min(len(set().union(*side.values())) for side in (a, b))
@@ -162,9 +155,9 @@ def same_order(a: Mapping[str, BySeed], b: Mapping[str, BySeed], *, at_least: fl
 
 
 def fraction(flags: Iterable[bool], *, at_least: float, name: str = "", seeds: int = 0) -> Finding:
-    """Judge whether at least a claimed fraction of cases (layers, pairs or steps) is true, without a statistical test.
+    """Judge whether at least a fraction of the flags is true, without a statistical test.
 
-    With fewer than 3 cases, the verdict is inconclusive.
+    Each flag is a case, such as a layer, a pair or a step. With fewer than 3 flags, the verdict is inconclusive.
     """
     cases = [bool(flag) for flag in flags]
     if not cases:

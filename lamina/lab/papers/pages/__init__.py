@@ -1,1 +1,1 @@
-"""Draw a study's tables and figures for its report page, for the docs, and for a paper."""
+"""Draw a study's tables and figures for report pages, docs and papers."""

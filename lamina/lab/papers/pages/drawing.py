@@ -20,8 +20,6 @@ class Series:
     """A line of a figure, with the spread over seeds.
 
     Attributes:
-        x: the points' x values, sorted.
-        y: the points' y values.
         low: the lower ends of the points' error bars, or () without error bars.
         high: the upper ends of the points' error bars, or () without error bars.
         lost: the x values at which every run failed, with the runs' statuses. The figure marks these x values at the
@@ -45,7 +43,7 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class Cells:
-    """A heat map. ``values`` has the rows from bottom to top, with NaN for an empty cell."""
+    """A heat map. ``values`` lists the rows from bottom to top. NaN is an empty cell."""
 
     rows: tuple[float, ...]
     columns: tuple[float, ...]
@@ -90,7 +88,6 @@ class Axis:
 
     @property
     def has_texts(self) -> bool:
-        """Whether the axis shows categories."""
         return any(isinstance(tick, str) for tick in self.ticks)
 
 
@@ -126,10 +123,7 @@ class Drawing:
         return len(names) > 1 and not names <= set(self.x.ticks)
 
     def height(self, reach: float) -> float | None:
-        """Return the y value at a fraction of the figure's height, from 0 (lowest point) to 1 (highest point).
-
-        Returns None without data.
-        """
+        """Return the y value at a height from 0 (lowest point) to 1 (highest point), or None without data."""
         lines = [series for panel in self.panels for series in panel.series]
         values = [y for series in lines for y in (*series.y, *series.low, *series.high) if math.isfinite(y)]
         if not values:

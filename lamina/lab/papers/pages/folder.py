@@ -1,4 +1,4 @@
-"""Read a study's output folder, or a study's record with the same files."""
+"""Read a study's output folder, or the folder of a study's recorded results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _OF_A_STAGE = (SCORE, "eval_reward", "eval_loss")
 
 @dataclass(frozen=True, kw_only=True)
 class StudyFolder:
-    """The folder of a study in one size.
+    """The folder of a study at one scale.
 
     Attributes:
         header: the content of study.yaml.
@@ -44,7 +44,7 @@ class StudyFolder:
 
     @property
     def definition(self) -> Json:
-        """The study's YAML file at the time of the run."""
+        """The content of the study's YAML file when the study ran."""
         return _mapping(self.header.get("definition"))
 
     @property
@@ -57,7 +57,7 @@ class StudyFolder:
 
     @property
     def definition_of_scale(self) -> Json:
-        """The part of the YAML file for this study's size."""
+        """The part of the YAML file for this study's scale."""
         return _mapping(_mapping(self.definition.get("scales")).get(self.scale))
 
     @property
@@ -104,8 +104,7 @@ class StudyFolder:
         return sorted(path.stem for path in (self.folder / TABLES).glob("*.parquet"))
 
     def table(self, measure: str) -> Frame:
-        """Return a measurement's rows for all runs, with the compared settings. The table of an unreadable file is
-        empty.
+        """Return a measurement's rows for all runs, with the compared settings. An unreadable file gives no rows.
 
         If a column has the name of a compared setting, Lamina adds a prefix (see ``column_of``).
         """
@@ -140,7 +139,7 @@ class StudyFolder:
 
 
 def column_of(table: Frame, name: str) -> str:
-    """Return a column's name in ``StudyFolder.table``, where the name of a compared setting gets a prefix."""
+    """Return a column's name in ``StudyFolder.table``, where some names have the prefix "measured_"."""
     return f"{_MEASURED}{name}" if f"{_MEASURED}{name}" in table else name
 
 
@@ -165,13 +164,10 @@ def read_folder(folder: Path) -> StudyFolder:
 
 
 def over_seeds(rows: Frame, by: list[str], column: str) -> Frame:
-    """Summarize a column over seeds, with one row per group.
+    """Summarize a column over seeds, with one row for each combination of values in the columns ``by``.
 
     Each row has the mean, standard deviation, range and statuses ("3 finished, 2 diverged"). For a loss, only runs that
     trained count.
-
-    Args:
-        by: the columns that define the groups.
     """
     means = []
     for key, group in groups(rows, by):

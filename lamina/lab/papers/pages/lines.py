@@ -87,7 +87,7 @@ def looks_of(study: StudyFolder, axis: str) -> dict[str, Look]:
 def panels(
     study: StudyFolder, rows: Frame, color: str, x: str, *, band: str = "std", numeric: bool = False, lost: bool = True
 ) -> tuple[Panel, ...]:
-    """Draw rows as lines in panels. Each value of ``color`` is a line.
+    """Draw rows as lines in panels. Each value of ``color`` has a line.
 
     Each combination of the remaining settings has a panel. If there would be too many panels, a single panel shows all
     lines, and the lines' names contain the remaining settings.
@@ -156,13 +156,7 @@ def point(value: object) -> Value:
 
 
 def line(rows: Frame, x: str, label: str, look: Look, *, band: str = "std", numeric: bool = False) -> Series | None:
-    """Draw the rows of ``over_seeds`` as a line. Returns None without points.
-
-    Args:
-        x: the column of the x axis.
-        band: the kind of spread: "std" or "range".
-        numeric: whether x is always a number, as training steps are.
-    """
+    """Draw the rows of ``over_seeds`` as a line, with the arguments of ``panels``, or return None without points."""
     points = rows[rows["mean"].notna()]
     values = sorted({float(value) for value in rows[x]}) if numeric else ordered_values(rows[x])
     order: dict[Value, int] = {value: number for number, value in enumerate(values)}

@@ -59,7 +59,7 @@ _WIDTH, _HEIGHT = 2.5, 2.1  # the size of a panel, in inches
 
 
 def write_all(folder: Path) -> list[Path]:
-    """Write a study's figures as SVG and PDF to its subfolder "figures". Returns the paths.
+    """Write a study's figures as SVG and PDF to the subfolder "figures". Returns the paths.
 
     Raises UserError if the folder holds no study with claims, or if matplotlib is not installed.
     """
@@ -193,14 +193,14 @@ def _scale(field: Axes, axis: Axis) -> None:
 
 
 def _turned(axis: Axis) -> bool:
-    """Return whether to rotate the x labels, because they do not fit side by side."""
+    """Return whether the x labels are too long to fit side by side."""
     if axis.has_texts:
         return max(len(str(tick)) for tick in axis.ticks) * len(axis.ticks) > 34
     return 5 < len(axis.ticks) <= 10
 
 
 def _places(values: Sequence[Value], axis: Axis) -> list[float]:
-    """Return the x positions of values. A text's position is its index among the ticks."""
+    """Return the x positions of values. The position of a category is the index of the category's tick."""
     if not axis.has_texts:
         return [value for value in values if isinstance(value, float)]
     order = {str(tick): number for number, tick in enumerate(axis.ticks)}

@@ -71,7 +71,6 @@ def plot(drawing: Drawing) -> Figure:
 
 
 def _frame(figure: Figure, drawing: Drawing, down: int, lines: int) -> None:
-    """Set a figure's height, margins, legend position and y range."""
     inside = (_MAP if drawing.is_map else _HEIGHT) * down
     headings = [panel.heading for panel in drawing.panels]
     titles = 43 if any("\n" in heading for heading in headings) else 26 if any(headings) else 6

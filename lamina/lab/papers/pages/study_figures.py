@@ -33,13 +33,7 @@ _PARTS, _MOST_PARTS, _MOST_OF_ONE_KIND = ("sublayer", "role", "index"), 6, 3
 
 @dataclass(frozen=True, kw_only=True)
 class ShownMetric:
-    """The part of a probe's table that a figure shows.
-
-    Attributes:
-        rows: the rows to draw, as a value for each column.
-        x: the column of the x axis.
-        log: whether the y axis is logarithmic.
-    """
+    """The part of a probe's table that a figure shows. ``rows`` has an allowed value for each column."""
 
     metric: str
     rows: Mapping[str, object]
@@ -64,7 +58,7 @@ _MAPPED = ("angular_distance",)  # by default, drawn as a heat map
 
 
 def chosen(study: StudyFolder) -> tuple[list[Drawing], list[Drawing]]:
-    """Return the figures to show, and the figures beyond the limit. Figures from the YAML file come first."""
+    """Return the figures to show, and the surplus figures. Figures from the YAML file come first."""
     written = _made(study, _written(study))
     made = list({**written, **_made(study, _default(study)), **written}.values())
     count = max(_MOST, len(written))
@@ -118,7 +112,7 @@ def _default(study: StudyFolder) -> Iterable[Request]:
 
 
 def probe_of(measure: str) -> str:
-    """Return the probe of a measurement's table, such as "gradients" for "init-gradients"."""
+    """Return the probe's name from a table's name, such as "gradients" from "init-gradients"."""
     return measure.split("-")[1] if "-" in measure else measure
 
 
@@ -137,7 +131,7 @@ def sweep(study: StudyFolder, request: Request) -> Drawing | None:
 
 
 def by_axis(study: StudyFolder, request: Request) -> Drawing | None:
-    """Draw each configuration's result at its best learning rate against a compared setting."""
+    """Draw each configuration's result against a compared setting, at the configuration's best learning rate."""
     usual = next((a for a in study.varied if a != "placement"), study.varied[0])
     x, value = request.x or ("num_layers" if request.kind == "by_depth" else usual), _value(study, request)
     table = arms(study)
@@ -320,7 +314,7 @@ def _rows(table: Frame, metric: str, chosen: Mapping[str, object]) -> Frame:
 
 
 def _parts(rows: Frame, x: str) -> list[tuple[str, Frame]]:
-    """Split rows by part of a layer, such as the sub-layer or the norm. Returns each part's name and rows."""
+    """Split rows into parts of a layer, such as sub-layers or norms. Returns each part's name and rows."""
     several = [name for name in _PARTS if name in rows and name != x and rows[name].nunique(dropna=False) > 1]
     if "index" in several and rows["index"].nunique() > _MOST_OF_ONE_KIND:
         several.remove("index")  # with many heads or ranks, draw their mean

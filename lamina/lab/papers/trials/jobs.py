@@ -1,4 +1,4 @@
-"""The jobs that studies can run. Lamina imports a job's code only when a study needs it."""
+"""The jobs that studies can run. Lamina imports a job's code only when a study runs the job."""
 
 from __future__ import annotations
 
@@ -87,13 +87,11 @@ class TrialJob:
     """A job that studies can run.
 
     Attributes:
-        name: the job's name in the YAML file.
         settings: a function that returns the class of the job's settings.
         run: a function that runs the job and writes the run's folder.
         trains: whether the job trains and saves a model.
         inputs: the settings that name the folders of earlier runs. The first setting is the main input.
         files: the settings that name data or code. A change of these files' content makes a new run.
-        seeded: whether the job has a seed.
         numbers: a function that converts result.json to columns.
     """
 

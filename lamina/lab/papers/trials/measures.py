@@ -1,7 +1,7 @@
 """Measure a study's models with probes before and after training, and keep training records.
 
-A measurement's name is "TIME/NAME", such as "init/gradients" or "records/layers". Its table is a Parquet file in the
-run's folder. The file measures.json lists which measurements succeeded, and why the others failed.
+A measurement's name is "TIME/NAME", such as "init/gradients" or "records/layers". Each measurement has a Parquet file
+in the run's folder. The file measures.json lists which measurements succeeded, and why the others failed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def file_name(measure: str) -> str:
 
 
 def missing(folder: Path, measures: Iterable[str]) -> list[str]:
-    """Return the measurements that Lamina has not tried yet, or that have lost their table."""
+    """Return the measurements that Lamina has not tried, and the measurements whose table is missing."""
     state = noted(folder / MEASURES)
     return [
         measure

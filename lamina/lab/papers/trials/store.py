@@ -100,7 +100,6 @@ class Records:
         return self._tables[measure].get(key)
 
     def _files(self, name: str) -> list[Path]:
-        """List the files of this name in all subfolders. This study's file is last."""
         study_file = self.folder / self.own / name
         paths = sorted(self.folder.glob(f"*/{name}"), key=lambda path: (path == study_file, path))
         for path in paths:
@@ -132,12 +131,7 @@ _CLAIMS = ".claims"
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTask(Task):
-    """A run in the folder that several processes and studies share.
-
-    Attributes:
-        measures: the names of the run's measurements, as "TIME/NAME".
-        identity: everything that determines the run's numbers.
-    """
+    """A run in the folder that several processes and studies share."""
 
     measures: tuple[str, ...] = ()
     identity: Json
@@ -153,7 +147,7 @@ class StoredTask(Task):
 
     @contextmanager
     def claim(self) -> Iterator[None]:
-        """Lock the run while it executes. Raises Busy if another process executes the run."""
+        """Lock the run during its execution. Raises Busy if another process executes the run."""
         with ExitStack() as held:
             try:
                 held.enter_context(lock(self.folder.parent / _CLAIMS / self.folder.name))
@@ -162,7 +156,7 @@ class StoredTask(Task):
             yield
 
     def run(self) -> Json:
-        """Execute or resume the run, make its missing measurements, and return its result."""
+        """Execute or resume the run, make missing measurements, and return the result."""
         refuse_another(self.folder)
         # The folder's settings replace ours. Both mean the same, because the folder's name is a hash of their meaning,
         # but they may be written differently, such as another path of the same text.
@@ -192,7 +186,7 @@ def refuse_another(folder: Path) -> None:
     if held != folder.name:
         raise UserError(
             f"store: the folder {str(folder)!r} holds the trial {held}, according to its {TRIAL}. Rename the folder "
-            "to the trial's name, or delete it to run the trial again."
+            "to the trial's name, or delete the folder to run the trial again."
         )
 
 
@@ -240,7 +234,6 @@ class Store:
         return [{"trials": count, **json.loads(text)} for text, count in counts.most_common()]
 
     def task(self, trial: StudyTrial) -> StoredTask:
-        """Convert a run to a task for a worker process."""
         places = {name: str((self.folder / source.key).absolute()) for name, source in trial.inputs.items()}
         changes: Json = {"output": str(self.folder / trial.key), **places}
         if self.threads is not None:
@@ -289,7 +282,7 @@ class Store:
         return lines
 
     def _inherited(self, trial: StudyTrial) -> Json | None:
-        """Return a result with the status of an input model that diverged or got stuck, and otherwise None."""
+        """Return a result with the status of an input model that diverged or got stuck. Otherwise, return None."""
         for source in trial.inputs.values():
             result = self.result(source)
             if result is not None and result["status"] in UNTRAINED:
@@ -312,6 +305,5 @@ class Store:
         return result
 
     def table(self, key: str, measure: str) -> pd.DataFrame | None:
-        """Read the table of a run's measurement. Returns None if there is no table."""
         table = measures.table(self.place(key), measure)
         return table if table is not None else self.records.table(key, measure)

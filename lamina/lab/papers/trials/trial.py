@@ -92,10 +92,7 @@ def identity(job: str, settings: Settings) -> Json:
 def chained(job: TrialJob, settings: Settings, inputs: Mapping[str, str]) -> Json:
     """Return everything that determines the numbers of a run that starts from other runs' models.
 
-    Raises UserError if Lamina cannot read the data.
-
-    Args:
-        inputs: the keys of the other runs, by the setting that takes the model.
+    Raises UserError if Lamina cannot read the data. ``inputs`` has the keys of the other runs.
     """
     values, data = settings.to_dict(), {}
     for name in job.files:
@@ -112,7 +109,7 @@ def chained(job: TrialJob, settings: Settings, inputs: Mapping[str, str]) -> Jso
 
 
 def key(identity: Json) -> str:
-    """Return the hash of everything that determines a run's numbers, as 16 hexadecimal digits."""
+    """Hash everything that determines a run's numbers. Returns 16 hexadecimal digits."""
     return _hash(identity)[:16]
 
 
@@ -123,7 +120,7 @@ def read_again() -> None:
 
 
 def _deciding(values: Json, free: frozenset[str], others: Iterable[str]) -> Json:
-    """Return the settings that change a run's numbers, without the names in ``others``."""
+    """Return the settings that change a run's numbers, except the settings in ``others``."""
     left_out = {*others, *(free - OF_A_ROLLBACK if values.get("rollback") else free)}
     return {
         name: value
@@ -186,7 +183,7 @@ def _hash(data: Json | list[list[str]]) -> str:
 
 @lru_cache(maxsize=64)
 def _text(corpus: str, text_field: str) -> str:
-    """Return hashes of a corpus's parts, with the parts' proportions."""
+    """Return the hash of each part of a corpus, and each part's proportion."""
     parts = Corpus.parse(corpus, text_field).parts
     hashes = "+".join(part.corpus.fingerprint() for part in parts)
     return hashes if len(parts) == 1 else f"{hashes} {':'.join(str(part.share) for part in parts)}"
@@ -204,7 +201,6 @@ class StudyTrial:
     """A run of a study.
 
     Attributes:
-        job: the job's name, such as "pretrain".
         values: the labels of the compared settings.
         settings: all settings except the folder.
         measures: the names of the run's measurements, as "TIME/NAME".
