@@ -138,10 +138,7 @@ def _class(config: PreTrainedConfig) -> ModelClass:
 
 
 def auto_class(config: PreTrainedConfig) -> type[_BaseAutoModelClass]:
-    """Return the Auto class for a configuration, with a head if transformers has one for the model type.
-
-    Raises UserError if transformers has no model for the model type.
-    """
+    """Return the Auto class for a configuration, with a head if possible. Raises UserError if transformers has none."""
     for name in _HEADS:
         auto = getattr(transformers, name)
         if type(config) in auto._model_mapping:

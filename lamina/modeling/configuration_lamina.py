@@ -1,6 +1,6 @@
 """The configuration of a Lamina model: a transformers backbone, and a norm placement layer by layer.
 
-transformers copies this file beside a checkpoint, so this file imports nothing from the package.
+This file imports nothing from the package, because transformers copies this file beside a checkpoint.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")  # the model's tokens
 
 
 class LogitsStyle(NamedTuple):
-    """How a backbone changes its logits: a factor (Cohere), divisor (Granite) or soft-cap (Gemma 2), or None.
+    """How a backbone changes the logits: by a factor (Cohere), a divisor (Granite) or a soft-cap (Gemma 2).
 
-    ``states`` is the divisor of the output head's input (MiniCPM).
+    None means no change. ``states`` is the divisor of the output head's input (MiniCPM).
     """
 
     factor: float | None
@@ -125,7 +125,7 @@ class LaminaConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     def convert_rope_params_to_dict(self, **kwargs: object) -> dict[str, object]:
-        """Return the fields unchanged. The backbone's configuration has already converted its rotary parameters."""
+        """Return the fields unchanged. The backbone's configuration has already converted the rotary parameters."""
         return kwargs
 
     def __getattr__(self, name: str) -> Any:

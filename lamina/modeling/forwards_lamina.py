@@ -1,7 +1,7 @@
 """Insert method calls into the source code of a module's forward.
 
-Serving engines read and rewrite the source code of a forward. They would lose a call that exists only in bytecode.
-transformers copies this file beside a checkpoint, so this file does not import the package.
+Serving engines read and rewrite the source code of a forward. They would lose a call that exists only in bytecode. This
+file does not import the package, because transformers copies this file beside a checkpoint.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _compiled(tree: ast.FunctionDef, original: FunctionType, name: str) -> Funct
     names = original.__code__.co_freevars
     owner = original.__qualname__.rpartition(".")[0].rpartition(".")[2]
     text = textwrap.indent(ast.unparse(ast.fix_missing_locations(tree)), "    ")
-    text = f"class {owner if owner.isidentifier() else '_'}:\n{text}\n"  # a private name begins with the class's
+    text = f"class {owner if owner.isidentifier() else '_'}:\n{text}\n"  # Python adds the class's name to private names
     if variables := [variable for variable in names if variable != "__class__"]:
         text = f"def enclosing({', '.join(variables)}):\n{textwrap.indent(text, '    ')}"
     file = f"<{name} with Lamina's norms {zlib.crc32(text.encode()):08x}>"

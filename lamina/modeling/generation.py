@@ -41,7 +41,7 @@ class Teller(TextStreamer):
 
 
 def until(text: str, stops: Sequence[str], begin: int = 0) -> int:
-    """Return the position of the first stop text after ``begin``, or the text's length if the text has no stop text."""
+    """Return the position of the first stop text after ``begin``. Without a stop text, return the text's length."""
     return min((end for stop in stops if (end := text.find(stop, begin)) >= 0), default=len(text))
 
 

@@ -68,7 +68,8 @@ def initialize(
         model: a Lamina model.
         init: the initializer's name, such as "normal" or "normal(std=0.01)".
         input_ids: the input [batch, tokens] for an initializer that runs the model, such as Admin's (default: random).
-        base: for width scaling, the base model's weight and a factor on the standard deviation, by weight name.
+        base: for width scaling, a mapping from a weight's name to a pair: the base model's weight, and a factor on the
+            standard deviation.
     """
     name, std = check(init)
     std_of, unknown, known_roles = INITIALIZERS[name], 0, (HIDDEN, *BRANCH_OUT, *WITH_GAIN)
@@ -174,11 +175,11 @@ def weights(model: PreTrainedModel) -> Iterator[Weight]:
 
 @torch.no_grad()
 def profile_admin(model: PreTrainedModel, input_ids: torch.Tensor | None = None) -> None:
-    """Set the omega of every sub-layer in a forward pass in training mode (Liu et al. 2020, arXiv 2004.08249, Eq 5).
+    """Run the model in training mode, and set the omega of every sub-layer (Liu et al. 2020, arXiv 2004.08249, Eq 5).
 
         omega_1 = 1,  omega_{i+1} = sqrt(Var(omega_i x_i) + Var(f_i(x_i)))
 
-    Here omega_i is the factor on the skip, x_i is the input of sub-layer i, f_i is its branch, and Var is over all
+    The factor omega_i is on the skip, x_i is the input of sub-layer i, and f_i(x_i) is the branch. Var is over all
     elements. ``input_ids`` are token ids [batch, tokens], or images [batch, channels, height, width]. The default is 8
     x 64 random tokens, or 8 images of noise. Raises UserError if a skip has no learned scale.
     """

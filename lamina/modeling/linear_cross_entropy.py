@@ -8,8 +8,8 @@ The loss is the mean cross-entropy over the n labels t that are not -100:
 - W: the head's weight [vocab_size, hidden_size]
 - s, c: the logits' factor and soft-cap
 
-The gradient of the logits z needs only the softmax of z. So the forward pass computes the loss and the gradients for
-one chunk of tokens at a time, and then frees the logits of the chunk.
+The gradient of the logits z needs only the softmax of z. So the forward pass computes both the loss and the gradients
+for one chunk of tokens at a time. The logits of only one chunk are in memory.
 """
 
 from __future__ import annotations
@@ -158,8 +158,8 @@ class LinearCrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         """Sum the losses for ``hidden`` [tokens, hidden_size] with the head's ``weight`` [vocab_size, hidden_size].
 
-        ``dtype`` is the dtype of the logits. The weight's gradient accumulates in float32. The stored gradients belong
-        to the sum of the losses, because the gradients of the mean would underflow in float16.
+        ``dtype`` is the dtype of the logits. The weight's gradient accumulates in float32. Lamina stores the gradients
+        of the summed loss, because the gradients of the mean loss would underflow in float16.
         """
         with torch.autocast(hidden.device.type, enabled=False):
             x, w = hidden.detach().to(dtype), weight.detach().to(dtype)

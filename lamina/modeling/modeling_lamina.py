@@ -1,6 +1,6 @@
 """The models that transformers' Auto classes load: a backbone with the norms of a placement.
 
-transformers copies this file beside a checkpoint, together with the other files ``*_lamina.py``.
+For a checkpoint, transformers copies this file and the other files ``*_lamina.py``.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def adapter_of(config: PreTrainedConfig) -> Adapter:
 
 
 def build_backbone(config: LaminaConfig) -> tuple[PreTrainedModel, LaminaNorm | None]:
-    """Build a transformers model with the norms of ``config.plan``. Return the model and its embedding norm.
+    """Build a transformers model with the norms of ``config.plan``. Return the model and the embedding norm.
 
     Raises ValueError if Lamina can't change the layers, or if a norm's projection does not exist.
     """
@@ -339,7 +339,7 @@ class LaminaPreTrainedModel(InitializesPlan, PreTrainedModel):
 class LaminaModel(LaminaPreTrainedModel):
     """A backbone with a norm placement and without a head. It maps token ids to states [batch, tokens, hidden_size].
 
-    A vision backbone takes ``pixel_values`` [batch, channels, height, width], and its tokens are the image patches. The
+    A vision backbone takes ``pixel_values`` [batch, channels, height, width], and the tokens are image patches. The
     output's ``hidden_states`` are the residual stream x^0 .. x^N. The final norm is not applied to x^N.
     """
 
@@ -552,7 +552,7 @@ class LaminaForCausalLM(LaminaWithHead, GenerationMixin):
 
 @head("sequence_classification", "AutoModelForSequenceClassification")
 class LaminaForSequenceClassification(GenericForSequenceClassification, LaminaWithHead):
-    """A LaminaModel that scores each sequence at its last token. A reward model has num_labels = 1."""
+    """A LaminaModel that scores each sequence at the last token. A reward model has num_labels = 1."""
 
     def __init__(self, config: LaminaConfig):
         # Not the generic constructor: it would ask AutoModel, which refuses remote code here.
@@ -649,7 +649,7 @@ class LaminaForMaskedLM(LaminaWithHead):
 
 @head("image_classification", "AutoModelForImageClassification")
 class LaminaForImageClassification(LaminaWithHead):
-    """A vision LaminaModel with a linear classifier on its first token: logits [batch, num_labels].
+    """A vision LaminaModel with a linear classifier on the first token: logits [batch, num_labels].
 
     Labels are classes [batch], or probabilities [batch, num_labels] from mixup. The loss is the cross-entropy, or
     transformers' loss for the configuration's ``problem_type``.

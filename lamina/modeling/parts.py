@@ -1,4 +1,4 @@
-"""Find the body and the sub-layers of a Lamina model, and change a model for the duration of a measurement."""
+"""Helpers for measurements: find a Lamina model's body and sub-layers, and change a model temporarily."""
 
 from __future__ import annotations
 
@@ -101,8 +101,8 @@ def decaying(model: nn.Module) -> list[str]:
 def drop_branches(model: PreTrainedModel, rate: float) -> None:
     """Drop branches at random for each item of a training batch, as in DeiT and ConvNeXt.
 
-    The drop probability p of layer l (of N, from 0) is rate * l / (N - 1). Lamina divides the kept branches by 1 - p. A
-    branch is dropped after its output norm. The model gets no new weights, and evaluation does not change.
+    The drop probability p of layer l (of N, from 0) is rate * l / (N - 1). Lamina divides the kept branches by 1 - p.
+    The drop follows the branch's output norm. The model gets no new weights, and evaluation does not change.
     """
     body = body_of(model, "drop_path")
     last = max(1, len(body.layers) - 1)

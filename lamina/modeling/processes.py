@@ -30,10 +30,10 @@ PATIENCE = timedelta(hours=2)  # a process may wait for another to read a corpus
 
 @dataclass(frozen=True, kw_only=True)
 class Processes:
-    """This process of a distributed run, and its communication with the other processes.
+    """This process of a distributed run, with methods to communicate with the other processes.
 
-    The processes share decisions (stop, diverged, failed) through CPU collectives. So no process waits for a device, or
-    for a process that has ended.
+    The processes agree through CPU collectives, for example on when to stop. So no process waits for a device, or for a
+    process that has ended.
     """
 
     rank: int = 0  # the number of this process
@@ -168,8 +168,7 @@ def _sendable(error: BaseException) -> BaseException:
 
 
 def launched() -> tuple[int, int, int, int]:
-    """Return (rank, processes, rank on this host, processes on this host) from the variables of torchrun or accelerate
-    launch.
+    """Return (rank, world size, local rank, local world size) from the variables of torchrun or accelerate launch.
 
     Raises UserError for invalid values.
     """
@@ -283,8 +282,8 @@ def _leave() -> None:
 def _settle() -> None:
     """Wait for gloo's threads to become idle before the interpreter ends.
 
-    To release a collective's tensors, a gloo thread needs the interpreter. After the end of the interpreter, the thread
-    would abort the process, and torchrun would report a finished run as failed.
+    To release a collective's tensors, a gloo thread needs the interpreter. After the interpreter's end, the thread
+    would abort the process. Then torchrun would report a finished run as failed.
     """
     gc.collect()  # an unreferenced process group waits for its own threads
     time.sleep(0.2)  # DTensor's caches keep FSDP2's group; the group's threads need a millisecond

@@ -1,9 +1,9 @@
 """Scale learning rates, initial weights and Adam's epsilon, so that one learning rate suits models of different sizes.
 
-- Width (Everett et al. 2024, arXiv 2407.05872): at width n, a weight has the multiplier n^-a, the initial standard
-  deviation n^-b and the learning rate n^-c. Under Adam, the exponents (a, b, c) and (0, a + b, a + c) train the same
-  function, up to Adam's epsilon and gradient clipping. So Lamina needs no multiplier.
-- Depth (CompleteP, Dey et al. 2025, arXiv 2505.01618, Table 1): with m = depth / base depth, Lamina divides every
+- Width (Everett et al. 2024, arXiv 2407.05872): at width n, a weight has the multiplier n^-a. The initial standard
+  deviation is n^-b, and the learning rate is n^-c. Under Adam, the exponents (a, b, c) and (0, a + b, a + c) train the
+  same function, up to Adam's epsilon and gradient clipping. So Lamina needs no multiplier.
+- Depth (CompleteP, Dey et al. 2025, arXiv 2505.01618, Table 1): let m be depth / base depth. Lamina divides every
   branch by m^alpha. For weights in the blocks, Lamina multiplies the learning rates by m^(alpha - 1), and Adam's
   epsilon by m^-alpha. The placement's option ``depth_scaling`` stores the branches' factor.
 """
@@ -95,7 +95,7 @@ class Scaling:
         """Return the factors of depth scaling on a weight's learning rate and on Adam's epsilon (CompleteP, Table 1).
 
         Let m be depth / base depth. A branch's learned scale starts divided by m^alpha, so the scale's learning rate
-        has another factor m^-alpha. The scale's gradient grows by m^alpha, so its epsilon has no factor.
+        has another factor m^-alpha. The scale's gradient grows by m^alpha, so the epsilon has no factor.
         """
         if self.depth == "none" or weight.layer < 0:
             return 1.0, 1.0
@@ -119,7 +119,7 @@ class StepFactors:
 
 @dataclass(frozen=True, kw_only=True)
 class ScaledWeight:
-    """A weight with its scale factors, and the base model's weight of the same name."""
+    """A weight with the scale factors, and the base model's weight with the same name."""
 
     weight: Weight
     base: Weight
@@ -132,7 +132,7 @@ def scaled_weights(model: PreTrainedModel, scaling: Scaling) -> Iterator[ScaledW
     """Yield every parameter of a Lamina model once, with the parameter's factors.
 
     The learning rate depends on hidden size / base width. The standard deviation depends on the weight's fan-in / the
-    base model's fan-in. A weight keeps both if its fan-in does not grow with the width, as after MLA's latent.
+    base weight's fan-in. If a weight's fan-in does not grow with the width, as after MLA's latent, both stay the same.
 
     Raises UserError for tied embeddings or an impossible base width under width scaling. Under depth scaling, raises
     UserError if the placement does not divide the branches.

@@ -1,6 +1,6 @@
 """Residual paths with several streams, or with stored states of earlier blocks.
 
-transformers copies this file beside a checkpoint, so this file imports only torch.
+This file imports only torch, because transformers copies this file beside a checkpoint.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def mixed(matrix: torch.Tensor, streams: torch.Tensor) -> torch.Tensor:
 
 
 def sinkhorn(logits: torch.Tensor, iterations: int = 20, eps: float = 1e-6) -> torch.Tensor:
-    """Convert logits [..., n, n] to a matrix whose rows and columns sum to 1 (mHC, arXiv 2512.24880 Eq 9)."""
+    """Convert logits [..., n, n] to a matrix with rows and columns that sum to 1 (mHC, arXiv 2512.24880 Eq 9)."""
     matrix = logits.softmax(-1) + eps
     matrix = matrix / (matrix.sum(-2, keepdim=True) + eps)
     for _ in range(iterations - 1):
@@ -115,7 +115,7 @@ class StreamMixer(LaminaWiring):
         return starts | ({"gains": torch.ones(n, self.width)} if self.norms else {})
 
     def normed(self, streams: torch.Tensor, where: str) -> torch.Tensor:
-        """Apply a float32 RMSNorm to each stream whose entry in ``norms`` equals ``where``."""
+        """Apply a float32 RMSNorm to each stream for which ``norms`` has the entry ``where``."""
         if where not in self.norms:
             return streams
         parts = []

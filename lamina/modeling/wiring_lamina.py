@@ -1,6 +1,6 @@
 """The norms, sub-layers and blocks of a norm placement, around a backbone's attention and feed-forward modules.
 
-transformers copies this file beside a checkpoint. So this file imports only torch, transformers and other copied files.
+This file imports only torch, transformers and files that transformers copies beside a checkpoint with this file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .streams_lamina import DEPTH_READS, BlockState, DepthAttention, LaminaWirin
 
 
 class Record(dict):
-    """A dict whose keys are also attributes."""
+    """A dict with attributes for the keys: ``record.name`` returns ``record["name"]``."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -104,7 +104,7 @@ class LaminaRMSNorm(LaminaNorm):
 
 
 class LaminaZeroCenteredNorm(LaminaRMSNorm):
-    """A LaminaRMSNorm whose weight is the gain minus 1."""
+    """A LaminaRMSNorm with the gain 1 + weight."""
 
 
 class LaminaFixedGainNorm(LaminaRMSNorm):
@@ -202,7 +202,7 @@ class NormStyle:
 
 
 def make_norm(spec: dict | None, hidden_size: int, style: NormStyle) -> LaminaNorm | None:
-    """Create a norm from its settings in a norm placement. Return None if the settings are None."""
+    """Create a norm from the norm's settings in a placement. Return None if the settings are None."""
     if spec is None:
         return None
     kind = style.kind if spec["kind"] == "backbone" else spec["kind"]
@@ -341,8 +341,8 @@ class Residual(nn.Module):
     """A sub-layer of a norm placement: y = C(skip_scale * s + out_scale * B(module(pre_scale * A(x)))).
 
     A, B and C are the pre_norm, out_norm and post_norm, and s is the tensor on the skip. Constant scales are floats,
-    because a buffer would lose its value on the meta device. ``scaled`` names the scales to apply even if they are 1,
-    so that layers with different values share a compiled graph.
+    because a buffer would lose its value on the meta device. The code applies the scales in ``scaled`` even if they are
+    1. So layers with different scales can share a compiled graph.
     """
 
     def __init__(
@@ -499,7 +499,7 @@ ONE_STREAM = BlockState()
 
 
 class Block(GradientCheckpointingLayer):
-    """A layer of the model: the attention's Residual, then the feed-forward's Residual.
+    """A layer of the model: the attention sub-layer, then the feed-forward sub-layer.
 
     ``arguments`` names the positional arguments of a call after the hidden states.
     """

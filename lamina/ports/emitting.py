@@ -1,4 +1,4 @@
-"""Write a norm placement as a file for another trainer, and write a test that compares the file with Lamina's model."""
+"""Write a norm placement as a file for another trainer, with a test that compares the file with Lamina's model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Emitted:
-    """The code of a norm placement for a trainer, a test of the code, and the placement's settings for each layer."""
+    """The code of a norm placement for a trainer, a test of the code, and the placement's plan."""
 
     plan: Plan
     code: str

@@ -44,7 +44,7 @@ _LLAMA: dict[str, object] = {
 
 
 class _Unread:
-    """A stand-in for the classes in a pickle that Lamina does not need, so that their code does not run."""
+    """A stand-in for classes in a pickle that Lamina does not need. The code of these classes does not run."""
 
     def __init__(self, *args: object, **kwargs: object):
         pass

@@ -24,7 +24,7 @@ _INPUTS = {"attention": "x", "feed_forward": "y"}
 
 
 def condition(layers: Sequence[int], count: int, index: str) -> str:
-    """Return code that is true for exactly these layers of a model with ``count`` layers."""
+    """Return a Python condition that is true only in these layers. ``count`` is the number of all layers."""
     first, last, more = layers[0], layers[-1], len(layers)
     if more == 1:
         return f"{index} > 0" if (first, count) == (1, 2) else f"{index} == {first}"
@@ -41,7 +41,7 @@ def condition(layers: Sequence[int], count: int, index: str) -> str:
 
 
 def choose(values: Sequence[str], index: str = "layer", last: str = "") -> str:
-    """Return code for a layer's value, given the values of all layers. A conditional expression ends with ``last``."""
+    """Return code for a layer's value, given all layers' values. The value ``last`` follows the final ``else``."""
     if len(set(values)) == 1:
         return values[0]
     usual, count = next(v for v in reversed(values) if v != last), len(values)
@@ -66,7 +66,7 @@ def assigned(target: str, value: str, indent: int = 8) -> list[str]:
 
 @dataclass(frozen=True)
 class _Factor:
-    """A scale factor of the attention or feed-forward: its name in the code, and its value and kind in each layer."""
+    """A scale factor of the attention or feed-forward, with a value and a kind for each layer."""
 
     name: str
     starts: tuple[float, ...]
@@ -131,9 +131,10 @@ class Port:
     # norms
 
     def norm_kind(self, norm: Norm) -> str:
-        """Return a norm's key in the trainer's table: the kind, with _zero for gains of 1 + w, or _plain for no gain.
+        """Return a norm's key in the trainer's table: the kind of norm, and a suffix for the gain.
 
-        Raises UserError if the table does not have the key.
+        The suffix is "_zero" for gains of 1 + w, and "_plain" for no gain. Raises UserError if the table does not have
+        the key.
         """
         if not norm.learnable_gain and norm.initial_gain != 1.0:
             self._refused(f"a norm has the constant gain {norm.initial_gain}", "Choose learned gains, or a gain of 1")
@@ -188,7 +189,7 @@ class Port:
 
     @property
     def projections_by_scope(self) -> list[tuple[str, str]]:
-        """Return each scope with the names of its projections, as the code of a tuple."""
+        """Return pairs of a scope ("head" or "full") and Python code, such as ``("q_proj", "k_proj")``."""
         names = {
             scope: [f'"{p}_proj"' for p, s in self.projections.items() if s == scope] for scope in ("head", "full")
         }
@@ -222,7 +223,7 @@ class Port:
 
     @cached_property
     def gate(self) -> Sublayer | None:
-        """Return the first layer's attention if its skip is coupled to a learned branch factor, otherwise None."""
+        """Return the first layer's attention if a learned branch factor also sets the skip's factor, otherwise None."""
         first = self.plan.layers[0].attention
         return first if first.coupling != "none" and first.out_scale_learned != "no" else None
 
@@ -393,7 +394,7 @@ class Port:
 
     @property
     def numbers(self) -> str:
-        """Return the number of layers and the options in the equations as text, such as ``N = 24 and alpha = 2``."""
+        """Return the number of layers and the equations' options as text, such as ``N = 24 and alpha = 2``."""
         words, equations = [f"N = {self.num_layers}"], " ".join(self.placement.equation)
         for option in self.placement.options:
             value = self.plan.options.get(option.name, option.default)
@@ -421,8 +422,8 @@ class Initialization:
     Attributes:
         std: the standard deviation, or None if the variance is ``variance`` / width.
         out: the divisor for the weights of the last projection in each branch.
-        gains: Xavier's gains in the blocks by kind of weight, or None for other initializers.
-        cut: the largest magnitude of a truncated distribution in standard deviations, or None.
+        gains: Xavier's gain for each kind of weight in the blocks. None for other initializers.
+        cut: the largest magnitude of a truncated draw, in standard deviations. None for other initializers.
     """
 
     def __init__(self, plan: Plan, placement: Placement):

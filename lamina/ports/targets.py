@@ -34,7 +34,7 @@ class Target:
     weights: dict = field(default_factory=dict)
     stacks: dict[str, list[str]] = field(default_factory=dict)  # Lamina's names of the weights that a tensor joins
     layout: str = "rows"  # or "groups": for each key head, its queries, its key and its value
-    pairs: bool = False  # whether the rotary embedding rotates neighboring channels, or channels half a head apart
+    pairs: bool = False  # whether rotary embeddings rotate neighboring channels, not channels half a head apart
     roles: dict[str, list[str]] = field(default_factory=dict)  # for the initializer: kinds of weights, and their names
     # The parts of the test: imports (``standard``: of the standard library), and code to build the model, to compute
     # its logits and to load weights (default: ``load_state_dict``).

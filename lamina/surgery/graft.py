@@ -1,8 +1,8 @@
 """Change the norm placement of a trained model. Lamina keeps the weights and fits the new norms on a text.
 
-Lamina runs the old model on the text, and then the new model, one sub-layer at a time. For each new norm, Lamina fits
-each channel's gain by least squares to the old model's tensor in the same position. Where the new placement has no
-norm, or another factor on the skip, Lamina rescales projection weights instead.
+Lamina runs the old model on the text, and then the new model, one sub-layer at a time. The gains of each new norm are
+least-squares fits to the old model's tensor in the same position. Where the new placement has no norm, or another
+factor on the skip, Lamina rescales projection weights instead.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def _offset(norm: nn.Module) -> float:
 
 
 def _is_new(norm: nn.Module | None, before: nn.Module | None) -> bool:
-    """Return whether a norm needs a fit, because the old model has no norm of the same type in this position."""
+    """Return whether a norm needs a fit. The old model's norms of the same type in the same position need no fit."""
     if norm is None or before is None:
         return norm is not None
     return type(norm) is not type(before) or getattr(norm, "groups", 1) != getattr(before, "groups", 1)
@@ -378,7 +378,7 @@ class _Step:
 
 
 def ratio(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Return the factors f with the least squared error of f * x against y, over the first axis."""
+    """Return the factors f that minimize the squared error of f * x against y, over the first axis."""
     x, y = x.double(), y.double()
     return ((x * y).sum(0) / x.pow(2).sum(0).clamp_min(_TINY)).float()
 

@@ -240,10 +240,7 @@ def _difference(
     gone: Sequence[int],
     by_index: Callable[[], str],
 ) -> float:
-    """Return the largest difference between the written model's logits and the expected logits.
-
-    Raises UserError for a difference above the tolerance.
-    """
+    """Return the largest difference from the expected logits. Raises UserError if this exceeds the tolerance."""
     with torch.no_grad():
         difference = float((context.forward(few).logits.float() - expected).abs().max())
     if not difference <= _SAME * float(expected.abs().max()):

@@ -144,9 +144,9 @@ def _shifted(gain: torch.Tensor, offset: float) -> torch.Tensor:
 
 
 def copy_buffers(names: Mapping[str, str], source: PreTrainedModel, target: PreTrainedModel) -> None:
-    """Copy buffers that checkpoints do not store, such as rotary frequencies, from one model to another.
+    """Copy buffers that checkpoints do not store, such as rotary frequencies.
 
-    Such buffers differ if only one of the models was rounded to a smaller dtype. ``names`` maps the target's names to
+    Two models' buffers differ if only one model was rounded to a smaller dtype. ``names`` maps the target's names to
     the source's names.
     """
     buffers = dict(source.named_buffers())
@@ -229,10 +229,7 @@ def to_transformers(model_or_path: PreTrainedModel | str | Path) -> PreTrainedMo
 
 
 def own_plan(config: PreTrainedConfig) -> Plan:
-    """Return the norm placement of a convertible model, with the depth and options of its configuration.
-
-    Raises UserError for a model type that Lamina can't convert.
-    """
+    """Return the norm placement of a transformers configuration. Raises UserError if Lamina can't convert the type."""
     conversion = conversion_of(config.model_type)
     options = {option: getattr(config, name) for option, name in conversion.options.items()}
     if "wiring" in options:
@@ -313,7 +310,7 @@ def _theirs(model: LaminaForCausalLM) -> tuple[PreTrainedConfig, Equivalent]:
 
 
 def _as_stored(model: LaminaForCausalLM, row: Equivalent, theirs: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return the tensors under transformers' names. Multiply gains and embeddings by the placement's constants."""
+    """Return the tensors under transformers' names. Gains and embeddings include the placement's constant factors."""
     norms = {name: module for name, module in model.named_modules() if isinstance(module, LaminaNorm)}
     ours = model.state_dict()
     for name, norm in norms.items():
@@ -454,7 +451,7 @@ def read_config(path: str | Path, *, field: str = "source") -> PreTrainedConfig:
 
 
 def computed(plan: Plan) -> Plan:
-    """Reset all fields that do not change the computed function, such as initial values, to the defaults.
+    """Return the placement with defaults for fields without an effect on the computed function, such as initial values.
 
     A norm of kind "rms" counts as "backbone", because all backbones in ``EQUIVALENTS`` have RMSNorms.
     """

@@ -292,13 +292,13 @@ def load_weights(
 
     Args:
         path: a folder with weights, or a name on the hub.
-        config: the model's configuration, as ``read_config`` returns it.
+        config: the configuration from ``read_config``.
         cls: the model class or Auto class.
         field: the user's name for the path, at the beginning of messages.
         dtype: the dtype of the weights. "auto" keeps the checkpoint's dtype.
         pickles: whether to read the tensors of a .bin file if there is no safetensors file.
         trust_remote_code: whether to run the checkpoint's code.
-        optional: a function of the model and a tensor's name that is true if the checkpoint may lack the tensor.
+        optional: a function of the model and a tensor's name. It returns whether the checkpoint may lack the tensor.
         extra: whether to ignore a head in the checkpoint that the model does not have.
         more: further arguments of ``from_pretrained``.
 

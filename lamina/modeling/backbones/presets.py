@@ -1,4 +1,4 @@
-"""Create the configuration of a backbone from a preset, a folder or the hub, and change its sizes."""
+"""Create the configuration of a backbone from a preset, a folder or the hub, and change the sizes."""
 
 from __future__ import annotations
 
