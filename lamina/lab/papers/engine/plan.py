@@ -106,7 +106,7 @@ class StudyPlan:
     def dry(self) -> dict[str, dict[str, Settings]]:
         """Return the settings of every run, by the configuration's name and the run's name.
 
-        Each tuning seed has a run at every learning rate. Every other seed has one run. If tuning uses different
+        Each tuning seed has a run at every learning rate. Each remaining seed has one run. If tuning uses different
         settings, the runs with tuning seeds are a separate configuration.
         """
         scale, trials = self.scale, {}
@@ -261,8 +261,8 @@ def best_rate(known: Mapping[float, list[Json]], rule: Rule) -> Best:
 
     The rule "best" chooses the learning rate with the fewest failed seeds. If several learning rates tie, the lowest
     mean loss decides. A seed fails if its run diverges or gets stuck. The rule "one-se" chooses the lowest learning
-    rate that has equally few failed seeds and a mean loss within one standard error of the best. "one-se" averages only
-    over runs that learned.
+    rate that is about as good: equally few failed seeds, and a mean loss within one standard error of the best.
+    "one-se" averages only over runs that learned.
     """
     if rule == "one-se":
         known = {

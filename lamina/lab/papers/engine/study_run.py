@@ -323,13 +323,13 @@ def _refuse_edited(stored: Json, definition: Json, plan: StudyPlan, store: Store
     )
     ran = set(stored.get("trials", []))
 
-    # A learning rate with a failed run had already lost when the study ran here.
+    # Failed runs count too: their learning rates had already lost when the study ran here.
     def known(trial: StudyTrial) -> Json | None:
         return store.result(trial) or store.outcome(trial)
 
     wanted = plan.wanted(known)
     if before == now and any(known(trial) is None for trial in wanted):
-        return  # the store is new or empty, so the later trials are not known yet
+        return  # with another or an emptied store, later trials are not known yet
     if gone := sorted(ran - {trial.key for trial in wanted}):
         raise UserError(
             f"study: the study has changed since its last run here: {len(gone)} of its {len(ran)} trials no longer "

@@ -103,7 +103,7 @@ def verdicts_of(study: StudyDefinition, records: Path) -> list[Json]:
     """Return a study's claims with the recorded verdicts at every scale. Raises UserError for an unreadable file.
 
     The words of the claims come from the study's file, because a record may have older words. If one of Lamina's
-    studies has no verdicts at the scale cpu, the claims are `not run yet`, and the notes give the command to run.
+    studies has no verdicts at the scale cpu, the claims are `not run yet`. The notes then give the command to run.
     """
     listed = study.file.parent == catalog_folder() and study.claims_file.is_file()
     claims = _load(study) if listed else []

@@ -105,10 +105,10 @@ def lower(
 ) -> Finding:
     """Judge whether a configuration has lower values than another configuration, paired by seed.
 
-    The claim holds if the 95 % t interval of the difference is below 0, and the mean difference is at least ``by`` in
-    size. If the rule holds with both configurations exchanged, the verdict is `reversed`. If a test at the same level
-    rules out a difference of ``by``, the verdict is `excluded`. Otherwise, or with fewer than 3 pairs, the verdict is
-    `inconclusive`.
+    The claim holds if the 95 % t interval of the difference is below 0. The mean difference must also be at least
+    ``by`` in size. If the rule holds with both configurations exchanged, the verdict is `reversed`. If a test at the
+    same level rules out a difference of ``by``, the verdict is `excluded`. Otherwise, or with fewer than 3 pairs, the
+    verdict is `inconclusive`.
 
     Args:
         a: the configuration with lower values, according to the claim.
@@ -184,7 +184,7 @@ def fails_to_train(trials: Trials, a: Arm) -> Finding:
     """Judge whether at least two thirds of a configuration's runs diverged or got stuck.
 
     The claim holds only if an exact test also shows a failure probability above one third. The claim is reversed if at
-    most one third of the runs failed, and an exact test shows a failure probability below two thirds.
+    most one third of the runs failed. An exact test must then show a failure probability below two thirds.
     """
     return _share(trials, a, NOT_TRAINED, "did not train")
 

@@ -57,9 +57,10 @@ def limited(
 ) -> Finding:
     """Replace the verdict if the runs that a claim has read cannot decide the claim.
 
-    The verdict becomes "needs scale" if a configuration has learned too little: the loss is not below a bigram table's
-    loss, the score is not above chance, or the reward has not risen. The verdict becomes inconclusive if the tested
-    seeds also tuned the learning rates, or if a best learning rate is the lowest or highest that ran.
+    The verdict becomes "needs scale" if a configuration has learned too little. This means that the loss is not below a
+    bigram table's loss, the score is not above chance, or the reward has not risen. The verdict becomes inconclusive if
+    the tested seeds also tuned the learning rates. The verdict also becomes inconclusive if a best learning rate is the
+    lowest or highest that ran.
 
     Args:
         reads: the columns that the claim has read.

@@ -241,8 +241,8 @@ class Region:
 
         One-sided tests at 2.5 % must show on which side of a limit the mean is. The mean must also be at least
         ``least`` away from the limit. The claim holds if the mean is on the claimed side of every limit. If the mean is
-        on the wrong side of a limit, the verdict is `reversed`, or `fails` with two limits. If a test rules out a mean
-        on the claimed side and at least ``least`` away from the limit, the verdict is `excluded`. If a value is
+        on the wrong side of a limit, the verdict is `reversed`, or `fails` with two limits. The verdict is `excluded`
+        if a test shows that the mean is less than ``least`` beyond the limit on the claimed side. If a value is
         infinite, Lamina uses Wilcoxon's signed-rank test and the median instead of the t test and the mean.
         """
         finite, slack = all(map(math.isfinite, values)), 1e-9

@@ -11,7 +11,7 @@ from lamina.lab.papers.judging.trials import Trials
 
 
 def at_best_rates(trials: Trials) -> Trials:
-    """Return the runs of every configuration at its best learning rate."""
+    """Return each configuration's runs at the configuration's best learning rate."""
     keys: list[str] = []
     for arm in trials.arms() or [{}]:
         of_arm = trials.where(**arm)

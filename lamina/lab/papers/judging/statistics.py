@@ -124,8 +124,8 @@ class Optimum:
 def parabola_optimum(losses: Mapping[float, float]) -> Optimum:
     """Estimate the learning rate with the lowest loss.
 
-    Lamina fits a parabola to the loss over the logarithm of the learning rate, at the best learning rate and both
-    neighbors. Without two neighbors that have finite losses, the result is the best learning rate that ran.
+    Lamina fits a parabola to the losses at the best learning rate and both neighbors, over the logarithm of the
+    learning rate. Without two neighbors that have finite losses, the result is the best learning rate that ran.
     """
     rates = sorted(losses)
     finite = [rate for rate in rates if math.isfinite(losses[rate])]

@@ -1,1 +1,1 @@
-"""Describe and store a study's training runs, which several studies can share."""
+"""Describe and store training runs that several studies can share."""

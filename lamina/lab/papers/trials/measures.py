@@ -58,7 +58,7 @@ def read_table(path: Path) -> pd.DataFrame:
 
     try:
         return pd.read_parquet(path.absolute())
-    except Exception as error:  # damage shows as almost any error of pyarrow's, pandas' or json's
+    except Exception as error:  # pyarrow, pandas and json raise many kinds of errors for damaged files
         raise UserError(
             f"{str(path)!r}: not readable as Parquet ({one_line(error)}). Restore the original file."
         ) from None

@@ -251,7 +251,9 @@ class Store:
         if trial.key in self._ended:
             return self._ended[trial.key]
         result = self.outcome(trial)
-        if result is None or result["status"] not in ENDED:  # not kept: the trial may run here for its model
+        if (
+            result is None or result["status"] not in ENDED
+        ):  # not cached: the trial may still run here, to train its model
             return self.records.row(trial) or self._inherited(trial)
         self._ended[trial.key] = result
         return result
