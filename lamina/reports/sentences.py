@@ -60,6 +60,8 @@ def headline(summary: Frame) -> str:
     ranked = [row for row in ended if is_ranked(row)]
     if not ranked:
         return f"Lamina cannot name the best of {len(rows)} placements"
+    if len(ranked) == 1 < len(ended):
+        return f"Of {len(rows)} placements, only {ranked[0]['placement']} beats a bigram table"
     return f"{ranked[0]['placement']} has the lowest eval loss of {len(rows)} placements"
 
 

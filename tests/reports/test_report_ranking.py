@@ -97,6 +97,12 @@ def test_who_is_not_past_it_is_said():
     )
 
 
+def test_the_title_names_no_best_of_placements_that_are_not_compared():
+    assert headline(summarize(MIXED)) == "Of 4 placements, only fusenorm beats a bigram table"
+    both = headline(summarize(of_losses(keel=2.4, pre_ln=2.3)))
+    assert both == "pre_ln has the lowest eval loss of 2 placements"
+
+
 def test_the_page_draws_the_line_beside_the_unigrams(tmp_path, monkeypatch):
     folder = write_study(tmp_path / "study", num_layers=4, steps=20, logged=3, failed=False)
     table = pd.read_csv(folder / "results.csv")
