@@ -132,7 +132,8 @@ def scaled_weights(model: PreTrainedModel, scaling: Scaling) -> Iterator[ScaledW
     """Yield every parameter of a Lamina model once, with the parameter's factors.
 
     The learning rate depends on hidden size / base width. The standard deviation depends on the weight's fan-in / the
-    base weight's fan-in. If a weight's fan-in does not grow with the width, as after MLA's latent, both stay the same.
+    base weight's fan-in. Weights with a constant fan-in, such as after MLA's latent, keep the base model's learning
+    rate and standard deviation.
 
     Raises UserError for tied embeddings or an impossible base width under width scaling. Under depth scaling, raises
     UserError if the placement does not divide the branches.

@@ -162,7 +162,7 @@ def from_transformers(
 
     Args:
         model_or_path: the model, a folder with safetensors, or a name on the hub. Lamina never runs remote code.
-        dtype: the dtype of the weights from a path. "auto" keeps the checkpoint's dtype.
+        dtype: the dtype of the loaded weights, for a folder or name. "auto" keeps the checkpoint's dtype.
 
     Returns:
         A LaminaForCausalLM in evaluation mode that shares no weights with the source. The logits are equal, or differ
@@ -247,7 +247,7 @@ def _has_one_norm(conversion: Conversion, plan: Plan) -> bool:
 def _with_one_norm(ours: dict[str, torch.Tensor], model: LaminaForCausalLM) -> None:
     """If a layer's two pre-norms differ, move gains and biases into the next projections.
 
-    A projection W n + c takes the norm's gain g and bias b: W (g n + b) + c = (W g) n + (W b + c).
+    Let W n + c be a projection, and g and b the norm's gain and bias: W (g n + b) + c = (W g) n + (W b + c).
     """
     for index, block in enumerate(model.model.layers):
         layer_path = f"model.backbone.{adapter_of(backbone_of(model.config)).layers}.{index}"
