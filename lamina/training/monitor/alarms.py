@@ -239,12 +239,12 @@ def is_hard(alarm: Alarm) -> bool:
 
 
 def is_independent(alarm: Alarm) -> bool:
-    """Return whether no gradient can have caused an alarm: a hard alarm, or a fall of weights or moments."""
+    """Return whether an alarm cannot come from a gradient: a hard alarm, or a fall of weights or moments."""
     return is_hard(alarm) or (alarm.rule == "fall" and alarm.metric != LOSS)
 
 
 def outlasts_spikes(alarm: Alarm) -> bool:
-    """Return whether a spike that passed cannot explain an alarm, such as an alarm about NaN."""
+    """Return whether an earlier spike cannot explain an alarm. For example, a spike does not explain NaN."""
     return is_independent(alarm) or alarm.rule == "not_finite"
 
 
@@ -367,8 +367,8 @@ def says_where(alarm: Alarm) -> bool:
 def place_of(alarms: Iterable[Alarm], first: Alarm) -> Alarm:
     """Return the first alarm that shows the failed layer, at most 20 steps after the alarm ``first``.
 
-    Lamina searches later steps because it takes most measurements only at some steps. If no alarm shows the failed
-    layer, return the first alarm that names a layer or another part of the model.
+    The search includes later steps, because Lamina takes most measurements only at some steps. If no alarm shows the
+    failed layer, return the first alarm that names a layer or another part of the model.
     """
     if is_hard(first) and (first.sublayer, first.role) == ("model", "all"):
         return first  # a fault of the whole training
@@ -378,7 +378,7 @@ def place_of(alarms: Iterable[Alarm], first: Alarm) -> Alarm:
 
 
 def write_alarms(folder: Path, told: Iterable[Alarm]) -> None:
-    """Write alarms to alarms.jsonl and notable batches to notable.jsonl. A file without lines is not created."""
+    """Write alarms to alarms.jsonl and notable batches to notable.jsonl. Delete a file without alarms."""
     lines: dict[str, list[Json]] = {ALARMS: [], NOTABLE_BATCHES: []}
     for alarm in told:
         lines[NOTABLE_BATCHES if alarm.rule == NOTABLE else ALARMS].append(asdict(alarm))

@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 
 Rows: TypeAlias = list["torch.Tensor"]
 SPARE = 64  # steps for which batches are kept beyond the interval between records, because alarms come late
-MOST_BYTES = 2**28  # of batches that are kept
-MOST_STEPS = 100  # in the file
+MOST_BYTES = 2**28  # the largest size of the kept batches
+MOST_STEPS = 100  # the largest number of steps in batches.jsonl
 SHOWN = 64  # tokens of a row's beginning
 _LONGEST = 200  # characters of a row's beginning
 HIGH = 6.0  # standard deviations by which a loss is an outlier
@@ -42,7 +42,7 @@ class Tokenizer(Protocol):
 class KeptBatches:
     """Keep the batches of the last steps in one process. Only the method ``rows`` waits for the device.
 
-    On a GPU, Lamina checks for alarms only once in ``every`` steps, so it needs the batches of earlier steps.
+    On a GPU, Lamina checks for alarms only once in ``every`` steps, so the batches of earlier steps must be kept.
     """
 
     def __init__(self, every: int):
@@ -60,7 +60,7 @@ class KeptBatches:
         if name is None:
             return
         value, mask = tensors[name], tensors.get("attention_mask")
-        value = value[None] if tokens and value.ndim == 1 else value  # sequences in a row, without a batch's dimension
+        value = value[None] if tokens and value.ndim == 1 else value  # sequences in one row, without a batch dimension
         fits = mask is not None and mask is not value and mask.shape == value.shape
         self._open.append(
             (value.clone().int() if tokens else value.clone(), mask.bool() if fits and mask is not None else None)
@@ -84,8 +84,8 @@ class KeptBatches:
 class BatchRecords:
     """Write batches.jsonl, with a line for each row of an unusual batch.
 
-    A batch is unusual if its step has an alarm, an unusual gradient or an unusual loss. The key "beginning" holds a
-    row's first tokens as text, or as token ids without a tokenizer.
+    A batch is unusual if the step has an alarm, an unusual gradient or an unusual loss. The key "beginning" holds a
+    row's first tokens as text, or as token ids if there is no tokenizer.
 
     Args:
         folder: the folder of the file, or None in all processes except the first.
@@ -104,7 +104,7 @@ class BatchRecords:
             write_lines(folder / BATCHES, self._lines)
 
     def write(self, steps: Iterable[int], series: Iterable[Row], processes: Processes) -> None:
-        """Write the batches of the given steps and of steps with an outlier loss. Call this in all processes."""
+        """Write the batches of the given steps and of steps with an unusually high loss. Call this in all processes."""
         steps = {*steps, *(row[0] for row in series if row[5] == LOSS and self._high.see(LOSS, row[6]))}
         written = {line["step"] for line in self._lines}
         new = sorted(step for step in set(steps) - written if self.kept.steps.get(step))
@@ -138,7 +138,7 @@ class BatchRecords:
             if self.tokenizer is None:
                 return ids
             return str(self.tokenizer.decode(ids))[:_LONGEST].encode("utf-8", "replace").decode()
-        except Exception as error:  # anybody's tokenizer; a training does not end because of its records
+        except Exception as error:  # a user's tokenizer may fail, but the training must go on
             logger.warning("lamina.watch: batches: the tokenizer cannot decode a batch (%s)", error)
             self.tokenizer = self._model = None
             return ids
@@ -160,13 +160,13 @@ def tokenizer_of(model: nn.Module) -> Tokenizer | None:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=True)
-    except Exception:  # whatever is there: it is no tokenizer
+    except Exception:  # there is no usable tokenizer
         return None
     return tokenizer if len(tokenizer) <= getattr(config, "vocab_size", 0) else None
 
 
 def read_batches(folder: Path) -> list[Json]:
-    """Read batches.jsonl without its damaged lines."""
+    """Read batches.jsonl, and skip damaged lines."""
     names = {"step", "process", "row", "hash", "beginning"}
     return [line for line in parse_lines(folder / BATCHES)[0] if line.keys() == names]
 

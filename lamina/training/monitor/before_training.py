@@ -15,7 +15,7 @@ from lamina.probes.structure.sites import Structure
 from lamina.training.monitor.first_pass import FirstPass
 from lamina.training.monitor.loss_targets import offset_of
 
-NARROW = 0.03  # a standard deviation times sqrt(inputs)
+NARROW = 0.03  # the smallest usual standard deviation, times sqrt(inputs)
 _SHOWN = 3
 
 
@@ -52,7 +52,7 @@ class BeforeTraining:
         half: whether autocast computes in float16.
         running: whether Lamina checks the setup during the first training step.
         recording: whether autograd records operations.
-        failed: the exception's text for each check that raised one, by the check's name.
+        failed: the exception texts of failed checks, by the check's name.
     """
 
     model: nn.Module
@@ -117,7 +117,7 @@ class BeforeTraining:
         model: Output = self.inner
         try:
             table, head = model.get_input_embeddings(), model.get_output_embeddings()
-        except (AttributeError, NotImplementedError, TypeError):  # an own model, one of images, other arguments
+        except (AttributeError, NotImplementedError, TypeError):  # another kind of model
             return None
         return (table, head) if hasattr(table, "weight") and hasattr(head, "weight") else None
 

@@ -77,7 +77,7 @@ class WatchCallback:
         return None if self.monitor is None else self.monitor.diverged
 
     def _begin(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], step: int) -> None:
-        """Start the monitor. Continue the records of a resumed training, or replace the records of a killed one."""
+        """Start the monitor. Continue the records of a resumed training. Replace the records of a killed training."""
         resume: Resume = "auto" if step else False
         overwrite = not step and (self.overwrite or was_killed(self.settings))
         modes: Json = {"resume": resume, "overwrite": overwrite, "on_alarm": self.on_alarm, "tokenizer": self.tokenizer}
@@ -94,7 +94,7 @@ class LayerMonitor(WatchCallback, TrainerCallback):
     >>> trainer = Trainer(model, args, train_dataset=data, callbacks=[lamina.LayerMonitor("runs/mine")])
     >>> trainer.train()
 
-    If Trainer resumes from a checkpoint, Lamina continues the records, or logs why it cannot.
+    If Trainer resumes from a checkpoint, Lamina continues the records. If this is impossible, Lamina logs the reason.
 
     Args:
         output: the folder of the records.
@@ -121,7 +121,7 @@ class LayerMonitor(WatchCallback, TrainerCallback):
         assert model is not None
         assert optimizer is not None
         if (stale := _OPEN.get(real_path(self.settings.output))) is not None:
-            stale._end(Status.INTERRUPTED)  # its training failed, else it would have ended it
+            stale._end(Status.INTERRUPTED)  # the earlier training failed, otherwise it would have ended the callback
         processing = kwargs.get("processing_class")
         self.tokenizer = self.tokenizer or (processing if hasattr(processing, "decode") else None)
         self._begin(model, [optimizer], state.global_step)
@@ -130,7 +130,7 @@ class LayerMonitor(WatchCallback, TrainerCallback):
         self.monitor.instruments.half |= bool(args.fp16)
         self.monitor.instruments.scales_losses = bool(args.fp16)
         self._take_losses(_calling_trainer())
-        atexit.register(self._end, Status.INTERRUPTED)  # Trainer tells nobody of an error
+        atexit.register(self._end, Status.INTERRUPTED)  # Trainer does not report errors to callbacks
         _OPEN[real_path(self.settings.output)] = self
 
     def on_step_end(self, args: Arguments, state: State, control: Control, **kwargs: object) -> None:
@@ -168,7 +168,7 @@ class LayerMonitor(WatchCallback, TrainerCallback):
         """Record the losses that ``training_step`` returns. The losses of a step's micro-batches sum to the step's."""
         assert self.monitor is not None
         if trainer is None:
-            return  # not Trainer's loop: the model's outputs say it
+            return  # another loop than Trainer's: the losses come from the model's outputs
         instruments, step, own = self.monitor.instruments, trainer.training_step, vars(trainer).get("training_step")
         instruments.takes_shares = True
 

@@ -50,7 +50,7 @@ def empty_rows(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def shift_of_labels(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find a causal model's labels that are shifted twice (by the batch and by the loss), backward, or not at all."""
+    """Find labels of a causal model that are shifted twice, shifted backward, or not shifted."""
     trial, offset = setup.trial, None
     text = trial is not None and trial.logits is not None and trial.logits.shape[-1] in setup.vocabularies
     if trial is not None and trial.strange and text and not setup.is_encoder_decoder:
@@ -241,7 +241,7 @@ def untrained_rows(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def sees_next_token(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find a model that reads the tokens it must predict, because a causal mask or masked tokens are missing."""
+    """Find a model that can read the tokens to predict, because a causal mask or masked tokens are missing."""
     trial = setup.trial
     if trial is None or not trial.reads or trial.causal or setup.is_encoder_decoder:
         return

@@ -5,7 +5,7 @@ expert's bias after each optimizer step:
 
     bias_e += rate * sign(mean load - load_e)
 
-The router adds the bias to its scores only when it chooses experts. The mode "loss" (DeepSeek-V2, arXiv 2405.04434 Eq
+The router adds the bias to the scores only for the choice of experts. The mode "loss" (DeepSeek-V2, arXiv 2405.04434 Eq
 23-25; DeepSeek-V3 Eq 17-20) adds a loss for each sequence:
 
     rate * sum_e f_e P_e
@@ -101,7 +101,7 @@ class ExpertBalance(TrainerCallback):
         self._tokens += tokens
 
     def loss(self, sequences: int) -> torch.Tensor | None:
-        """Return the auxiliary loss of the last forward pass, or None in other modes than "loss"."""
+        """Return the auxiliary loss of the last forward pass, or None if the mode is not "loss"."""
         losses = []
         for router in self.routers.values():
             if hasattr(router, "seen"):
@@ -133,7 +133,7 @@ class ExpertBalance(TrainerCallback):
             bias += self.rate * torch.sign(count.mean() - count).to(bias)
 
     def rows(self, step: int) -> list[Row]:
-        """Return each expert's load: the expert's tokens divided by the step's tokens. A balanced load is top_k / n."""
+        """Return each expert's load (its tokens / all tokens). A balanced load is top_k / num_experts."""
         return [
             (step, layer, "feed_forward", "expert", expert, "expert_load", value)
             for layer, load in self.load.items()

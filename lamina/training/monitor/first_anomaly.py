@@ -30,12 +30,12 @@ def first_anomaly(
     """Return the alarm that explains a failure best, or None without alarms.
 
     Lamina starts from the alarm that ``first_before`` returns. If this alarm is part of a spike that passed, Lamina
-    takes the first alarm of the next event. Instead of an alarm about a risen gradient, Lamina prefers an independent
-    alarm, or an alarm of a rule in ``_HARD``, within ``FOLLOWS`` steps.
+    takes the first alarm of the next event. If the resulting alarm is about a risen gradient, Lamina prefers an
+    independent alarm, or an alarm of a rule in ``_HARD``, if one occurs within the next ``FOLLOWS`` steps.
 
     Args:
         alarms: the alarms, oldest first. Within a step, the alarm closest to the cause comes first.
-        rose: the first step at which the loss rose and stayed high, or was not finite. None if there is none.
+        rose: the first step at which the loss rose and stayed high, or was not finite (None for no such step).
         losses: the training loss by step.
         norms: the norm of the whole model's gradient by step.
     """
@@ -59,7 +59,7 @@ def _lasting(alarms: Iterable[Alarm], losses: Mapping[int, float], norms: Mappin
     steps = sorted(losses), sorted(norms)
 
     def passed(group: Sequence[Alarm], end: int) -> bool:
-        """Return whether alarms show a spike from which loss and gradient fell back before the step ``end``."""
+        """Return whether alarms show only a spike, and loss and gradient fell back before the step ``end``."""
         if not group or not is_spike(group):
             return False
         begin, between = group[0].step, range(group[-1].step + 1, end)

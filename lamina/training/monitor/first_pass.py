@@ -51,11 +51,11 @@ class FirstPass:
         reads: whether the logits for a target depend on this target or on later tokens, or None if unknown.
         causal: whether logits are independent of later tokens, or None if unknown.
         zero: the parameters that get no gradient, by cause.
-        foreign: parameters outside the model on which the loss depends.
+        foreign: the parameters that the loss depends on but the model does not contain.
         mixes: whether a row's logits depend on other rows of the batch, or None if unknown.
         by_row: whether identical rows of the batch get different logits.
-        leaks: where masked tokens change the output: "attention" ("inverted" if only masked tokens change it),
-            "summary" (a vector for each row), "mean" (the mean of a row's tokens), or "" (nowhere).
+        leaks: the part of the model that reads masked tokens: "attention", "summary" (a vector for each row), "mean"
+            (the mean of a row's tokens), or "" (none). "inverted" is attention that reads only masked tokens.
         ordered: whether the first layer's output depends on the order of the tokens (true if unknown).
         turns: whether forward computes cosines, as for rotary positions.
         rounded: whether the positions of tokens are rounded, so that neighbors share a position.
@@ -161,7 +161,7 @@ def _skip(skips: dict[int, Skip], layer: nn.Module, args: tuple, kwargs: dict[st
 class _Calls(TorchFunctionMode):
     """Keep the arguments of the first call of each watched function, and all cross-entropies.
 
-    The function ``part`` returns what to keep of an argument. ``swap`` names the embeddings to replace.
+    The function ``part`` selects the values to keep from an argument. ``swap`` names the embeddings to replace.
     """
 
     def __init__(self, part: Callable[[Output], Output], swap: Swap | None = None) -> None:
@@ -224,11 +224,11 @@ class _Calls(TorchFunctionMode):
         return logits, asked
 
     def scored(self) -> Iterator[tuple[torch.Tensor, int]]:
-        """If the loss is a cross-entropy, yield its logits and the logits' dimension of classes."""
+        """If the loss is a cross-entropy, yield the loss's logits and the dimension of the classes."""
         yield from (self.scores or self.normalized)[:1]
 
     def of_rows(self, given: Output) -> torch.Tensor | None:
-        """Return the loss's logits, if possible in the shape [rows, tokens, classes] of the model's arguments."""
+        """Return the loss's logits, if possible in the shape [rows, tokens, classes]."""
         for logits in (x.movedim(of, -1) for x, of in self.scored()):
             shapes = [tuple(x.shape) for x in tree_leaves(given) if isinstance(x, torch.Tensor) and x.ndim > 1]
             for rows, tokens, *_ in shapes if logits.ndim == 2 else ():
@@ -426,7 +426,7 @@ def _enter(
 
 
 def _broken(batch: object, loss_of: Callable[[object], torch.Tensor | None]) -> list[int]:
-    """Return the rows with a loss of NaN or infinity, or [] if the loss of the other rows is not finite either."""
+    """Return the rows with a NaN or infinite loss. Return [] if the other rows' loss is not finite either."""
     batch = dict(batch) if isinstance(batch, Mapping) else batch
     sizes = [len(x) for x in tree_leaves(batch) if isinstance(x, torch.Tensor) and x.ndim][:1]
     every = range(sizes[0] if sizes and 1 < sizes[0] <= _ROWS else 0)
@@ -504,7 +504,7 @@ class _Repeats:
     def _again(
         self, places: Places, seed: int = 0, *, layers_only: bool = False, swap: Swap | None = None
     ) -> torch.Tensor | None:
-        """Return the logits of a pass with some of the model's arguments replaced."""
+        """Run the model with some of the arguments replaced, and return the logits."""
 
         def swapped(module: nn.Module, a: tuple, k: dict[str, Output]) -> tuple[tuple, dict[str, Output]]:
             return tuple(places.get(at, x) for at, x in enumerate(a)), {at: places.get(at, x) for at, x in k.items()}

@@ -63,7 +63,7 @@ class FlatParameters:
         return self._shares.get(id(stored(parameter)))
 
     def parameters(self, module: nn.Module) -> Iterator[torch.Tensor]:
-        """Yield a module's parameters. Instead of a flat parameter, yield the parts that this process holds."""
+        """Yield a module's parameters. For a flat parameter, yield this process's parts instead."""
         own = (parameter for parameter in module.parameters() if id(parameter) not in self._flat)
         yield from (cast(torch.Tensor, self.zero.get(id(parameter), parameter)) for parameter in own)
         for inner in module.modules() if self.parts else ():

@@ -27,9 +27,9 @@ from lamina.training.monitor.stream_measures import Spot, stream_points, stream_
 from lamina.training.monitor.writers import Row
 
 Inputs = dict[str, torch.Tensor]
-Arguments = Mapping[str, object]  # of a forward method, by its names
-_TOKENS = 8  # of the small pass
-# replaces a command line flag in notes by the setting of ``lamina.watch``
+Arguments = Mapping[str, object]  # the arguments of a forward method, by name
+_TOKENS = 8  # the number of tokens in the small pass
+# In notes, settings of ``lamina.watch`` replace the flags of the command line.
 _FLAGS = {"--layers PATH": "layers=PATH", "--layers, another list": "layers=PATH of another list"}
 
 
@@ -49,7 +49,7 @@ class Followed:
 
     @property
     def points(self) -> dict[Spot, Point]:
-        """The points of the model at which Lamina measures the residual stream. Unverified layers have none."""
+        """The points of the model at which Lamina measures the residual stream. Unverified layers have no points."""
         points = stream_points(self.structure) if self.structure is not None and self.whole else {}
         return {spot: point for spot, point in points.items() if spot[0] not in self.unproved}
 
@@ -100,18 +100,18 @@ def follow(
 def _followed(model: nn.Module, small: Inputs, layers: str | None) -> Followed:
     try:
         structure = find_structure(model, small, layers=layers)
-    except Exception as error:  # any architecture may come: what goes wrong must not end its training
+    except Exception as error:  # an error for an unknown architecture must not end the training
         text = str(error) if isinstance(error, UserError) else f"layers: {one_line(error)}"
         return Followed(structure=None, notes=[f"{text}. Lamina records only totals"])
     main, whole = _proved(model, small, structure)
-    if not whole and structure.others:  # two towers are as long, and the first one reads images
+    if not whole and structure.others:  # of two equally long towers, the first may read images
         main, whole = _proved(model, small, structure, reads_tokens=False)
     stacks, unproved = [main], frozenset[int]()
     for path in structure.others:
         try:
             found = find_structure(model, small, layers=path)
             other, proved = _proved(model, small, found, reads_tokens=False)
-        except Exception:  # it stays "other", as a note says
+        except Exception:  # the stack keeps the role "other", and a note says so
             continue
         first = sum(stack.num_layers for stack in stacks)
         unproved |= frozenset() if proved else frozenset(range(first, first + other.num_layers))
@@ -175,7 +175,7 @@ def _calls(model: nn.Module, arguments: Arguments) -> Iterator[Inputs]:
     towers = any(value.is_floating_point() and value.ndim > 2 for name, value in inputs.items() if name not in first)
     yield from filter(None, (cut, inputs, first) if towers else (first, cut, inputs))
     if len(inputs) < len(arguments):
-        yield cast(Inputs, dict(arguments))  # the proof knows what to do with the others
+        yield cast(Inputs, dict(arguments))  # the proof handles the other arguments
 
 
 def tensors_of(arguments: Arguments) -> Inputs:

@@ -28,7 +28,6 @@ def gain_rows(model: nn.Module, step: int) -> list[Row]:
 
 
 def lamina_gains(model: nn.Module) -> list[Gain]:
-    """List the gains and learned scales of a Lamina model."""
     reshard(model)
     base = body_of(model, "layer monitor")
     roles = ("pre_norm", "key_norm", "value_norm", "out_norm", "post_norm", *SCALES, "gate")
@@ -67,7 +66,9 @@ def tables_of(structure: Structure) -> dict[str, nn.Parameter]:
             if not isinstance(part, kinds[role]):
                 continue
             weight = cast(nn.Parameter, part.weight)
-            if weight.ndim == 2 and (role not in tables or len(weight) > len(tables[role])):  # else FSDP1's part
+            if weight.ndim == 2 and (
+                role not in tables or len(weight) > len(tables[role])
+            ):  # else a process's part under FSDP1
                 tables[role] = weight
     if tables.get("readout") is tables.get("embedding"):
         tables.pop("readout", None)
@@ -105,10 +106,12 @@ class GainSeries:
         """Measure the given gains and matrices from now on, and forget all earlier steps."""
         self.gains = gains
         self._steps: list[int] = []
-        self._values: list[torch.Tensor] = []  # of each step: [mean or largest, gain], the gains in this order:
+        self._values: list[torch.Tensor] = []  # for each step: [mean or largest, gain], with gains in this order:
         self._order: list[int] = []
         self._sharded: dict[tuple[DeviceMesh, tuple[int, ...]], list[int]] = {}  # by the mesh's sharded dimensions
-        self._offsets: dict[tuple[float, ...], torch.Tensor] = {}  # sending them waits for the device
+        self._offsets: dict[
+            tuple[float, ...], torch.Tensor
+        ] = {}  # cached, because sending a tensor waits for the device
 
     @torch.no_grad()
     def end_step(self, step: int) -> None:
@@ -132,7 +135,7 @@ class GainSeries:
         self._steps.append(step)
 
     def _measured(self, parts: Sequence[torch.Tensor], members: Sequence[int], whole: int) -> torch.Tensor:
-        """Return the means and largest magnitudes of tensors of one shape. Each mean is a sum divided by ``whole``."""
+        """Return the means and largest magnitudes of tensors of one shape. ``whole`` is the unsharded size."""
         if parts[0].ndim == 2:
             values = torch.stack([torch.linalg.vector_norm(part, dim=-1, dtype=torch.float32) for part in parts])
         else:

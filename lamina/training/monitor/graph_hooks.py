@@ -27,7 +27,7 @@ from lamina.probes.structure.hooks import Args, Key, Kwargs, Output, argument_of
 from lamina.probes.structure.sites import Point
 
 _INPUT, _OUTPUT, _ARGUMENT = "_lamina_input", "_lamina_output", "_lamina_argument"
-_SEEING: dict[int, Callable[[torch.Tensor], None]] = {}  # by a place's number, while a pass is measured
+_SEEING: dict[int, Callable[[torch.Tensor], None]] = {}  # by a point's number, while Lamina measures a pass
 _NUMBERS = itertools.count()
 _LIBRARY = torch.library.Library("lamina", "DEF")
 # The declared mutation writes nothing. Without it, the compiler would drop the call, which returns nothing.
@@ -68,7 +68,7 @@ def _uncompiled(method: weakref.WeakMethod[Callable[..., Output]], *args: Output
     return None if act is None else act(*args)
 
 
-skip_code(Hook.__call__.__code__)  # else it is compiled on its own, where is_compiling() holds
+skip_code(Hook.__call__.__code__)  # else torch compiles this call separately, and is_compiling() is true
 
 
 def _traced(act: Callable[..., Output]) -> Callable[..., Output]:
@@ -119,7 +119,7 @@ def _without_hooks(state: Json) -> Json:
     for name in ("_forward_hooks", "_forward_pre_hooks"):
         hooks = state[name]
         ours = {number for number, hook in hooks.items() if hook in (_SHOW_INPUT, _SHOW_OUTPUT)}
-        for kind in (name, f"{name}_with_kwargs"):  # a number may be given again in another process
+        for kind in (name, f"{name}_with_kwargs"):  # another process may use the number again
             state[kind] = OrderedDict((number, value) for number, value in state[kind].items() if number not in ours)
     return state
 

@@ -88,7 +88,8 @@ class DivergenceGuard:
     def see_gradient(self, step: int, norm: float, first: int | None = None, rows: Sequence[Row] = ()) -> None:
         """Check the total gradient norm before clipping. Raises Diverged.
 
-        If the norm is not finite, first check ``rows`` for alarms. ``first`` is the first step with such a norm.
+        If the norm is not finite, first check ``rows`` for alarms. ``first`` is the first step with an infinite or NaN
+        norm.
         """
         if not math.isfinite(norm):
             self.alarms.see(rows)
@@ -162,7 +163,7 @@ Point = tuple[float, float]  # step, loss
 
 
 def still_falling(records: Iterable[Mapping[str, Any]], steps: int, entropy: float = math.inf) -> str | None:
-    """Return the evidence in words if the loss is still falling at the end of a run, otherwise None.
+    """If the loss is still falling at the end of a run, return the evidence as text, otherwise None.
 
     The loss is still falling if ``steps`` further steps at the final pace would lower the loss by STILL_FALLING nats. A
     loss above the unigram entropy is also still falling if the final pace is at least UNSLOWED times the mean pace. A
@@ -170,7 +171,7 @@ def still_falling(records: Iterable[Mapping[str, Any]], steps: int, entropy: flo
 
     Args:
         records: the lines of metrics.jsonl.
-        steps: the length of the run, which is also the number of further steps.
+        steps: the run's number of steps. The extrapolation covers the same number of steps.
         entropy: the unigram entropy in nats. A loss often stays near this value for a while.
     """
     records = list(records)

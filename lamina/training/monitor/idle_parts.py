@@ -35,7 +35,7 @@ class IdleParts:
 
     Attributes:
         runs: the number of consecutive idle values of each part.
-        named: the idle parts that a note has named.
+        named: the idle parts that notes have reported.
         counts: each layer's number of zero loads and of all loads, which show how likely a zero load is.
         told: the number of notes for each metric.
     """
@@ -79,7 +79,7 @@ class IdleParts:
     def _behind(
         self, members: Sequence[Row], recent: Mapping[tuple[int, str, str, str], Sequence[float]]
     ) -> Iterator[Part]:
-        """Yield the layers with a ratio to the layers' median that has fallen by a factor above ``BEHIND``."""
+        """Yield the layers with a value that fell by the factor ``BEHIND`` relative to the layers' median."""
         usual = statistics.median(row[6] for row in members) if len(members) > 2 else 0.0
         past: list[float] = []  # each member's median, computed only if a member is small
         before = 0.0

@@ -21,7 +21,7 @@ Lightning = Any
 
 def _callback() -> Lightning:
     names = ("lightning.pytorch", "pytorch_lightning")
-    for name in sorted(names, key=lambda name: name not in sys.modules):  # the one that the training uses
+    for name in sorted(names, key=lambda name: name not in sys.modules):  # first the package that the training uses
         try:
             return importlib.import_module(name).Callback
         except ModuleNotFoundError as error:

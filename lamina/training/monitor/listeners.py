@@ -40,14 +40,14 @@ class Listener(Protocol):
     def leaves(self) -> None: ...
 
 
-# Every way to clip by norm (torch's, accelerate's, Trainer's) ends in the first; a caller may hold the others by name.
+# Clipping by norm (in torch, accelerate and Trainer) calls the first function. Loops may call the others directly.
 _INNER = ("_clip_grads_with_norm_", "clip_grads_with_norm_", "clip_grad_value_")
 
 
 Telling: TypeAlias = Callable[[Callable[..., object]], Callable[..., object]]
 """A function that wraps a torch function, so that the torch function notifies the listeners."""
 _LISTENERS: list[Listener] = []
-_PATCHED = ExitStack()  # while there are listeners
+_PATCHED = ExitStack()  # the wrapped functions, while there are listeners
 
 
 @contextmanager
@@ -63,7 +63,9 @@ def listening(listener: Listener) -> Iterator[None]:
             (FullyShardedDataParallel, "clip_grad_norm_", _telling_sharded_clip),
             (torch.distributed, "destroy_process_group", _telling_end),
         ]
-        if (stages := sys.modules.get("torch.distributed.pipelining.stage")) is not None:  # a second to import
+        if (
+            stages := sys.modules.get("torch.distributed.pipelining.stage")
+        ) is not None:  # importing the module takes a second
             patches += [
                 (stages.PipelineStage, "_compute_outputs", _quiet),
                 (stages.PipelineStage, "scale_grads", _telling_division),

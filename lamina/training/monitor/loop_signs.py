@@ -1,7 +1,7 @@
 """Detect when a training loop skips, freezes or replaces layers, or keeps gradients.
 
-Most of these changes are intentional, such as LayerDrop, gradual unfreezing or LISA. Lamina writes a note about each
-change, and adjusts the alarm rules.
+Changes of layers are mostly intentional, for example in LayerDrop, gradual unfreezing or LISA. Lamina writes a note
+about each change, and adjusts the alarm rules.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class StepSigns:
     """Signs that a training loop skipped, froze or replaced layers in a step.
 
     Attributes:
-        trained: the sub-layers and other parts with trainable parameters.
+        trained: the sub-layers and other parts of the model with trainable parameters.
         left_out: the sub-layers that earlier steps called and this step did not call.
         changed: by part, the number of parameters that the loop froze or unfroze, or 1 for replaced parameters.
     """
@@ -38,7 +38,6 @@ class StepSigns:
     changed: Mapping[Owner, int] = field(default_factory=dict)
 
     def rows(self, step: int) -> list[Row]:
-        """Return a measurement for each skipped sub-layer and for each changed part."""
         rows: list[Row] = [(step, layer, sublayer, "all", 0, "not_called", 1.0) for layer, sublayer in self.left_out]
         return rows + [(step, *owner, 0, "trained_changed", float(count)) for owner, count in self.changed.items()]
 
@@ -70,7 +69,7 @@ class LoopSigns:
         self._called: set[tuple[int, str]] = set()
         self._ever: set[tuple[int, str]] = set()
         self._replaced: set[Owner] = set()
-        self._noted = False  # that layers were left out
+        self._noted = False  # whether a note named skipped layers
         self._changes = 0
         self._handles: list[RemovableHandle] = []
         for site in structure.layers if structure is not None and hooks else ():
@@ -134,7 +133,7 @@ class LoopSigns:
 
 
 def places(owners: Iterable[Owner]) -> str:
-    """Name parts of a model briefly: "layers 0 to 3, embedding"."""
+    """List layers and other parts of a model in a short form, such as "layers 0 to 3, embedding"."""
     owners = list(owners)
     layers = sorted({layer for layer, _, _ in owners if layer >= 0})
     whole = layers == list(range(layers[0], layers[-1] + 1)) if layers else False

@@ -1,4 +1,4 @@
-"""Find a loss's targets from the gradient of the loss at the logits. This works for any code of the loss."""
+"""Find a loss's targets from the gradient of the loss at the logits, for any implementation of the loss."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _of_positions(logits: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.T
 
 
 def offset_of(tokens: torch.Tensor, labels: torch.Tensor, there: torch.Tensor) -> tuple[torch.Tensor, int] | None:
-    """Return which labels count and the labels' offset, or None if the labels are not the tokens of the same row."""
+    """Return a mask of the labels to count, and the labels' offset. Return None if labels are not the row's tokens."""
     length = labels.shape[1]
     if tokens.shape[1] < 4 or not tokens.shape[1] - 2 <= length <= tokens.shape[1]:
         return None

@@ -339,7 +339,7 @@ def _is_reentrant(model: nn.Module) -> bool:
 
 
 def _inputs_are_frozen(model: nn.Module) -> bool:
-    """Return whether the layers' inputs require no gradient, because the embeddings are frozen."""
+    """Return whether the layers' inputs require no gradient because the embeddings are frozen."""
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     hooked = any(module._forward_hooks for module in tables)
     return bool(tables) and not hooked and not any(p.requires_grad for module in tables for p in module.parameters())

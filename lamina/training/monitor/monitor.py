@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 OnAlarm: TypeAlias = Callable[[Alarm], object]
 
 
-_CHUNK = 1000  # steps whose values are concatenated, so that rare records keep few tensors
+_CHUNK = 1000  # after this many steps, values are concatenated, so that rare records keep few tensors
 
 
 class StepSeries:
@@ -112,7 +112,7 @@ class Monitor:
     step: int = 0
     on_alarm: OnAlarm | None = None
     says: ClassVar[str] = ""  # the text before an alarm in the log
-    level: ClassVar[int] = logging.INFO  # of an alarm in the log
+    level: ClassVar[int] = logging.INFO  # the level of an alarm in the log
 
     def __post_init__(self) -> None:
         self.alarms, self.series = self.guard.alarms, StepSeries(self.processes)

@@ -295,7 +295,7 @@ def rates_by_depth(setup: BeforeTraining) -> Iterator[Mistake]:
 
 
 def _is_low_rank(module: nn.Module) -> bool:
-    """Return whether an adapter is a product of two matrices, and not a combination of fixed matrices (RandLoRA)."""
+    """Return whether an adapter is a product of two matrices instead of a sum of fixed matrices (RandLoRA)."""
     ends = getattr(module, "in_features", None), getattr(module, "out_features", None)
     shapes = [p.shape for p in adapter_of(module).values() if p.ndim == 2]
     return ends == (None, None) or any(

@@ -118,7 +118,7 @@ class GradientNorms:
 
     Args:
         owned: the parameters with their sub-layers, from ``found_parameters`` (may be omitted for a Lamina model).
-        exact: whether to sum in float64 on a CPU, where torch's norm of 2**24 floats has a relative error of 7e-4.
+        exact: whether to sum in float64 on a CPU. On a CPU, torch's norm of 2**24 floats has a relative error of 7e-4.
         flat: the model's flat parameters (default: the flat parameters of FSDP1, if there are any).
         group: the processes that share the model or the pipeline stage (default: all processes).
     """
@@ -156,7 +156,7 @@ class GradientNorms:
         self._sent: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def squares(self) -> torch.Tensor:
-        """Return each sub-layer's squared gradient norm before clipping, in float64. Do not wait for the device."""
+        """Return each sub-layer's squared gradient norm before clipping, in float64 and without a device sync."""
         return self.over_processes(self.local_sums([parameter.grad for parameter in self.parameters]))
 
     def clips(self) -> bool:
@@ -253,7 +253,7 @@ class FirstFailure:
         self._squares = torch.zeros(0)
 
     def see(self, step: int, norm: torch.Tensor, squares: torch.Tensor) -> None:
-        """Check a step's total norm. Keep the first failed step's ``squares``. Do not wait for the device."""
+        """Check a step's total norm without a device sync. Keep ``squares`` of the first failed step."""
         failed = ~torch.isfinite(norm)
         if self._step is None:
             self._step, self._squares = failed * step, squares
@@ -307,15 +307,14 @@ def largest_rate(optimizers: Optimizers) -> float | None:
 class Samples:
     """Compare a fixed sample of weights and moments between steps, to find changes that no optimizer made.
 
-    The metrics are:
-
-    - written_ratio: the norm of the weight changes that no optimizer made, divided by the weights' norm.
-    - moved_ratio: the distance by which the optimizer moved the weights since the last change by other code, divided by
-      the weights' norm.
-    - forgotten_share: the largest fraction of the norm that a tensor in the optimizer's state lost between two steps,
-      or 1 if a tensor is missing.
-
     Only ``rows`` waits for the device.
+
+    Metrics:
+        written_ratio: the norm of the weight changes that no optimizer made, divided by the weights' norm.
+        moved_ratio: the distance that the optimizer moved the weights since other code changed them, divided by the
+            weights' norm.
+        forgotten_share: the largest fraction of the norm that a tensor in the optimizer's state lost between two steps,
+            or 1 if a tensor is missing.
 
     Attributes:
         resumed: whether the run has earlier steps. An optimizer with an empty state has then lost its state.
@@ -345,13 +344,13 @@ class Samples:
         self._seen = sorted({groups[index]: index for index in by_size}.values())
 
     def before_step(self, optimizers: Optimizers) -> None:
-        """Compare the sample with its last values, before a step of the optimizers."""
+        """Find changes of the sample before a step of the optimizers."""
         self._begun = True
         self.resumed &= self._last is not None or not any(len(optimizer.state) for optimizer in optimizers)
         self.compare(optimizers)
 
     def compare(self, optimizers: Optimizers) -> None:
-        """Compare the sample with its values at the last call or optimizer step, for ``rows``."""
+        """Find changes of the sample since the last call or optimizer step. The method ``rows`` returns the changes."""
         if self._last is None:
             return
         now = self._take({(index, key): value for index, key, value in self._moments(optimizers)})
@@ -461,21 +460,20 @@ def _spread(tensor: torch.Tensor, size: int) -> torch.Tensor:
 class UpdateRatios(TrainerCallback):
     """Measure the updates of recorded optimizer steps by sub-layer.
 
-    The update is the change of the weights in the optimizer's step, so it includes clipping, the learning rate and
-    weight decay. The metrics are:
+    The update is the change of the weights in the optimizer's step. The update therefore includes clipping, the
+    learning rate and weight decay. During a recorded step, memory holds a copy of the weights. Only ``rows`` waits for
+    the device.
 
-    - update_norm, weight_norm, and update_ratio: the norms of update and weights, and their ratio.
-    - first_moment, second_moment: the norms of Adam's m and sqrt(v).
-    - unmoved_parameters: the number of parameters with a gradient but no update.
-    - without_gradient: the number of parameters that ``SilentParameters`` finds.
-    - rate_ratio: a sub-layer's learning rate divided by the optimizer's median learning rate (only if above 1).
-    - rate_estimate: an optimizer's own estimate of the learning rate (Prodigy, D-Adaptation).
-
-    During a recorded step, memory holds a copy of the weights. Only ``rows`` waits for the device.
+    Metrics:
+        update_norm, weight_norm, update_ratio: the norms of update and weights, and the ratio of these norms.
+        first_moment, second_moment: the norms of Adam's m and sqrt(v).
+        unmoved_parameters: the number of parameters with a gradient but no update.
+        without_gradient: the number of parameters that ``SilentParameters`` finds.
+        rate_ratio: a sub-layer's learning rate divided by the optimizer's median learning rate (only if above 1).
+        rate_estimate: an optimizer's own estimate of the learning rate (Prodigy, D-Adaptation).
 
     Args:
-        groups: the model's parameters, grouped by sub-layer.
-        structure: the model's layers. Without them, Lamina does not look for parameters without a gradient.
+        structure: the model's layers. None disables the search for parameters without a gradient.
 
     Attributes:
         rate: the largest learning rate of the last measured step.

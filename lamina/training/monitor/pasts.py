@@ -74,12 +74,14 @@ def leaving(value: float, recent: Sequence[float], sign: float, gaps: float, shr
     """Return the usual value, and the score of ``value``: |log(value / usual)|, or 0 within the noise.
 
     The usual value is the median of ``recent`` or the trend, whichever is nearer to ``value``. The trend continues the
-    change between the last two values, for ``gaps`` times the time between them. A metric of every step has ``gaps`` 0.
-    Its trend continues the change between the medians of the two halves of ``recent``, but only until ``WINDOW`` values
-    exist, because gradients change fast only when training begins.
+    change between the last two values, over ``gaps`` times the interval between these values.
 
-    ``shrinks`` is for falling weights, which may have grown before. The median is then at least the median of the
-    latest 4 values, and only past falls count as noise.
+    For a metric that is measured at every step, ``gaps`` is 0. The trend then continues the change between the medians
+    of the two halves of ``recent``. After ``WINDOW`` values, such a metric has no trend, because gradients change fast
+    only when training begins.
+
+    With ``shrinks``, for falling weights that may have grown before, the median is at least the median of the latest 4
+    values. Then only past falls count as noise.
     """
     usual, half = statistics.median(recent), len(recent) // 2
     if shrinks:
@@ -108,8 +110,8 @@ def leaving(value: float, recent: Sequence[float], sign: float, gaps: float, shr
 def pace_of(value: float, recent: Sequence[float], sign: float, steps: int, gap: int) -> tuple[float, float]:
     """Return the usual value, and how far the series would move in 20 steps at the pace since the last record.
 
-    The second number is |log(factor)|. It is 0 if the value is near the median of ``recent``, or if the series often
-    moves at this pace.
+    The second number is |log(factor)|. This number is 0 if the value is near the median of ``recent``, or if the series
+    often moves at this pace.
 
     Args:
         sign: 1 to judge a rise, and -1 to judge a fall.

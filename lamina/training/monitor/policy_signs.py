@@ -51,7 +51,7 @@ class Sign(NamedTuple):
 def metrics_of(names: Iterable[str]) -> dict[str, str]:
     """Map the names of logged series to a policy's metrics.
 
-    The result is empty without rewards, because other trainers also log entropy.
+    If the names include no rewards, the result is empty, because other trainers also log entropy.
     """
     found = {name: LOGGED[plain] for name in names if (plain := name.removeprefix("train/")) in LOGGED}
     return found if {EQUAL, REWARD} & {*found.values()} else {}

@@ -56,10 +56,10 @@ class MonitoredTrainer(_Trainer):
 
     processes: Processes
     guard: DivergenceGuard
-    layer_rows: Sequence[Row] = ()  # of the last step's gradients, if it is recorded
-    series: StepSeries  # the monitor's
+    layer_rows: Sequence[Row] = ()  # the measurements of the last step's gradients, if the step is recorded
+    series: StepSeries  # the monitor's losses and norms
     experts: ExpertBalance | None = None
-    evaluation: LastEvaluation = LastEvaluation()  # the last one; the recorder sets step and loss
+    evaluation: LastEvaluation = LastEvaluation()  # the recorder sets step and loss
     overflows: int = 0
     overflows_in_a_row: int = 0
     _wrapped: nn.Module | None = None
@@ -68,7 +68,7 @@ class MonitoredTrainer(_Trainer):
     def _clip_grad_norm(self, model: nn.Module) -> Norm:
         if self.scaler() is None and self.gradient_norms.clips():
             return self._checked(*self.gradient_norms.clip(self.args.max_grad_norm))
-        squares = self._squares()  # before clipping: a norm that is not finite would spoil every layer's gradient
+        squares = self._squares()  # before clipping, because clipping by a NaN norm spoils every layer's gradient
         shared = self.processes.tensor > 1
         return self._checked(
             clip(model, self.args.max_grad_norm) if shared else super()._clip_grad_norm(model), squares
@@ -92,7 +92,6 @@ class MonitoredTrainer(_Trainer):
         return squares
 
     def scaler(self) -> torch.amp.GradScaler | None:
-        """Return the loss scaler of fp16 training, or None."""
         return getattr(self.accelerator, "scaler", None)
 
     def count_overflow(self) -> bool:
@@ -148,7 +147,7 @@ class MonitoredTrainer(_Trainer):
         """Restore the losses since the last record. Lamina calls this when training begins."""
 
     def bare_model(self) -> LaminaForCausalLM:
-        """Return the model without the wrappers of accelerate and DDP, cached because unwrapping is slow."""
+        """Return the model without the wrappers of accelerate and DDP. Cache the model, because unwrapping is slow."""
         assert self.model is not None
         if self._wrapped is not self.model:
             self._wrapped, self._bare = self.model, self.accelerator.unwrap_model(self.model)
@@ -308,7 +307,6 @@ class RunRecorder(Monitor, TrainerCallback):
         return {"eval_loss": loss, **self.derived(loss)}
 
     def state_dict(self) -> Json:
-        """Return the monitor's state, the last evaluation and the best loss."""
         last = self.evaluation
         second = {} if last.second is None else {"eval_corpus_loss": last.second}
         scores = {"scores": dict(last.scores)} if last.scores else {}

@@ -256,7 +256,7 @@ class Rules:
         yield Found("rise", row, before, left=0 < RAISED * before < rate)
 
     def _restart(self, owners: Collection[Place]) -> None:
-        """Forget past measurements of the whole model and of parts whose trained parameters have changed.
+        """Forget past measurements of the whole model, and of parts with a change in the trained parameters.
 
         If many parts have changed, forget all past measurements and the highest learning rate.
         """
@@ -362,7 +362,7 @@ class Rules:
     def _course(self, rule: str, row: Row, sign: float) -> Found | None:
         """Judge how far a metric has moved in one direction over its last records.
 
-        Returns None if there are few records, or if the metric rises from 0, because this may be healthy.
+        Returns None for few records, and for a rise from 0, which may be healthy.
         """
         recent = [*self._recent[series_of(row)]]
         if len(recent) < SAME_WAY or (rule == "rise" and 0.0 in recent):
@@ -403,8 +403,9 @@ class Rules:
     def _rates(self, rows: Sequence[Row], found: Sequence[Found]) -> Iterator[Found]:
         """Judge parts of the model with a far higher learning rate than other parts.
 
-        In a few layers, this is an alarm. In many layers or outside the layers, it may be intentional (muP, Muon,
-        fine-tuning). It is then an alarm only if values of these parts, and no other parts' weights, become unusual.
+        In a few layers, a high learning rate is an alarm. In many layers or outside the layers, a high learning rate
+        may be intentional (muP, Muon, fine-tuning). An alarm then needs unusual values in these parts, and usual
+        weights in all other parts.
         """
         rates = [row for row in rows if row[5] == "rate_ratio"]
         if not rates:

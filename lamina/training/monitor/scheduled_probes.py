@@ -63,7 +63,6 @@ class ScheduledProbes(TrainerCallback):
         return {}
 
     def load_state_dict(self, state: RunState) -> None:
-        """Delete the measurements that are later than the checkpoint."""
         if "step" in state:
             forget(self.folder, after=state["step"])
 

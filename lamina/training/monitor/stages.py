@@ -45,7 +45,7 @@ def first_number(model: nn.Module, path: str) -> int:
     """Return the number in the path of a stage's first layer, or 0 if the path has no number.
 
     The result is also 0 if the model has layers with smaller numbers. None and Identity do not count as layers, because
-    a stage may put them in place of other stages' layers.
+    a stage may use them in place of other stages' layers.
     """
     holder, _, name = path.rpartition(".")
     if not name.isdecimal():

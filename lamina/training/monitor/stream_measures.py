@@ -1,4 +1,4 @@
-"""Measure a forward pass by sub-layer: the residual stream, the largest attention logits, the experts' loads."""
+"""Measure a forward pass by sub-layer: the residual stream, the largest attention logits and the experts' loads."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STATE_METRICS = ("hidden_variance", "hidden_mean", "hidden_abs_mean", "hidden_ab
 TOP = 100  # the number of the largest |x| in Peri-LN's Figure 11
 _SOFTMAX = {functional.softmax, torch.softmax, torch.Tensor.softmax}
 _TOPK = {torch.topk, torch.Tensor.topk}
-_QUERIES = 512  # whose logits are held at a time
+_QUERIES = 512  # the number of queries for which memory holds logits at a time
 
 
 def state_statistics(x: torch.Tensor, magnitude: torch.Tensor | None = None) -> torch.Tensor:
@@ -57,8 +57,8 @@ def largest_magnitudes(magnitude: torch.Tensor, count: int = TOP) -> torch.Tenso
 def hidden_state_rows(model: nn.Module, inputs: torch.Tensor | Mapping[str, torch.Tensor], step: int) -> list[Row]:
     """Measure the residual stream on one batch, before the first layer and after every sub-layer.
 
-    The model runs in evaluation mode, without gradients or compilation, and in float32 unless FSDP2 has sharded it in
-    bfloat16.
+    The model runs in evaluation mode, without gradients or compilation. The model computes in float32, unless FSDP2 has
+    sharded the model in bfloat16.
 
     The metric "hidden_top_abs" is Peri-LN's "global top-100" (Fig 11): the 100 largest magnitudes before the first
     layer and after every sub-layer. An element that stays large through several sub-layers counts once for each
@@ -87,7 +87,7 @@ def stream_rows(
     meter = ForwardMeter(points, top=TOP)
     with torch.no_grad(), evaluating(model), uncompiled(base), meter.measuring(base):
         named = {str(base.main_input_name): inputs} if isinstance(inputs, torch.Tensor) else inputs
-        if isinstance(model, FSDPModule):  # only its root gathers the embedding; all processes must call it
+        if isinstance(model, FSDPModule):  # only the root gathers the embedding. All processes must call the root
             model(**named, use_cache=False, logits_to_keep=1)
         else:
             base(**named, use_cache=False)
@@ -117,8 +117,8 @@ class ForwardMeter:
     """Measure a forward pass. The numbers stay on the device until you call ``take``.
 
     Args:
-        points: the points at which to measure the residual stream. Several streams are measured before they are
-            combined.
+        points: the points at which to measure the residual stream. If a model has several streams, Lamina measures the
+            streams before the model combines them.
         structure: the model's layers, or None for no attention logits and expert loads.
         top: the number of largest magnitudes to keep.
         graph: the hooks of a compiled model, or None. A compiled model hides attention logits and expert loads.
@@ -146,11 +146,10 @@ class ForwardMeter:
         self._largest: list[torch.Tensor] = []
         self._logits: dict[int, torch.Tensor] = {}
         self._loads: dict[int, torch.Tensor] = {}
-        self._tokens: dict[int, int] = {}  # that chose experts
+        self._tokens: dict[int, int] = {}  # the number of tokens that chose experts
 
     @contextmanager
     def measuring(self, root: nn.Module) -> Iterator[None]:
-        """Measure the forward pass inside the context."""
         self._states, self._streams, self._largest, self._logits, self._loads = {}, {}, [], {}, {}
         with ExitStack() as stack:
             if self.graph is not None:
@@ -183,7 +182,9 @@ class ForwardMeter:
         counts = torch.zeros(experts, device=flat.device).scatter_add_(
             0, flat, torch.ones_like(flat, dtype=torch.float)
         )
-        if layer not in self._loads or len(self._loads[layer]) <= experts:  # groups of experts are chosen before them
+        if (
+            layer not in self._loads or len(self._loads[layer]) <= experts
+        ):  # a router may choose groups of experts first
             self._tokens[layer] = math.prod(chosen.shape[:-1])
             self._loads[layer] = counts / self._tokens[layer]
 
@@ -239,7 +240,7 @@ def rows_of(step: int, parts: Sequence[PassNumbers]) -> list[Row]:
         for expert, values in enumerate(zip(*(load for _, load in loads), strict=True)):
             load = sum(count / tokens * value for (count, _), value in zip(loads, values, strict=True))
             rows.append((step, layer, "feed_forward", "expert", expert, "expert_load", load))
-    largest = [value for part in parts for value in part.largest]  # of a Lamina model, which a single process measures
+    largest = [value for part in parts for value in part.largest]  # only a single process measures this
     return rows + [(step, -1, "model", "all", rank, "hidden_top_abs", value) for rank, value in enumerate(largest)]
 
 

@@ -201,7 +201,7 @@ def high_dropout(setup: BeforeTraining) -> Iterator[Mistake]:
 
 @checks
 def freezing_without_effect(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find requires_grad set on a module, or misspelled on a parameter. torch ignores such attributes."""
+    """Find modules with an attribute requires_grad, and parameters with a misspelled one. torch ignores both."""
     wrong = [
         f"{path or 'model'}.requires_grad = {vars(module)['requires_grad']}"
         for path, module in setup.model.named_modules()

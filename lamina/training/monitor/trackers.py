@@ -28,7 +28,7 @@ STEP = "train/global_step"  # the x axis of Trainer's own callbacks
 def series_of(row: Row) -> str:
     """Return the name under which trackers log a metric of a layer: SECTION/LAYER.SUBLAYER.ROLE.
 
-    A section has one metric of eight layers, such as "gradient_norm.layers_000-007", or of the parts outside the
+    A section contains one metric for eight layers, such as "gradient_norm.layers_000-007", or for the model outside the
     layers. Trackers show each section under one heading.
     """
     _, layer, sublayer, role, index, metric, _ = row

@@ -106,7 +106,7 @@ def items_of(inputs: Mapping[str, torch.Tensor]) -> int:
 
 
 def _mark_output(output: Output) -> None:
-    """Mark the autograd nodes that computed a model's output, without keeping references to them."""
+    """Mark the autograd nodes that computed a model's output. Keep no references to the nodes."""
     for value in tree_leaves(output):
         if isinstance(value, torch.Tensor) and value.grad_fn is not None:
             _metadata_of(value.grad_fn)[_OUTPUT] = True
@@ -168,7 +168,7 @@ def after_closure(args: tuple, kwargs: Kwargs, act: Callable[[], None]) -> tuple
 
     Args:
         args: the positional arguments of the step, beginning with the optimizer.
-        act: the function. It runs several times in a step of LBFGS.
+        act: the function to call. LBFGS calls the function several times in a step.
     """
     closure = kwargs.get("closure") if len(args) < 2 else args[1]
     if not callable(closure):
@@ -381,7 +381,7 @@ class Instruments:
         self._found(batch_of(arguments))
 
     def note(self, text: str) -> None:
-        """Add a line for the user, but only once."""
+        """Add a note for the user, but add the same note only once."""
         if self.followed is not None and text not in self.followed.notes:
             self.followed.notes.append(text)
 
@@ -411,7 +411,7 @@ class Instruments:
             self._apart = [loss / divisor for loss in self._apart]
 
     def ignores(self, passes: bool) -> None:
-        """Ignore forward passes from a call with True to a call with False, because these passes do not train."""
+        """With True, ignore the next forward passes, because these passes do not train. With False, stop ignoring."""
         self._looking = passes
 
     def leaves(self) -> None:
@@ -450,7 +450,7 @@ class Instruments:
 
     @torch.no_grad()
     def _measure_gradients(self) -> None:
-        """Measure complete gradients once per step: before clipping or the optimizer's step."""
+        """Measure complete gradients once per step: before clipping, or before the optimizer's step."""
         none = all(parameter.grad is None for parameter in self.model.parameters())
         if self._current is not None or (none and not self._flat):  # with FSDP1 another process may have some
             return

@@ -1,4 +1,4 @@
-"""Monitor other training loops with `lamina.watch`."""
+"""Monitor a user's training loop with `lamina.watch`."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ from lamina.training.monitor.writers import (
 )
 
 logger = logging.getLogger(__name__)
-_IN_A_ROW = 8  # skipped steps after which values that are not finite count as a divergence all the same
+_IN_A_ROW = 8  # after this many skipped steps, a value that is not finite is a divergence
 
 
 class WatchedRecords(Writers):
     """The records of a watched training, with its settings, watched.json and result.json.
 
     Args:
-        resume: whether to continue the folder's records after ``step``. "auto" continues records if there are any.
+        resume: whether to continue the folder's records after ``step``. "auto" continues existing records.
         step: the last step before training began or resumed.
 
     Raises:
@@ -71,10 +71,10 @@ class WatchedRecords(Writers):
     def __init__(self, settings: WatchSettings, *, resume: Resume = False, overwrite: bool = False, step: int = 0):
         folder = Path(settings.output)
         if resume and in_use(folder):
-            read_about(folder)  # refuses records of another version
+            read_about(folder)  # rejects records of another version
             RunFolder(folder).require_records()
             refuse_altered(folder)
-        installed(settings.report_to)  # refuses a tracker that is not
+        installed(settings.report_to)  # rejects trackers that are not installed
         with ExitStack() as held:
             continues = held.enter_context(hold(folder, resume=resume, overwrite=overwrite, flag="{}=True"))
             write_json(folder / ENVIRONMENT, environment(0, Kind.WATCHED))
@@ -140,15 +140,15 @@ class LoopMonitor(Monitor):
         self.diverged: Diverged | None = None
         self.raised: Diverged | None = None  # the last divergence that ended the loop
         self.shows = False  # whether the end of the process shows the divergence
-        self._passed: set[int] = set()  # steps that skip_outliers left out
-        self._told = False  # whether anybody ends the steps
-        self._broken: set[str] = set()  # series of a noted divergence, until they are finite again
+        self._passed: set[int] = set()  # steps that skip_outliers skipped
+        self._told = False  # whether the loop calls ``monitor.step``
+        self._broken: set[str] = set()  # the metrics of a noted divergence, until their values are finite again
         self._micro: list[torch.Tensor] = []  # losses of the step's micro-batches
         self._losses: list[float] = []
         self._held = ExitStack()
         self._begun = self._since = time.monotonic()
         self._tokens_written = self.tokens
-        self._about: Json = {}  # as written last
+        self._about: Json = {}  # the last content of watched.json
         self._open = False
 
     @property
@@ -261,7 +261,7 @@ class LoopMonitor(Monitor):
         rows = self.instruments.gradient_rows()
         rows += self.instruments.rows(self.step, self.processes) if due else self.instruments.written_rows(self.step)
         rows += [(self.step, -1, "model", "all", 0, RATE, rate)] if due and rate is not None else []
-        self.alarms.half = self.instruments.half  # autocast may have been seen
+        self.alarms.half = self.instruments.half  # a forward pass may have shown autocast
         series = self.look(rows, rate, due=due)
         self._losses += [row[6] for row in series if row[5] == LOSS]
         self._write_batches(series)
@@ -270,11 +270,11 @@ class LoopMonitor(Monitor):
             self._write_record(rate)
         for step, _, _, _, _, metric, value in series:
             if step in self._passed and not self._passed.issuperset(range(step - _IN_A_ROW, step)):
-                continue  # skipped, so that it changed no weight
+                continue  # the skipped step changed no weight
             if math.isfinite(value):
                 self._broken.discard(metric)
             elif metric in self._broken:
-                continue  # noted where it began
+                continue  # a note already names the first such step
             elif self.settings.on_divergence == "note":
                 self._broken = {LOSS, NORM}
             if metric == LOSS:
@@ -350,7 +350,7 @@ class LoopMonitor(Monitor):
         # Other processes may have ended, or the loop may already have destroyed the process group.
         together = self.processes.size == 1 or (status is Status.FINISHED and torch.distributed.is_initialized())
         if status is Status.FINISHED and together:
-            with suppress(Diverged):  # ``diverged`` has it
+            with suppress(Diverged):  # ``diverged`` holds the error
                 self._end_untold()
         self._open = False
         self._held.close()
@@ -417,15 +417,15 @@ class Watch:
             )
 
     def _at_exit(self) -> None:
-        error = getattr(sys, "last_value", None)  # that ends the process
+        error = getattr(sys, "last_value", None)  # the error that ends the process
         self.__exit__(None if error is None else type(error), error, None)
 
     def step(self, loss: torch.Tensor | float | None = None) -> None:
         """End a step. Call this once after each ``optimizer.step()``, with the step's loss.
 
-        Under accelerate's ``accumulate``, the call may end only a micro-batch, and the step's loss is the mean over its
-        micro-batches. The call waits for the device only at recorded steps. With ``on_divergence="stop"``, a divergence
-        ends the ``with`` block here. Raises UserError for a loss that is not a single number.
+        Under accelerate's ``accumulate``, the call may end only a micro-batch. The step's loss is then the mean over
+        the micro-batches. The call waits for the device only at recorded steps. With ``on_divergence="stop"``, a
+        divergence ends the ``with`` block here. Raises UserError for a loss that is not a single number.
         """
         assert self._open, (
             "monitor.step() was called outside of the with block of lamina.watch. Call monitor.step() in the block."
@@ -471,21 +471,21 @@ def watch(
     tensor on which the loop calls ``backward``.
 
     Call ``watch`` in every process, after you wrap the model in DDP or FSDP. With pipeline parallelism, give each stage
-    its own folder: ``output=f"runs/mine/stage-{stage}"``. `lamina report OUTPUT` draws the records, and `lamina
-    diagnose OUTPUT` explains them. Training stays bit-identical, unless ``skip_outliers`` skips a step or a compiled
-    model computes in bfloat16.
+    a separate folder, such as ``output=f"runs/mine/stage-{stage}"``. `lamina report OUTPUT` draws the records, and
+    `lamina diagnose OUTPUT` explains the records. Training stays bit-identical, unless ``skip_outliers`` skips a step
+    or a compiled model computes in bfloat16.
 
     Args:
         model: the model that is trained.
         optimizer: the model's optimizer, or a list of optimizers that step together.
         output: the folder of the records.
         resume: whether to continue the folder's records. "auto" continues existing records. If Lamina cannot continue
-            the records at a ``step`` above 0, training goes on without records.
+            the records at a ``step`` above 0, training continues without records.
         overwrite: whether to replace the folder's records.
         step: the number of steps trained so far.
-        on_alarm: a function that the first process calls with the first alarm of each event (alarms within 20 steps).
-            The alarm has ``step``, ``layer``, ``sublayer``, ``metric`` and ``value``, and ``str(alarm)`` is a sentence.
-            An error in ``on_alarm`` ends the training.
+        on_alarm: a function that the first process calls with the first alarm of each event. An event is a group of
+            alarms within 20 steps. The alarm has ``step``, ``layer``, ``sublayer``, ``metric`` and ``value``, and
+            ``str(alarm)`` is a sentence. An error in ``on_alarm`` ends the training.
         tokenizer: the tokenizer that decodes recorded batches (default: the model's tokenizer).
         settings: the settings of ``WatchSettings``: every, layers, first_layer, attention, batches, on_divergence,
             divergence_margin, divergence_patience, skip_outliers, report_to.
@@ -516,10 +516,10 @@ def open_monitor(
     """Begin a monitor: open the folder and attach the hooks. Call this in all processes.
 
     Raises UserError if Lamina cannot open the folder or continue its records. With ``resume="auto"`` and a ``step``
-    above 0, Lamina instead logs the problem and returns None, and training continues without records.
+    above 0, Lamina instead logs the problem and returns None. Training then continues without records.
     """
     processes, stage = processes_of(model, settings)
-    instruments = Instruments(model, optimizers, settings)  # refuses before the folder is touched
+    instruments = Instruments(model, optimizers, settings)  # rejects invalid arguments before Lamina changes the folder
     instruments.group = stage
 
     records: list[WatchedRecords] = []
@@ -527,7 +527,7 @@ def open_monitor(
     def claim() -> None:
         try:
             records.append(WatchedRecords(settings, resume=resume, overwrite=overwrite, step=step))
-        except OSError as error:  # a folder that cannot be made
+        except OSError as error:  # the folder cannot be created
             raise UserError(f"output: {settings.output!r}: {one_line(error)}. Choose another folder.") from error
 
     try:

@@ -55,7 +55,7 @@ class LastEvaluation:
     tasks: Mapping[str, float] | None = None
 
     def apart(self) -> Json:
-        """Return the results on the second corpus and on tasks, by their names in records."""
+        """Return the results on the second corpus and on tasks, by the names that records use."""
         second = {} if self.second is None else {"eval_corpus_loss": self.second}
         return second if self.tasks is None else {**second, "tasks": dict(self.tasks)}
 
@@ -163,7 +163,7 @@ class MetricsWriter:
         if "step" not in state or not (self.path.exists() or logged_step):
             return
         records = [r for r in RunFolder(self.path.parent).metrics if r["step"] <= state["step"] and "rollback" not in r]
-        records += [finite(dict(rollback)) for rollback in self.rollbacks]  # they stay, however far one rolls back
+        records += [finite(dict(rollback)) for rollback in self.rollbacks]  # the records of rollbacks always stay
         records.sort(key=lambda record: record["step"])
         last = max((record["step"] for record in records if "loss" in record), default=0)
         if last < logged_step:
@@ -186,7 +186,6 @@ class MetricsWriter:
 
 
 def _evaluations(records: list[Json]) -> tuple[LastEvaluation, float]:
-    """Return the last evaluation in the records, and the best loss."""
     evaluated = [record for record in records if "eval_loss" in record]
     best = min((record["eval_loss"] for record in evaluated if record["eval_loss"] is not None), default=math.inf)
     last: Json = evaluated[-1] if evaluated else {"step": -1, "eval_loss": math.inf}
@@ -202,7 +201,7 @@ def _evaluations(records: list[Json]) -> tuple[LastEvaluation, float]:
 
 
 def keep_abandoned(folder: Path, step: int, number: int) -> None:
-    """Copy the records after a step to metrics-rollback-NUMBER.jsonl. Call this before a rollback."""
+    """Copy the records that are later than ``step`` to metrics-rollback-NUMBER.jsonl. Call this before a rollback."""
     gone = [record for record in RunFolder(folder).metrics if record["step"] > step]
     write_lines(folder / f"metrics-rollback-{number}.jsonl", gone)
 
@@ -262,7 +261,6 @@ class LayersWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Write the collected measurements as one file."""
         self._write(self.next, self.rows)
         self.rows, self.next = [], self.next + bool(self.rows)
         self._flushed = time.monotonic()

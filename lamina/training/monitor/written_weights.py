@@ -69,13 +69,14 @@ class WrittenWeights:
     ) -> Iterator[Judgment]:
         """Judge the changes of weights and the lost moments at a step.
 
-        A change is usual if other code made similar changes at earlier records. Many parts that change together may be
-        averaged with other models. Their change is unusual only if it exceeds the updates since the last record.
+        A change is usual if other code made similar changes at earlier records. If many parts change together, the
+        training may average the weights with other models. Such a change is unusual only if it exceeds the optimizer's
+        updates since the last record.
 
         Args:
             weights: for each part, the step of the last record, the norm of the weights, and the norm of the update.
             recent_of: a function that returns the last values of the same metric and layer.
-            several: more than this number of parts are many parts.
+            several: the number of parts above which "many parts" change together.
             rate: the step's learning rate, or None.
         """
         self.elsewhere, self.note = False, ""

@@ -28,7 +28,7 @@ class ZeroPart(HeldPart):
     """This process's part of a parameter: a slice of the float32 weights that ZeRO's optimizer updates.
 
     Args:
-        place: the flat tensor, the slice's first index, and its length.
+        place: the flat tensor, the slice's first index, and the slice's length.
         gradient: a function that returns the slice's gradient, or None.
         group: the index of the optimizer's group, or -1 for a frozen parameter.
         share: the factor on this process's part in a sum over all processes.

@@ -57,7 +57,7 @@ def moved(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 
 def zero_gradients(model: nn.Module, sizes: Mapping[int, float], run: Run) -> ZeroGradients:
-    """Find why parameters get no gradient, with more passes in evaluation mode.
+    """Run more passes in evaluation mode to find why parameters get no gradient.
 
     Args:
         sizes: the sizes of the gradients in the first pass, by the parameter's id.
@@ -107,9 +107,9 @@ def _quiet(parameters: Iterable[nn.Parameter], sizes: Mapping[int, float]) -> se
 
 
 def _parts(named: Mapping[str, nn.Parameter], none: Collection[int]) -> list[list[nn.Parameter]]:
-    """Group parameters without a gradient by the largest part of the model that gets no gradient.
+    """Group parameters without a gradient by the largest enclosing module that gets no gradient.
 
-    The same part of different layers forms one group.
+    The same module in different layers forms one group.
     """
 
     def around(name: str) -> list[str]:
