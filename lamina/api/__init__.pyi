@@ -715,8 +715,8 @@ def transfer(
     bar: bool = True,
 ) -> Comparison:
     """Find learning rates for a wide model by training a narrow proxy model. Lamina prints the stable and the best
-    learning rates on the proxy, and the learning rate of each kind of weight at the target's width. A learning
-    rate that fails on the proxy also fails on the target (FuseNorm Figure 4).
+    learning rates on the proxy. For each kind of weight, Lamina also prints the learning rate at the target's
+    width. A learning rate that fails on the proxy also fails on the target (FuseNorm Figure 4).
 
     The keywords are the settings of `lamina transfer`. Returns the rows of results.csv and the report page;
     OUTPUT/transfer.json holds the interval of stable learning rates, the target's learning rates, and the risk of

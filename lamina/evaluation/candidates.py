@@ -30,8 +30,8 @@ class Candidate:
         path: the model's path or name on the hub.
         arm: the label of the model's row in the table, such as a checkpoint's name or the setting that a study varies.
         seed: the seed of the model's run, if known.
-        status: the status of the model's run. The table counts runs that diverged, failed or were stuck or interrupted,
-            but Lamina does not evaluate them.
+        status: the status of the model's run. The table only counts diverged, failed, stuck and interrupted runs.
+            Lamina does not evaluate these runs.
     """
 
     name: str
@@ -72,7 +72,7 @@ Expand = Callable[[str], Sequence[Candidate] | None]
 def candidates_of(paths: Sequence[str], expand: Expand) -> list[Candidate]:
     """Return a candidate for each checkpoint and each run of a study. Raises UserError if no candidate is usable."""
     expanded = {path: expand(path) for path in dict.fromkeys(paths)}
-    several = sum(runs is not None for runs in expanded.values()) > 1  # the arms of two studies are not one line
+    several = sum(runs is not None for runs in expanded.values()) > 1  # two studies never have a row in common
     listed: list[Candidate] = []
     for path, runs in expanded.items():
         if runs is None:
@@ -122,7 +122,9 @@ def check_candidate(path: str, settings: EvalSettings) -> PreTrainedConfig:
     ids = set(tokenizer.get_vocab().values())
     if isinstance(size, int) and max(ids, default=-1) >= size:
         fix = "Use the model's tokenizer."
-        if max(ids - set(tokenizer.all_special_ids), default=-1) < size:  # as in a model of 256 bytes
+        if (
+            max(ids - set(tokenizer.all_special_ids), default=-1) < size
+        ):  # as in a byte-level model with a vocabulary of 256
             if not settings.task_list():
                 return config
             fix = f"Tasks need the token {tokenizer.eos_token}. Leave out --tasks, or choose another model."

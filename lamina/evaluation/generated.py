@@ -29,7 +29,7 @@ BOOKS = {
     "Sense and Sensibility": "The family of Dashwood had long been settled",
     "Moby-Dick": "Call me Ishmael",
 }
-SHORTEST, LONGEST = 40, 160  # characters of a sentence
+SHORTEST, LONGEST = 40, 160  # in characters, for a sentence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ class Item:
 Make = Callable[[random.Random, Passages], Item]
 _makers: dict[str, Make] = {}
 NAMES: dict[str, str] = {}
-"""The heading of each task in a table, by the task's name."""
+"""The tasks' headings in a table, by the task's name."""
 CHANCES: dict[str, float] = {}
 """The expected accuracy of random guessing, by the task's name without ``lamina_``."""
 
@@ -204,7 +204,7 @@ def sorting(rng: random.Random, source: Passages) -> Item:
 
 
 TRAIN, TEST = 4000, 500
-# increases whenever the items would be others
+# increase this number whenever the items change
 _FORMAT = "generated-1"
 
 

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 A = TypeVar("A")
-FEWSHOT_SEED = 1234  # the harness's; ours is added to it
-WRITES = "generate_until"  # the output of a task whose answers are written
-BOOTSTRAPS = 1000  # of the standard errors that have no formula (a perplexity's)
+FEWSHOT_SEED = 1234  # the harness's default, to which Lamina adds its seed
+WRITES = "generate_until"  # the output type of a task in which the model writes the answers
+BOOTSTRAPS = 1000  # resamples for standard errors without a formula, such as a perplexity's
 SCORING_ERRORS = (AssertionError, ValueError, RuntimeError, KeyError, IndexError, TypeError, ArithmeticError)
 
 
@@ -66,7 +66,7 @@ class Runner:
 
         network: Json = {  # the harness's decorators hide its parameters from a type checker
             "pretrained": self.model,
-            "backend": "causal",  # for a model_type that it does not know, the harness would guess
+            "backend": "causal",  # the harness would guess for an unknown model_type
             "tokenizer": self.tokenizer,
             "device": str(self.model.device),
             "dtype": self.model.dtype,
@@ -115,7 +115,7 @@ class Runner:
                 names = ", ".join([*built.get("groups", {}), *built["tasks"]][:3])
                 refused = UserError(f"tasks: {names}: {self._reason(error)}")
                 if not self.processes.first:
-                    mark_reported(refused)  # all fail alike, and the first says it
+                    mark_reported(refused)  # all processes fail, and the first process reports it
                 raise refused from error
         cut = sum(self.processes.everyones(sum("exceeds model's maximum length" in text for text in warnings)))
         notes = (
@@ -134,12 +134,14 @@ class Runner:
 
         for task in built["tasks"].values():
             default = task.get_config("num_fewshot")
-            if num_fewshot is not None and default != 0:  # a 0 in a task's file stands
+            if num_fewshot is not None and default != 0:  # keep a 0 in the task's file
                 task.set_config(key="num_fewshot", value=num_fewshot)
             elif default is None:
                 task.set_config(key="num_fewshot", value=0)
             if self.generation and task.get_config("output_type") == WRITES:
-                sampled = {"do_sample": True} if self.generation.get("temperature") else {}  # a task's False would stay
+                sampled = (
+                    {"do_sample": True} if self.generation.get("temperature") else {}
+                )  # otherwise, a task's False remains
                 task.set_config(key="generation_kwargs", value={**sampled, **self.generation}, update=True)
             task.set_fewshot_seed(seed=FEWSHOT_SEED + self.seed)
         random.seed(self.seed)

@@ -57,12 +57,12 @@ from lamina.modeling.processes import ALONE, Processes, join_processes, launched
 
 logger = logging.getLogger(__name__)
 
-MOST = 64  # sequences per forward pass that are tried first, as the harness does
-LONGEST_WINDOW = 2048  # tokens, where neither the user nor the model says less
-_ABOUT = ("name", "path", "arm", "seed", "status", "left_out")  # of a candidate, in result.json
+MOST = 64  # sequences per forward pass in the first attempt, as in the harness
+LONGEST_WINDOW = 2048  # in tokens, unless the user or the model sets a smaller window
+_ABOUT = ("name", "path", "arm", "seed", "status", "left_out")  # a candidate's fields in result.json
 PAIRED = "paired.csv"
 RUNNING = "the evaluation is still running, or was killed (continue with --resume)"
-POLICY = ResumePolicy(what="evaluation", free=EvalSettings.free() | {"batch_size"})  # it may not have fit
+POLICY = ResumePolicy(what="evaluation", free=EvalSettings.free() | {"batch_size"})  # the first may not have fit
 
 
 def evaluate(
@@ -103,7 +103,7 @@ def evaluate(
     several = launched()[1] > 1
     with join_processes(job.settings.device or "auto", "ddp") if several else nullcontext(ALONE) as processes:
         evaluation = processes.first_per_host(partial(Evaluation, job.settings, expand, processes, bar=bar))
-        evaluation.check()  # before the folder is touched: the data may not be there
+        evaluation.check()  # before Lamina changes the folder, because the data may be missing
         with ExitStack() as held:
             processes.by_first(lambda: held.enter_context(job).write_config(job.settings.to_dict()))
             return evaluation.run(job.folder)
@@ -204,7 +204,7 @@ class Evaluation:
             raise
         try:
             self.processes.by_first(lambda: self._compare(self.records))
-        except UserError as error:  # the data changed between two models: the scores stand
+        except UserError as error:  # the data changed between two models; keep the scores
             logger.warning("%s", error)
         return self._write(Status.FINISHED, "")
 
@@ -370,7 +370,7 @@ class Evaluation:
         write_text(self.folder / RESULTS, rows(finished, self.candidates).to_csv(index=False))
         for name, text in (("csv", printed.csv()), ("md", printed.markdown()), ("tex", printed.latex())):
             write_text(self.folder / f"table.{name}", text)
-        write_result(self.folder, result)  # the last: a page reads it first
+        write_result(self.folder, result)  # write this file last, because a page reads it first
         return result
 
 

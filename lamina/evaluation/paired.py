@@ -24,7 +24,7 @@ from lamina.jobs.names import RESULT
 POWER = 0.8
 """The probability that the test detects a difference as large as ``Paired.smallest``."""
 CHOICES = ("acc", "acc_norm")
-"""The metrics of multiple-choice tasks, for which the accuracy of guessing is known."""
+"""The metrics of multiple-choice tasks. For these metrics, the accuracy of random guessing is known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ def with_chance(scores: Sequence[Score], items: Frame) -> list[Score]:
 
 
 def values_of(items: Frame, metric: str, chosen: str) -> Frame | None:
-    """Return a metric's value for each item, or None for a metric that has no value from 0 to 1 for each item."""
+    """Return each item's value of a metric from 0 to 1. Returns None for all other metrics."""
     rows = items[items["filter"] == chosen] if (items["filter"] == chosen).any() else items
     parts = rows["metrics"].map(lambda text: json.loads(text).get(metric))
     if metric not in SHARES or not len(rows) or not parts.map(lambda part: isinstance(part, int | float)).all():
@@ -114,7 +114,7 @@ def paired(first: Frame, other: Frame) -> Json:
         p = 1.0 if mean == 0 else math.nan
     reach = float(stdtrit(count - 1, 1 - ALPHA / 2) + ndtri(POWER)) if count > 1 else math.nan
     smallest = reach * error
-    if binary:  # fewer items that one alone has right are never significant: 2 * 0.5**6 < 0.05
+    if binary:  # at least 6 items must differ for significance: 2 * 0.5**6 < 0.05
         fewest = math.ceil(math.log2(2 / ALPHA))
         smallest = max(smallest, fewest / count) if smallest == smallest else math.nan
     tested = {"p": p, "smallest": smallest, "won": won if binary else None, "lost": lost if binary else None}

@@ -21,7 +21,7 @@ from lamina.errors import UserError
 from lamina.modeling.processes import ALONE, Processes
 
 UNSCORED = -100  # cross_entropy's ignore_index
-ROWS = 1024  # predictions whose logits are in float64 at a time
+ROWS = 1024  # the number of predictions that are converted to float64 at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +172,7 @@ def _nll(model: PreTrainedModel, batch: list[Window], padding: int) -> float:
         labels[row, size - len(targets) : size] = torch.tensor(targets)
     scored = labels != UNSCORED
     logits = model(input_ids=inputs.to(model.device), use_cache=False).logits
-    exact = torch.float32 if logits.device.type == "mps" else torch.float64  # which mps does not have
+    exact = torch.float32 if logits.device.type == "mps" else torch.float64  # mps has no float64
     rows = zip(logits[scored.to(logits.device)].split(ROWS), labels[scored].to(logits.device).split(ROWS), strict=True)
     return sum(float(F.cross_entropy(chosen.to(exact), ids, reduction="sum")) for chosen, ids in rows)
 

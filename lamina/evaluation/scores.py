@@ -18,7 +18,7 @@ from lamina.evaluation.task_sets import Wanted
 
 PERPLEXITY = "perplexity"
 """The value of ``Wanted.task`` for the perplexity of a text."""
-# Which metric of a task is its main one: the first of these that it has.
+# A task's main metric is the first of these metrics that the task has.
 _MAIN = ("acc", "exact_match", "pass@1", "pass_at_1", "token_perplexity", "word_perplexity", "perplexity")
 SHARES = frozenset({"acc", "acc_norm", "acc_mutual_info", "exact_match", "pass@1", "pass_at_1", "f1", "mcc", "em"})
 """Metrics from 0 to 1, which the tables print and average in percent."""
@@ -273,7 +273,7 @@ def table(
         evaluated = [run for run in runs if not run.left_out]
         listed = [[numbers.get((run.name, column)) for column in columns] for run in evaluated]
         by_run = [[s.value * (100.0 if s.metric in SHARES else 1.0) if s else math.nan for s in row] for row in listed]
-        if len(averaged) > 1:  # NaN for a run without every number: else the averages are of different tasks
+        if len(averaged) > 1:  # NaN if a score is missing, so that all averages are over the same tasks
             by_run = [[*row, statistics.fmean(row[at] for at in averaged)] for row in by_run]
         finite = [[row[at] for row in by_run if math.isfinite(row[at])] for at in range(len(titles))]
         means = tuple(statistics.fmean(values) if values else math.nan for values in finite)

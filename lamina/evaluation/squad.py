@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerBase
 
 from lamina.errors import UserError
 
-_LONGEST = 30  # tokens of an answer, as in BERT's script
-_STRIDE, _LENGTH = 128, 384  # likewise: tokens that two windows share, and of a window
+_LONGEST = 30  # maximum tokens of an answer, as in BERT's script
+_STRIDE, _LENGTH = 128, 384  # tokens that two windows have in common, and tokens of a window, as in BERT's script
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 READERS = {".jsonl": "json", ".json": "json", ".arrow": "arrow", ".parquet": "parquet"}
 DEFAULT = "default"
 TASKS = "tasks"  # the user's own task files in a folder of data
-_CODE_ERRORS = (ImportError, AttributeError, NameError, SyntaxError, SystemExit, yaml.YAMLError)  # not of the data
+_CODE_ERRORS = (ImportError, AttributeError, NameError, SyntaxError, SystemExit, yaml.YAMLError)  # not caused by data
 _SPLITS = ("training_split", "validation_split", "test_split", "fewshot_split")
 
 
@@ -53,7 +53,8 @@ class Tasks:
         added: the TaskManager of the generated tasks and users' tasks, which override the harness's tasks.
         folders: the user's folders of task files.
         data: the folder with the tasks' data, or None for data from the hub. The files are ``NAME/CONFIG/SPLIT.jsonl``
-            (or .arrow, .parquet). NAME is the dataset's name on the hub. CONFIG is its configuration or ``default``.
+            (or .arrow, .parquet). NAME is the dataset's name on the hub. CONFIG is the dataset's configuration or
+            ``default``.
         run_code: whether Lamina may run users' task files, and code that a model writes.
     """
 
@@ -95,7 +96,7 @@ class Tasks:
             raise UserError(f"tasks: unknown task {shortened(repr(name), 200)}{near} (allowed: {allowed})")
 
     def _refuse_unreadable(self) -> None:
-        """Raise UserError for a user's file that is not a YAML mapping, which the harness would silently skip."""
+        """Raise UserError for a user's file that is not a YAML mapping. The harness would silently skip this file."""
         for path in sorted(path for folder in self.folders for path in folder.rglob("*.yaml")):
             try:
                 if not isinstance(yaml.compose(path.read_bytes()), yaml.MappingNode):
@@ -123,7 +124,7 @@ class Tasks:
         ):
             try:
                 return self._manager(entries, Path(folder)).load(name)
-            except (Exception, SystemExit) as error:  # a user's code, YAML, the hub's clients: unrelated types
+            except (Exception, SystemExit) as error:  # users' code, YAML and the hub's clients raise unrelated types
                 if isinstance(error, UserError) or disk_full(error):
                     raise
                 raise UserError(self._reason(name, error, reachable)) from error
@@ -176,8 +177,8 @@ class Tasks:
         where = (entry.cfg or {}).get("dataset_path") if entry is not None else None
         if isinstance(error, _CODE_ERRORS) or (self.data is None and where not in READERS.values() and reachable):
             return f"tasks: {name!r} can't be read: {one_line(error)}"
-        if self.data is not None or where in READERS.values():  # nothing of it is on the hub
-            cause = error.__cause__ or error  # datasets says only that it failed
+        if self.data is not None or where in READERS.values():  # the hub has none of the data
+            cause = error.__cause__ or error  # datasets' own message has no reason
             folder = "" if self.data is None else f" in {str(self.data)!r}"
             return f"tasks: {name!r}: the task's data{folder} can't be read: {one_line(cause)}"
         data = f"the task's data{f' ({where})' if where else ''}"

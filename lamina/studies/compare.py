@@ -46,7 +46,7 @@ def compare(
     """Train every placement at every learning rate and seed. Returns the table of results.csv.
 
     The table has a row for each training run, including failed, diverged and stuck runs. With ``resume``, Lamina skips
-    finished runs and continues the others from their last checkpoints.
+    finished runs and continues the other runs from their last checkpoints.
 
     Raises:
         UserError: a setting is invalid, Lamina cannot read the corpus, the output folder holds files, or a resumed
@@ -78,7 +78,7 @@ def max_lr(
 def open_study(
     kind: Kind, record: type[G], settings: G | Mapping[str, Any], resume: Resume, overwrite: bool, bar: bool
 ) -> tuple[Job[G], G, Mapping[str, OneRun]]:
-    """Open a study's folder, check its runs, and cache their data.
+    """Open a study's folder, check the runs, and cache the runs' data.
 
     Returns the job that holds the folder, the study's complete settings, and the settings of each run. Raises UserError
     if settings or data are unusable, a finished run has other settings, or a launcher started several processes.

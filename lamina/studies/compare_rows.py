@@ -92,8 +92,8 @@ TRANSFER = JobRow(
     summary="find good learning rates on a narrow model, and convert them for a wide model",
     about=(
         "Find learning rates for a wide model by training a narrow proxy model. Lamina prints the stable and the best\n"
-        "learning rates on the proxy, and the learning rate of each kind of weight at the target's width. A learning\n"
-        "rate that fails on the proxy also fails on the target (FuseNorm Figure 4)."
+        "learning rates on the proxy. For each kind of weight, Lamina also prints the learning rate at the target's\n"
+        "width. A learning rate that fails on the proxy also fails on the target (FuseNorm Figure 4)."
     ),
     examples="""
   lamina transfer

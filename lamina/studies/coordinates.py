@@ -94,10 +94,10 @@ def coord_check(
         write_study(folder, {**header, "settings": checked.to_dict()})
         table = pd.DataFrame(columns=columns)
         with suppress(OSError, ValueError, KeyError):
-            if job.resumes and COORDINATES not in altered(folder):  # what was measured, unless a bit of it has flipped
+            if job.resumes and COORDINATES not in altered(folder):  # keep the measurements, unless a bit has flipped
                 path = (folder / COORDINATES).absolute()
                 table = pd.read_parquet(path, page_checksum_verification=True)[columns]
-        (folder / RESULT).unlink(missing_ok=True)  # it seals fewer coordinates than there will be
+        (folder / RESULT).unlink(missing_ok=True)  # its checksums of the coordinates will be outdated
         done = set(zip(table[checked.axis], table["seed"], strict=True))
         todo = {pair: run for pair, run in runs.items() if pair not in done}
         with tqdm(
@@ -159,7 +159,7 @@ def measure(
             taken = len(run.losses)
             record(taken - 1)
             outputs.update({name: torch.full_like(value, math.nan) for name, value in outputs.items()})
-            for step in range(taken, settings.steps + 1):  # the outputs of weights that are not finite
+            for step in range(taken, settings.steps + 1):  # the weights are not finite
                 record(step)
         else:
             with torch.no_grad():
@@ -190,7 +190,7 @@ def outputs_of(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
 
         return hook
 
-    excluded = ("", "model", "model.backbone")  # the whole model; its parts are all included
+    excluded = ("", "model", "model.backbone")  # the whole model, because the table has all its parts
     with temporary_hooks() as hooks:
         for name, module in model.named_modules():
             if name not in excluded and "rotary" not in name:

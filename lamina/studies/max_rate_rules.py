@@ -1,8 +1,8 @@
 """Find the learning rate at which training fails, in a run whose learning rate rises at each step.
 
-In Keel's protocol (arXiv 2601.19895), the learning rate rises linearly from 0. The paper gives no thresholds
-for the three signs of failure: an early plateau, a spike from which the loss does not return, and an anomalously slow
-descent. Lamina stops the run at the first step at which one of these rules holds:
+In Keel's protocol (arXiv 2601.19895), the learning rate rises linearly from 0. The paper names three signs of
+failure, but no thresholds. The signs are an early plateau, a spike from which the loss does not return, and an
+anomalously slow descent. Lamina stops the run at the first step at which one of these rules holds:
 
 - non-finite: the loss or the gradient norm is not finite.
 - spike: the loss has stayed more than ``spike_margin`` above its minimum for ``spike_patience`` steps.
@@ -33,7 +33,7 @@ from lamina.training.monitor.guard import Diverged, DivergenceGuard
 from lamina.training.monitor.writers import LOSS, Row
 from lamina.training.setting_groups import in_steps
 
-# why a run stopped; NONE means that it reached the end of the warm-up
+# why a run stopped; NONE means that the run reached the end of the warm-up
 NON_FINITE, SPIKE, PLATEAU, STUCK, NONE = "non-finite", "spike", "plateau", "stuck", "none"
 
 

@@ -19,7 +19,7 @@ from typing import TypeAlias
 from lamina.core.json_types import Json
 from lamina.studies.task import Task
 
-LOST = 255  # the exit code of a trial whose server has ended
+LOST = 255  # the exit code of a run if the server has ended
 _CODE = "import sys; sys.path[:] = {path!r}; from lamina.studies import worker; sys.exit(worker.{call})"
 
 
@@ -54,7 +54,7 @@ class Server:
         self.codes: dict[int, int] = {}
         self.connection, remote = multiprocessing.Pipe()
         call = f"serve({remote.fileno()}, {self.owner})"
-        # in a separate session, so that Ctrl-C reaches only the study, which signals its runs once
+        # in a separate session: Ctrl-C reaches only the study, which then signals each run once
         self.process = subprocess.Popen(
             [sys.executable, "-c", _CODE.format(path=sys.path, call=call)],
             stdin=subprocess.DEVNULL,
@@ -102,7 +102,7 @@ class Server:
             return self.codes.get(number)
 
     def _leave(self) -> None:
-        if self.owner != os.getpid():  # a fork of this process has the same atexit
+        if self.owner != os.getpid():  # a fork of this process also calls this function
             return
         self.connection.close()
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -40,7 +40,7 @@ class Progress:
     def tick(self, running: list[str]) -> None:
         for trial in running:
             self._advance(trial, RunFolder(self.trials[trial].folder).last_step())
-        if running:  # the last line comes with the end of the last trial
+        if running:  # ``ended`` prints the last line
             self._write_line()
 
     def ended(self, trial: str, result: Json) -> None:
@@ -71,8 +71,8 @@ class Progress:
 
 
 GRACE_SECONDS = 30.0
-ROUND_SECONDS = 0.1  # between two looks at the running trials
-BUSY_SECONDS = 2.0  # between two attempts at a trial that another driver runs
+ROUND_SECONDS = 0.1  # between two checks of the current runs
+BUSY_SECONDS = 2.0  # between two attempts at a run that another process executes
 
 
 Ended: TypeAlias = Callable[[str, Json], None]
@@ -95,7 +95,7 @@ def run_trials(trials: Mapping[str, Task], *, workers: int, ended: Ended, tick: 
     """
     waiting, running = list(trials), dict[str, Process]()
     devices, uses = gpus(), dict[str, str]()
-    busy: dict[str, float] = {}  # when to try again
+    busy: dict[str, float] = {}  # the time of the next attempt
 
     def wait() -> None:
         deadline = time.monotonic() + GRACE_SECONDS

@@ -120,7 +120,7 @@ class CompareSettings(RunSettings, PlacementsSettings, RatesSettings, SeedsSetti
     def _own_rates(self) -> dict[str, str]:
         """Read ``learning_rates_of``. Raises UserError for an invalid learning rate or placement."""
         rates_of = self.learning_rates_of
-        if isinstance(rates_of, str):  # the last "=": a placement's options contain others
+        if isinstance(rates_of, str):  # at the last "=", because a placement's options also contain "="
             parts = [part.rpartition("=") for part in rates_of.split(";") if part.strip()]
             if not all(equals for _, equals, _ in parts):
                 raise UserError(
@@ -160,7 +160,7 @@ def slug(spec: str) -> str:
     """Convert a placement to a folder's name, such as "mix_ln(alpha=0.5)" to "mix_ln-alpha-0.5"."""
     target = re.sub(r"[^(]*/", "", spec)
     slug = re.sub(r"[^\w.]+", "-", target).strip("-.")
-    # Two specs that differ only in signs or folders must not share a folder, whatever their order.
+    # Two specs that differ only in punctuation or folders need different slugs.
     return slug if slug == spec else f"{slug}-{hashlib.sha256(spec.encode()).hexdigest()[:6]}"
 
 
@@ -396,7 +396,9 @@ class TransferSettings(RunSettings, PlacementSettings, RatesSettings, SeedsSetti
         *("placement", "backbone", "hidden_size", "proxy_width", "learning_rates", "verify_rates"),
         *("steps", "seeds", "corpus", "output"),
     )
-    without = frozenset({"depth_scaling", "base_depth", "optimizer"})  # the rates by role are Adam's
+    without = frozenset(
+        {"depth_scaling", "base_depth", "optimizer"}
+    )  # the learning rates by kind of weight hold for Adam
     order = (*RunSettings.names(), "placement", "proxy_width")
 
     placement: str = changed("fusenorm")

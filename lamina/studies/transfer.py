@@ -26,7 +26,7 @@ from lamina.training.resolve import backbone_config, resolve_run
 from lamina.training.settings import PretrainSettings
 
 KEYS = ("placement", "hidden_size", "learning_rate", "seed")
-HEADROOM = 2.0  # a rate more than this factor below the first failing rate is safe
+HEADROOM = 2.0  # a learning rate is safe if it is more than this factor below the first failing learning rate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ def transfer(
     The arguments and errors are the same as in ``compare``.
     """
     job, complete, trials = open_study(Kind.TRANSFER, TransferSettings, settings, resume, overwrite, bar)
-    factors = role_rates(complete)  # fails before hours of training if the target cannot be built
+    factors = role_rates(complete)  # before hours of training, because building the target may fail
     with job:
         try:
             results = run_missing(job, complete, trials, bar=bar, keys=KEYS)
@@ -159,7 +159,7 @@ def _risk(rates: list[Rate], rate: Rate) -> str:
 
 
 def _stable(rates: list[Rate]) -> list[Rate]:
-    """Return the best learning rate and its neighbors on both sides, up to the first one with an unfinished run."""
+    """Starting at the best learning rate, return its neighbors on both sides as long as all runs finished."""
     best = min((r for r in rates if r.best), key=lambda r: r.eval_loss, default=None)
     if best is None:
         return []

@@ -27,7 +27,7 @@ from lamina.jobs.status import ENDED
 from lamina.studies.task import Busy, task_of
 
 DISK_FULL = 74  # EX_IOERR of sysexits.h
-BUSY = 75  # EX_TEMPFAIL: another driver runs the trial
+BUSY = 75  # EX_TEMPFAIL: another process already executes the run
 ROUND_SECONDS = 0.05
 
 
@@ -40,19 +40,19 @@ def serve(descriptor: int, driver: int) -> NoReturn:
         descriptor: the server's end of a pipe.
         driver: the process id of the calling process.
     """
-    for number in STOP_SIGNALS:  # the driver signals each trial; the server ends when the driver does
+    for number in STOP_SIGNALS:  # the calling process signals each run; the server ends with the calling process
         signal.signal(number, signal.SIG_IGN)
     connection = Connection(descriptor)
     import lamina.training.pretrain  # noqa: F401  # loaded before the first fork
 
-    gc.freeze()  # what is loaded here no trial collects again, which would copy its memory, too
+    gc.freeze()  # no run collects these objects, because collecting would copy their memory
 
     server, running = os.getpid(), {}
-    with contextlib.suppress(EOFError, OSError):  # the driver ended: the trials notice and stop
+    with contextlib.suppress(EOFError, OSError):  # the calling process ended; the runs notice this and stop
         while os.getppid() == driver:
             request = json.loads(connection.recv_bytes()) if connection.poll(ROUND_SECONDS) else {}
             if "settings" in request:
-                signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until the trial handles them
+                signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until the run handles them
                 if (pid := os.fork()) == 0:
                     connection.close()
                     watch_parent(server)
@@ -69,7 +69,7 @@ def serve(descriptor: int, driver: int) -> NoReturn:
                 if ended:
                     reply = {"number": running.pop(pid), "code": os.waitstatus_to_exitcode(status)}
                     connection.send_bytes(json.dumps(reply).encode())
-    os._exit(0)  # at once: the trials wait for this to know that they are orphans
+    os._exit(0)  # at once, because the runs wait for the server's end
 
 
 def alone() -> int:
@@ -77,7 +77,7 @@ def alone() -> int:
     request = json.loads(sys.stdin.readline())
 
     def wait() -> None:
-        sys.stdin.read()  # ends when the driver does
+        sys.stdin.read()  # ends when the calling process ends
         watch_parent(-1)
 
     threading.Thread(target=wait, daemon=True).start()
@@ -96,7 +96,7 @@ def run(request: Json) -> int:
         _like_the_driver(request)
         task, rank = task_of(request), int(os.environ.get("RANK", "0"))
         with task.claim() if rank == 0 else contextlib.nullcontext():
-            if rank == 0:  # marks the folder as ours before the log is in it
+            if rank == 0:  # marks the folder as a run's folder before the log exists
                 write_json(folder / ENVIRONMENT, environment(getattr(task.settings, "seed", 0), Kind.RUN))
             name = f"log-{rank}.txt" if rank else "log.txt"
             with (folder / name).open("a", encoding="utf-8") as log:

@@ -51,9 +51,9 @@ ALLOWED = (
     f"trl-lib/Capybara, hf:NAME[:CONFIG][@SPLIT], or {ALLOWED_GENERATED}"
 )
 BATCH = 1000
-ALONE = 4 * BATCH  # rows up to which starting other processes takes about as long as it saves
-LARGEST = 256 << 20  # bytes of a .jsonl file that decide its columns' types; datasets' own are 10 MB
-# Columns by which TRL recognizes a row's form, and others that stand for them.
+ALONE = 4 * BATCH  # with fewer rows, other processes save no time
+LARGEST = 256 << 20  # bytes of a .jsonl file from which datasets infers the columns' types (default: 10 MB)
+# Columns by which TRL recognizes a row's format, and columns that Lamina converts.
 _FORMS = {"prompt", "completion", "messages", "conversations", "text", "chosen", "rejected", "instruction"}
 SFT_FORMS = (("input_ids",), ("prompt", "completion"), ("messages",), ("text",))
 PAIR_FORMS = (("prompt", "chosen", "rejected"), ("chosen", "rejected"))
@@ -65,7 +65,7 @@ def load(name: str, source: str) -> Dataset:
     import datasets
 
     datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs what it raises
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # datasets also raises what it logs
     if source.startswith(GENERATED):
         return datasets.Dataset.from_list(list(generated_rows(name, source)))
     path = home(name, source)
@@ -81,7 +81,7 @@ def load(name: str, source: str) -> Dataset:
         try:
             loaded = datasets.load_dataset(reader, data_files=files, split="train", **_options(reader, path))
             rows = cast("Dataset", loaded)
-        except Exception as error:  # of pyarrow, of pandas, of the library
+        except Exception as error:  # from pyarrow, pandas or datasets
             if disk_full(error):
                 raise
             cause = error.__cause__ or error
@@ -95,7 +95,7 @@ def _options(reader: str, path: Path) -> Json:
     import datasets
     import pandas as pd
 
-    if reader == "csv":  # else 007 is a number, and NA is missing
+    if reader == "csv":  # otherwise, 007 is a number and NA is missing
         columns = pd.read_csv(path, nrows=0).columns
         types = {name: datasets.Value("float64" if name == "margin" else "string") for name in columns}
         return {"features": datasets.Features(types), "keep_default_na": False}
@@ -132,7 +132,7 @@ def generated_rows(name: str, source: str) -> Iterator[Json]:
         words = right.split()
         if draw.random() < 0.5:
             draw.shuffle(words)
-            if len(words) > 2 and words != right.split():  # fewer hardly have another order
+            if len(words) > 2 and words != right.split():  # shorter answers have few other orders
                 wrong = " ".join(words)
         yield {"prompt": question, "chosen": f" {right}", "rejected": f" {wrong}"}
 
@@ -255,7 +255,7 @@ def unfit(row: Fields, form: Sequence[str]) -> str:
         value = row[name]
         if isinstance(value, str):
             fits = bool(value.strip()) or (name == "prompt" and len(form) > 1)
-        elif name.endswith("_ids"):  # tokens already
+        elif name.endswith("_ids"):  # token ids
             fits = isinstance(value, list) and all(isinstance(token, int) for token in value)
         else:
             fits = isinstance(value, list) and bool(value) and all(map(_is_turn, value))
@@ -336,7 +336,7 @@ def by_trl(
 ) -> Dataset:
     """Call the ``_prepare_dataset`` method of a TRL trainer's class without making a trainer."""
     stand_in = SimpleNamespace(_tokenizer=tokenizer, **own)
-    # Lamina's first process is here before the others
+    # Lamina already runs its first process before the others
     with patched(sys.modules[trainer.__module__], global_then_local_main_first=nullcontext):
         return trainer._prepare_dataset(stand_in, rows, tokenizer, config, *more)
 
@@ -355,7 +355,7 @@ def _template(user: str, assistant: str) -> str:
 
 
 TEMPLATES = {
-    "alpaca": _template(  # Taori et al. 2023; LLM-Adapters' as well
+    "alpaca": _template(  # Taori et al. 2023, also in LLM-Adapters
         _BREAK + " + 'Below is an instruction that describes a task' + (', paired with an input that provides further "
         "context. ' if '\n\n### Input:\n' in message.content else '. ') + 'Write a response that appropriately "
         "completes the request.\n\n### Instruction:\n' + message.content + '\n\n### Response:\n'",
@@ -381,7 +381,7 @@ def read_template(choice: str, tokenizer: PreTrainedTokenizerBase, *, default: s
     path = Path(choice)
     if choice == "none" or choice in TEMPLATES:
         return TEMPLATES.get(choice)
-    if choice in ("auto", "tokenizer") or path.is_dir():  # a folder as TRL's chat_template_path
+    if choice in ("auto", "tokenizer") or path.is_dir():  # a folder, as in TRL's chat_template_path
         try:
             return (load_tokenizer(choice) if path.is_dir() else tokenizer).get_chat_template()
         except ValueError:
@@ -399,7 +399,7 @@ def read_template(choice: str, tokenizer: PreTrainedTokenizerBase, *, default: s
     except (OSError, UnicodeDecodeError, TemplateSyntaxError) as error:
         line = f" in line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
         raise UserError(f"template: Lamina cannot read {choice!r}{line} ({one_line(error)}). Fix the file.") from None
-    except Exception as error:  # of a template for other conversations
+    except Exception as error:  # the template may need other conversations
         logger.debug("template: %s", error)
     return text
 
@@ -421,7 +421,7 @@ def template_end(tokenizer: PreTrainedTokenizerBase) -> list[int]:
         return []
     try:
         text = str(tokenizer.apply_chat_template([_turn("user", "0"), _turn("assistant", _MARK)], tokenize=False))
-    except Exception:  # of a template for other conversations
+    except Exception:  # the template may need other conversations
         return []
     after = tokenizer(text.rpartition(_MARK)[2], add_special_tokens=False)["input_ids"] if _MARK in text else []
     return [token for token in cast("list[int]", after) if token in tokenizer.added_tokens_decoder][:1]

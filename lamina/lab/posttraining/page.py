@@ -52,10 +52,10 @@ CURVES = (
     )),
     ("Margin", "margin", "eval_margin", "score", "The better answers' mean score minus the worse answers' mean score."),
 )  # fmt: skip
-_LOSS_ALONE = "The training loss, averaged since the last record. To judge a policy, read its reward and KL instead."
+_LOSS_ALONE = "The training loss, averaged since the last record. To judge a policy, read the policy's reward and KL."
 _FRONTIER = (
     "Each point shows an evaluation's KL and held-out reward. The point's label is the step. Compare policies "
-    "at equal KL, because at equal steps a policy whose logits change faster has an advantage."
+    "at equal KL. At equal steps, a policy has an advantage if its logits change faster."
 )
 MEASURES = {
     "status": ("status", ""),
@@ -135,7 +135,7 @@ def _headline(kind: Kind, records: Sequence[Json], held_out: object) -> str:
     if form.endswith("%"):
         form, measure = ".0%", f"{measure} ({held_out} examples)"
     first, last = (f"{value:{form}}" for value in (values[0], values[-1]))
-    if kind is Kind.DPO:  # the first policy is the initial model, and prefers no answer more than itself
+    if kind is Kind.DPO:  # the first policy is the initial model, so its accuracy is 0
         return f"{sentence(measure)} ended at {last}"
     return f"{sentence(measure)} {f'stayed at {last}' if first == last else f'went from {first} to {last}'}"
 

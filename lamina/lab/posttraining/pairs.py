@@ -65,14 +65,14 @@ class PairTrainer(TunedTrainer):
             metrics = {"loss": float(loss)} | {name: float(v[-1]) for name, v in self._metrics["eval"].items()}
             self._metrics["eval"].clear()
             weights = dict.fromkeys(metrics, len(inputs["input_ids"]) // 2)
-            if "completion_mask" in inputs:  # of DPO; a text's first token is not predicted
+            if "completion_mask" in inputs:  # DPO; no model predicts the first token
                 better, worse = (max(1, int(part.sum())) for part in inputs["completion_mask"][:, 1:].chunk(2))
                 weights |= {"entropy": better + worse, "mean_token_accuracy": better}
                 weights |= {"logits/chosen": better, "logits/rejected": worse}
             return Measured(metrics=metrics, weights=weights)
 
         def keep(data: Passed, *args: Passed, **kwargs: Passed) -> Passed:
-            return data  # TRL would gather a batch's numbers: one process may have a batch more than another
+            return data  # TRL would gather each batch, but processes may have different numbers of batches
 
         with patched(self.accelerator, gather=keep, gather_for_metrics=keep):
             return self.held_out_batches(measure)
@@ -115,7 +115,7 @@ class RewardModeling(PairStage[RewardSettings]):
 
     def by_trl(self, rows: Dataset, form: Sequence[str]) -> Dataset:
         rows = super().by_trl(rows, form)
-        if "margin" in rows.column_names:  # a row without one has none
+        if "margin" in rows.column_names:  # a row without a margin has None
             margins = [_margin(margin) for margin in rows["margin"]]
             rows = rows.remove_columns("margin").add_column("margin", margins)
         return rows
@@ -141,10 +141,10 @@ class DpoTrainer(PairTrainer, DPOTrainer):
     """TRL's DPOTrainer with Lamina's additions."""
 
     def __init__(self, *args: Passed, **kwargs: Passed):
-        # TRL would take the numbers from a cache by a hash of the reference, which LoRA's and a sharded one do not have
+        # TRL would cache by a hash of the reference model, which does not work with LoRA or a sharded model
         with patched(sys.modules[DPOTrainer.__module__], hash_module=lambda module: ""):
             super().__init__(*args, **kwargs)
-        if self.precompute_ref_logps:  # the reference is not needed any more
+        if self.precompute_ref_logps:  # TRL no longer needs the reference model
             self.accelerator._models.remove(self.ref_model)
             self.ref_model = None
         elif isinstance(self.ref_model, NoReference):
@@ -166,7 +166,7 @@ class DpoTrainer(PairTrainer, DPOTrainer):
         return dataset
 
     def _prepare_dataset(self, dataset: Passed, *args: object, **kwargs: object) -> Passed:
-        return dataset  # it is prepared, which TRL does not look for here
+        return dataset  # Lamina has already prepared it; TRL does not check this
 
 
 class DirectPreferences(PairStage[DpoSettings]):

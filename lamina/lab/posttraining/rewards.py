@@ -48,7 +48,7 @@ BATCH = 32
 
 @dataclass(frozen=True, kw_only=True)
 class Rewards:
-    """Reward models and functions, the weights of the rewards, and a hash of the files of the models and functions."""
+    """Reward models and functions, with the weights of the rewards and a hash of all files."""
 
     scores: Mapping[str, Score]
     weights: Sequence[float]
@@ -98,7 +98,7 @@ def judge(named: str, start: Start) -> PreTrainedModel:
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and positions < start.longest:
         raise UserError(
-            f"reward_model: {named!r} reads {positions} tokens, but a prompt with its answer may have "
+            f"reward_model: {named!r} reads at most {positions} tokens, but a prompt with its answer may have "
             f"{start.longest}. Set --sequence-length {positions}."
         )
     try:
@@ -131,7 +131,7 @@ def _scores(
 
 
 def _unused(name: str, known: Mapping[str, object]) -> str:
-    """Convert a name to an identifier that ``known`` does not contain."""
+    """Convert a name to an identifier that ``known`` does not yet contain."""
     plain = re.sub(r"\W", "_", name)
     return plain if plain not in known else _unused(f"{plain}_{len(known) + 1}", known)
 
@@ -154,7 +154,7 @@ def in_time(act: Callable[[], T], seconds: float) -> T | None:
             result = act()
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-    except (UserError, TimeoutError):  # ``act`` may have caught the bell, and raised an error of its own
+    except (UserError, TimeoutError):  # ``act`` may have caught TimeoutError and raised another error
         if not rang:
             raise
     finally:
@@ -208,7 +208,9 @@ def _as_trl_asks(function: Callable[..., Passed], asked: Passed, ids: Sequence[i
 
 def _number(named: str, reward: Passed) -> float:
     """Convert a reward to a float. Raises UserError if the reward is not a finite number."""
-    with suppress(TypeError, ValueError, RuntimeError, OverflowError):  # of an integer that no float can hold
+    with suppress(
+        TypeError, ValueError, RuntimeError, OverflowError
+    ):  # for example, the integer is too large for a float
         if not isinstance(reward, str | bytes) and math.isfinite(number := float(reward)):
             return number
     raise UserError(f"reward_function: {named!r} returned a {type(reward).__name__}. Return a finite number.")

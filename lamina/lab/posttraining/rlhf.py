@@ -58,11 +58,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_Online: Passed = object  # one of the two, in the classes below
+_Online: Passed = object  # RLOOTrainer or GRPOTrainer in the subclasses
 
-REUSE = {"steps_per_generation", "num_iterations"}  # TRL's: the steps that train on the same answers
-SAMPLING = {"top_p", "top_k", "min_p", "repetition_penalty", "chat_template_kwargs"}  # TRL's, of prompts and answers
-_ENTROPY = ("entropy_coef", "_last_world_entropy")  # what TRL's GRPOTrainer adapts
+REUSE = {"steps_per_generation", "num_iterations"}  # TRL's arguments for training on the same answers again
+SAMPLING = {"top_p", "top_k", "min_p", "repetition_penalty", "chat_template_kwargs"}  # TRL's arguments
+_ENTROPY = ("entropy_coef", "_last_world_entropy")  # the values that TRL's GRPOTrainer adapts
 
 
 class PolicyTrainer(TunedTrainer, _Online):
@@ -86,10 +86,10 @@ class PolicyTrainer(TunedTrainer, _Online):
     ):
         self.rewards, self.clip = rewards, clip
         super().__init__(*args, reward_funcs=self._clipped_rewards, **kwargs)
-        if self.sharded:  # processes that have their answers go on until all have theirs
+        if self.sharded:  # every process generates until all processes have their answers
             self.bare_model().generate = partial(self.bare_model().generate, synced_gpus=True)
         self.beta = beta
-        self.ref_model: Passed = self.without_adapters  # the KL is measured with beta = 0, too
+        self.ref_model: Passed = self.without_adapters  # Lamina measures the KL even if beta is 0
         if not isinstance(reference, NoReference):
             add_fused_lm_head(cast(PreTrainedModel, reference), temperature=self.temperature)
             self.ref_model = self.accelerator.prepare_model(reference, evaluation_mode=True)
@@ -100,7 +100,9 @@ class PolicyTrainer(TunedTrainer, _Online):
             self.train_dataset,  # type: ignore[arg-type]
             batch_sampler=self.order,
             collate_fn=list,
-            generator=torch.Generator().manual_seed(self.args.seed),  # else it draws from the model's random state
+            generator=torch.Generator().manual_seed(
+                self.args.seed
+            ),  # otherwise, the loader changes the model's random state
         )
 
     @property
@@ -127,7 +129,7 @@ class PolicyTrainer(TunedTrainer, _Online):
         self._step = max(0, int(state.get("step", 0))) * options.gradient_accumulation_steps
         for name, value in zip(_ENTROPY, state.get("entropy", ()), strict=False):
             setattr(self, name, value)
-        if len(answers := state.get("answers", ())) == self.processes.size:  # else they are sampled anew
+        if len(answers := state.get("answers", ())) == self.processes.size:  # otherwise, TRL samples new answers
             self._buffered_inputs = [{} for _ in range(options.steps_per_generation)]
             for name, value in load(base64.b64decode(answers[self.processes.rank])).items():
                 part, _, field = name.partition(".")
@@ -232,9 +234,9 @@ class ReMaxTrainer(RlooTrainer):
         return [answer for pair in zip(sampled, best, strict=True) for answer in pair]
 
     def _generate_and_score_completions(self, inputs: Passed) -> Passed:
-        with patched(self, beta=0.0):  # TRL would charge the KL to the baseline, too
+        with patched(self, beta=0.0):  # TRL would add the KL penalty to the baseline, too
             output = super()._generate_and_score_completions(inputs)
-        output = {name: value[0::2] for name, value in output.items()}  # the greedy answers were the baseline
+        output = {name: value[0::2] for name, value in output.items()}  # without the greedy answers
         with torch.no_grad():
             output["reference"] = self._logps(self.ref_model, output)
         return output
@@ -372,7 +374,7 @@ class PolicyOptimization(TuningStage[RlhfSettings]):
             self.made_by = RlooTrainer
         elif job.settings.algorithm == "grpo":
             self.made_by, self.configured_by = GrpoTrainer, GRPOConfig
-        elif unsupported := set(job.settings.trl) - SAMPLING:  # its loss is Lamina's, its greedy answers transformers'
+        elif unsupported := set(job.settings.trl) - SAMPLING:  # TRL's other arguments have no effect
             raise UserError(f"trl.{min(unsupported)} has no effect with remax (allowed: {', '.join(sorted(SAMPLING))})")
         for name in REUSE & job.settings.trl.keys():
             at_least(1)(f"trl.{name}", job.settings.trl[name])
@@ -383,7 +385,7 @@ class PolicyOptimization(TuningStage[RlhfSettings]):
         return {
             "per_device_train_batch_size": settings.batch_size * settings.num_generations // run.processes.size,
             "num_generations": settings.num_generations,
-            "num_generations_eval": 1,  # TRL's own evaluation is not used; its check would refuse an odd batch size
+            "num_generations_eval": 1,  # TRL would reject odd batch sizes; Lamina does not use TRL's evaluation
             "max_completion_length": settings.max_answer,
             "temperature": settings.temperature,
             "beta": 0.0,

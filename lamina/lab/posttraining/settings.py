@@ -231,7 +231,7 @@ class TuningSettings(
 
     def as_run(self) -> PretrainSettings:
         """Return PretrainSettings with this job's values."""
-        other = ("from_model", "packing")  # which are about other things there
+        other = ("from_model", "packing")  # these have another meaning in pretraining
         shared = {name: value for name, value in self.shared_with(PretrainSettings).items() if name not in other}
         shared["sequence_length"] = self.sequence_length or PretrainSettings.sequence_length
         return PretrainSettings.from_dict(shared)

@@ -81,7 +81,7 @@ class SupervisedFineTuning(TuningStage[SftSettings]):
         kept, which = labels[:longest], f"first {longest}"
         if self.splits:
             kept, which = labels, f"{len(labels)}"
-        elif self.config.truncation_mode == "keep_end" and not self.settings.packing:  # packing cuts the end
+        elif self.config.truncation_mode == "keep_end" and not self.settings.packing:  # with packing, TRL cuts the end
             kept, which = labels[-longest:], f"last {longest}"
         if any(label != IGNORED for label in kept[1:]):
             return ""
@@ -91,10 +91,10 @@ class SupervisedFineTuning(TuningStage[SftSettings]):
         packing = train and self.settings.packing
         config = copy.copy(self.config)
         config.max_length = self.start.longest
-        if packing:  # by one process, since the packs depend on their number
+        if packing:  # one process, because the packed sequences depend on the number of processes
             config.dataset_num_proc = self.settings.trl.get("dataset_num_proc")
         prepared = by_trl(SFTTrainer, rows, config, self.start.tokenizer, packing, None, "data")
-        if not packing and len(prepared) < len(rows):  # TRL drops them. In training, packs that split keep them
+        if not packing and len(prepared) < len(rows):  # TRL drops rows without a token to train on
             empty = f"{len(rows) - len(prepared)} of {len(rows)} held-out examples"
             why = f"{empty} have no token to train on in the first {config.max_length} tokens"
             if not prepared:

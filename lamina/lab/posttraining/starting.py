@@ -48,9 +48,13 @@ if TYPE_CHECKING:
 
 Passed: TypeAlias = Any
 ALL_LINEAR = "all-linear"
-NOT_TARGETED = ("lm_head", "score")  # a readout, which LoRA does not stand beside
-PACKED = 1024  # tokens of a packed sequence, unless the user says more or the model can less, as in TRL
-_PLACED = (LaminaConfig.model_type, *conversions(), "gemma3")  # Lamina's own, and those that it converts or refuses
+NOT_TARGETED = ("lm_head", "score")  # LoRA does not change the output head or score head
+PACKED = 1024  # default tokens of a packed sequence, as in TRL
+_PLACED = (
+    LaminaConfig.model_type,
+    *conversions(),
+    "gemma3",
+)  # Lamina's own models, and models that Lamina converts or rejects
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +105,7 @@ class Start:
         with torch.device("meta"):
             model: Passed = LaminaForSequenceClassification(cast(LaminaConfig, config))
         model.model = policy.model
-        # drawn once, as transformers draws it: from the same seed, score and LoRA matrices begin as TRL's
+        # drawn once, as in transformers: the same seed gives the same score head and LoRA matrices as in TRL
         score = skip_init(nn.Linear, model.score.in_features, 1, bias=False, dtype=self.dtype)
         model.score = cast(nn.Linear, score)
         nn.init.normal_(model.score.weight, std=float(getattr(config.get_text_config(), "initializer_range", 0.02)))
@@ -126,7 +130,7 @@ class Start:
             try:
                 with quiet():
                     model.set_attn_implementation(self.attention)
-            except Exception as error:  # its own types, and those of a kernel's library
+            except Exception as error:  # transformers and the kernel's library raise many types
                 raise UserError(
                     f"attn_implementation: {self.attention!r} does not work ({one_line(error)}). Choose another kernel."
                 ) from None
@@ -176,7 +180,7 @@ def find_start(settings: TuningSettings, head: str = "causal_lm") -> Start:
 
 def _check_writes(config: PreTrainedConfig, plan: Plan | None, path: str, head: str) -> None:
     """Raise UserError if the model cannot generate text, is quantized, or lacks the head that the job needs."""
-    if plan is None:  # of BERT and the like transformers has a model with a readout, too, which sees what comes next
+    if plan is None:  # transformers also has causal classes for BERT, which sees later tokens
         causal = getattr(config, "is_decoder", True) or any("CausalLM" in name for name in config.architectures or ())
         writes = causal and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     else:
@@ -200,9 +204,9 @@ def quantize(model: PreTrainedModel, settings: TuningSettings, dtype: torch.dtyp
     """
     if not settings.quantized:
         return
-    bnb = importlib.import_module("bitsandbytes")  # an extra, without types
+    bnb = importlib.import_module("bitsandbytes")  # an optional package without types
 
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # LLM.int8() says at every call that it rounds to float16
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # LLM.int8() logs at every call that it rounds to float16
     device = device_of(settings.device)
     for name, layer in list(model.named_modules()):
         if type(layer) is not nn.Linear or name.rpartition(".")[2] in NOT_TARGETED:
@@ -212,7 +216,7 @@ def quantize(model: PreTrainedModel, settings: TuningSettings, dtype: torch.dtyp
             options = {"quant_type": "nf4", "compress_statistics": True}
             made = bnb.nn.Linear4bit(*size, compute_dtype=dtype, **options, device="meta")
             made.weight = bnb.nn.Params4bit(held, requires_grad=False, **options)
-            made.support_avx512bf16_for_cpu = False  # in evaluations it would round the scales, for good
+            made.support_avx512bf16_for_cpu = False  # otherwise, an evaluation rounds the scales permanently
         else:
             made = bnb.nn.Linear8bitLt(*size, has_fp16_weights=False, device="meta")
             made.weight = bnb.nn.Int8Params(held, requires_grad=False, has_fp16_weights=False)
@@ -240,7 +244,7 @@ def lora_of(settings: TuningSettings) -> LoraConfig:
             base_model_name_or_path=str(settings.from_model),
             **given,
         )
-    except Exception as error:  # its checks raise any type
+    except Exception as error:  # peft's checks raise many types
         raise UserError(f"lora: {one_line(error)}") from None
 
 
@@ -255,18 +259,18 @@ def add_lora(model: PreTrainedModel, settings: TuningSettings) -> PeftModel | No
         config.task_type = "SEQ_CLS"  # pyright: ignore[reportAttributeAccessIssue]
         config.modules_to_save = [*(config.modules_to_save or ()), "score"]
     bits = {"nf4": "is_loaded_in_4bit", "int8": "is_loaded_in_8bit"}.get(settings.weights, "")
-    if bits:  # how peft knows bitsandbytes' layers; to others it would say that transformers has quantized the model
+    if bits:  # peft recognizes bitsandbytes' layers by this attribute
         setattr(model, bits, True)
     try:
         tuner = PeftModel(model, config)
-    except ValueError as error:  # a name that is no module's, among others
+    except ValueError as error:  # for example, no module has the name
         raise UserError(f"lora: {one_line(error)}") from None
     finally:
         if bits:
             delattr(model, bits)
     targeted = tuner.targeted_module_names
     for target in entries(settings.lora_targets) if settings.lora_targets != ALL_LINEAR else ():
-        if not any(f".{name}".endswith(f".{target}") for name in targeted):  # peft passes over one beside others
+        if not any(f".{name}".endswith(f".{target}") for name in targeted):  # peft ignores it beside valid names
             raise UserError(
                 f"lora_targets: the model has no linear layer {target!r}. Name a linear layer of the model, or set "
                 "all-linear."
@@ -294,7 +298,7 @@ def trained_of(model: PreTrainedModel) -> dict[str, nn.Parameter]:
 def save_adapter(tuner: PeftModel, folder: Path) -> None:
     """Save the LoRA matrices and the other trained weights in peft's format."""
     config: Passed = tuner.peft_config["default"]
-    for name in ("target_modules", "exclude_modules"):  # sets, whose order changes by the process
+    for name in ("target_modules", "exclude_modules"):  # the order of a set differs between processes
         if (modules := getattr(config, name)) is not None:
             setattr(config, name, sorted(modules))
     tuner.save_pretrained(str(folder), save_embedding_layers=False)

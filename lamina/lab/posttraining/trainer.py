@@ -51,7 +51,7 @@ def check_trl(options: Json, kind: type[C], offered: Collection[str]) -> C:
     names = {entry.name for entry in fields(kind)}
     refused = {name: why for pattern, why in _REFUSED.items() for name in names if re.fullmatch(pattern, name)}
     for name in options:
-        flag = name if name in offered - {"epsilon"} else meaning(name, offered, near=True)  # TRL's epsilon is a clip
+        flag = name if name in offered - {"epsilon"} else meaning(name, offered, near=True)  # TRL's epsilon clips
         if name in trainer_fields or (name in names and flag is not None):
             flag = f"trainer.{name}" if flag in (None, "trainer") else flag.replace("_", "-")
             raise UserError(f"trl.{name}: --{flag} sets it. Use --{flag}.")
@@ -66,7 +66,7 @@ def check_trl(options: Json, kind: type[C], offered: Collection[str]) -> C:
         fixed = {"output_dir": "none", "use_cpu": True, "bf16": False, "report_to": "none"}
         fixed |= {"max_length": None} if "max_length" in names else {}
         return kind(**fixed, **{f"{checkpointing}_checkpointing": False}, **options)
-    except Exception as error:  # its checks raise any type
+    except Exception as error:  # TRL's checks raise many types
         raise UserError(f"trl: {one_line(error)}") from None
 
 
@@ -144,8 +144,8 @@ class TunedTrainer(RunTrainer):
         with self._arguments_told():
             metrics = self.held_out()
         self.evaluation = self.watched.measure(self)
-        with evaluating(self.bare_model()):  # in training mode TRL would add its training means, and forget them
-            self.log(metrics)  # TRL adds its own
+        with evaluating(self.bare_model()):  # in training mode, TRL would log and clear its training metrics
+            self.log(metrics)  # TRL adds its own metrics
         metrics.update(self.state.log_history[-1])
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
@@ -168,7 +168,7 @@ class TunedTrainer(RunTrainer):
         number, processes = len(data) if count is None else count, self.processes
         mine = range(processes.rank, number, processes.size)
         size = size or max(1, self.args.per_device_eval_batch_size)
-        # a process without a batch measures another's: a sharded model needs every process
+        # a sharded model needs all processes, so a process without items measures item 0
         starts = range(0, math.ceil(number / processes.size) if self.sharded else len(mine), size)
         with torch.no_grad(), evaluating(self.bare_model()):
             measured = [measure(list(mine[at : at + size]) or [0]) for at in starts]

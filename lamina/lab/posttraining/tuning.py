@@ -92,12 +92,12 @@ def tune(
 ) -> Json:
     """Run a training job after pretraining, with the arguments and errors of ``lamina.training.run.train``."""
     with warnings.catch_warnings():
-        # TRL reads the name that transformers had for it before 5.23
+        # TRL reads the name of the property before transformers 5.23
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         return train(kind(), settings, resume=resume, overwrite=overwrite, bar=bar)
 
 
-# Of Trainer's own logs; tokens and the learning rate have their own places in a record.
+# Names in Trainer's logs. A record has its own fields for the tokens and the learning rate.
 _NOT_MEASURED = frozenset(
     ("loss", "grad_norm", "learning_rate", "epoch", "num_tokens", "step", "total_flos", "step_time")
 )  # fmt: skip
@@ -178,7 +178,7 @@ class BestWeights(TrainerCallback):
         if not loss < self.loss:
             return
         self.step, self.loss = state.global_step, loss
-        # Trainer's epoch is among them, and is not that of Lamina's order
+        # without Trainer's epoch, which differs from the epoch of Lamina's order
         self.metrics = {name: value for name, value in metrics.items() if name.startswith("eval_")}
         self.metrics |= self.trainer.evaluation.apart()
         tensors = whole(trained_of(self.model))
@@ -321,7 +321,7 @@ class TuningStage(TrainingStage[S]):
 
     def given(self, settings: S | Mapping[str, Any]) -> Mapping[str, Any]:
         given = settings.to_dict() if isinstance(settings, TuningSettings) else with_preset(dict(settings))
-        # the run decides these when it begins, and keeps them
+        # a new run computes these two values, and a resumed run keeps them
         return {name: v for name, v in given.items() if v or name not in ("steps", "sequence_length")}
 
     def check(self, job: Job[S], processes: Processes) -> None:
@@ -424,15 +424,15 @@ class TuningStage(TrainingStage[S]):
     def model(self, run: TrainingRun) -> PreTrainedModel:
         torch.manual_seed(self.settings.seed)
         model = self.new_model()
-        self.generation = copy.deepcopy(getattr(model, "generation_config", None))  # one that gives scores has none
-        if self.start.plan is None:  # not a Lamina model: its layers are found by following its tensors
+        self.generation = copy.deepcopy(getattr(model, "generation_config", None))  # a reward model has none
+        if self.start.plan is None:  # no Lamina model: Lamina finds the layers by following the tensors
             run.followed = follow(model, {"input_ids": self.inputs})
             for note in run.followed.notes if run.processes.first else ():
                 logger.warning("layer monitor: %s", note)
         quantize(model, self.settings, self.start.dtype)
         self.tuner = add_lora(model, self.settings)
         if self.tuner is not None and self.settings.gradient_checkpointing:
-            model.enable_input_require_grads()  # else a checkpointed block of frozen weights has no gradient
+            model.enable_input_require_grads()  # otherwise, a checkpointed block of frozen weights has no gradient
         return self.shared(model)
 
     def guard(self) -> DivergenceGuard:
@@ -470,7 +470,7 @@ class TuningStage(TrainingStage[S]):
 
     def trainer(self, run: TrainingRun) -> TunedTrainer:
         settings = self.settings.as_run()
-        # TRL turns checkpointing on by default, under the name that transformers had for it before 5.23
+        # TRL turns gradient checkpointing on by default, under its name before transformers 5.23
         checkpointing = {"gradient_checkpointing": self.settings.gradient_checkpointing}
         fields = {**checkpointing, **self.settings.trl, **self.fields(run)}
         arguments = arguments_of(self.configured_by, settings, run.processes.size, **fields)
@@ -521,7 +521,7 @@ class TuningStage(TrainingStage[S]):
         result.update(self.best.restore())
         model, tuner = run.model, self.tuner
         if self.settings.quantized or (tuner is not None and is_sharded(model)):
-            # the matrices join the weights as they were before they were quantized, or sharded
+            # merge the LoRA matrices into weights that are neither quantized nor sharded
             trained, model = whole(trained_of(model)), self.new_model()
             tuner = add_lora(model, replace(self.settings, weights="fp32"))
             set_trained(model, trained)
@@ -530,7 +530,7 @@ class TuningStage(TrainingStage[S]):
                 save_adapter(tuner, run.folder / "adapter")
             model = cast(PreTrainedModel, tuner.merge_and_unload())
         if self.generation is not None:
-            model.generation_config = self.generation  # TRL has set its own tokens
+            model.generation_config = self.generation  # TRL has changed the tokens
         return model, self._card(result)
 
     def saved(self) -> None:

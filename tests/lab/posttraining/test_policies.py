@@ -281,7 +281,7 @@ def more_tokens(folder):
         (lambda f: (f / "config.json").write_text("{"), "config.json is not JSON"),
         (lambda f: (f / "model.safetensors").unlink(), "has no weights"),
         (lambda f: [p.unlink() for p in f.glob("token*")], "reward_model: tokenizer: .* could not be loaded"),
-        (lambda f: change_config(f, max_position_embeddings=64), r"reads 64 tokens.*Set --sequence-length 64"),
+        (lambda f: change_config(f, max_position_embeddings=64), r"reads at most 64 tokens.*Set --sequence-length 64"),
         (more_tokens, "has another vocabulary than the model"),
     ],
 )
