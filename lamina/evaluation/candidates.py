@@ -133,7 +133,7 @@ def check_candidate(path: str, settings: EvalSettings) -> PreTrainedConfig:
 
 
 def load_candidate(path: str, settings: EvalSettings, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a causal language model and its tokenizer. Raises UserError for another kind of model or no tokenizer."""
+    """Load a causal language model and its tokenizer. Raises UserError if the model or the tokenizer is unusable."""
     with renamed_setting("checkpoint", "models"):
         loaded = load(str(model_folder(path)), dtype=settings.dtype, device=device)
     model = loaded.model

@@ -25,11 +25,11 @@ from lamina.jobs.settings import Settings, at_least, changed, setting
 
 @takes(Names)
 def model_names(name: str, value: object) -> str:
-    """Join models to a comma-separated text. Raises UserError if one of several models has a comma in its name."""
+    """Join names of models with commas. Raises UserError if one of several names contains a comma."""
     if isinstance(value, list | tuple) and len(value) > 1:
         for model in value:
             if "," in str(model):
-                raise UserError(f"{name}: {model!r} has a comma. Put spaces between several models.")
+                raise UserError(f"{name}: {model!r} has a comma. Separate several models by spaces.")
     return comma_separated(name, value)
 
 

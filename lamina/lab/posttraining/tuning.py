@@ -400,7 +400,7 @@ class TuningStage(TrainingStage[S]):
         template = read_template(self.settings.template, self.start.tokenizer, default=default)
         if template is None:
             raise UserError(
-                f"{where}: conversations need a chat template. Give --template, or prompts and answers as texts."
+                f"{where}: conversations need a chat template. Give --template, or give plain prompts and answers."
             )
         self.start.tokenizer.chat_template, self.templated = template, True
 
