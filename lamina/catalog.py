@@ -26,11 +26,11 @@ GROUPS: dict[str, dict[str, str]] = {
     },
     "look inside": {
         "probe": JOBS["probe"].summary,
-        "placements": "list the placements, or show one: equation, diagram, options, source",
+        "placements": "list the placements, or show one placement's equation, diagram, options and source",
         "eval": JOBS["eval"].summary,
         "generate": "continue a text with a trained model",
-        "prune": "remove layers from a trained model: layers that you name, or layers that a probe finds least needed",
-        "graft": "change where the norms of a trained model sit, and fit the new gains so that the loss changes little",
+        "prune": "remove layers from a trained model: layers that you name, or the layers that the model needs least",
+        "graft": "move the norms of a trained model, and fit the new norms' gains so that the loss changes little",
         "convert": "convert a transformers checkpoint to Lamina with the same logits, or back",
     },
     "compare and train": {

@@ -40,14 +40,17 @@ def main(argv: list[str] | None = None) -> int:
     try:
         try:
             if argv is None:  # the process is ours
-                for stream in (sys.stdout, sys.stderr):  # a terminal without a character gets its number
+                for stream in (
+                    sys.stdout,
+                    sys.stderr,
+                ):  # print the number of a character that the terminal does not have
                     stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
                 escape_everything()
                 with interruptible_imports(lambda: _interrupted(*sys.argv[1:2])):
                     return _main(sys.argv[1:])
             return _main(argv)
         finally:
-            sys.stdout.flush()  # here, where a closed pipe can still be distinguished from a fault
+            sys.stdout.flush()  # here, Lamina can still distinguish a closed pipe from a fault
     except BrokenPipeError:  # `lamina placements | head`
         with contextlib.suppress(OSError, ValueError):  # discard the rest of the buffer
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -91,7 +94,7 @@ def _main(argv: list[str]) -> int:
             raise
         return _fail(f"code in one of your files ended the process ({error.code!r}). Finished work is kept", 1)
     except OSError as error:
-        if error.errno not in _USER_ERRORS:  # so a closed pipe leaves, too
+        if error.errno not in _USER_ERRORS:  # including a closed pipe
             raise
         where = f": {error.filename}" if error.filename else ""
         return _fail(f"{error.strerror}{where}. Finished work is kept", 2, reported=is_reported(error))

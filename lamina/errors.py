@@ -26,7 +26,7 @@ def _escaped(character: str) -> str:
 
 
 class OneLine(Exception):
-    """An error that a notebook shows without a traceback, because its message is enough."""
+    """An error that a notebook shows without a traceback, because the message is enough."""
 
     def _render_traceback_(self) -> list[str]:
         """Return the lines that IPython shows in place of a traceback."""
@@ -53,7 +53,7 @@ class UserError(OneLine, ValueError):
 
 @contextmanager
 def renamed_setting(old: str, new: str = "") -> Iterator[None]:
-    """Replace a setting's internal name with the user's name in UserErrors. An empty ``new`` removes the name."""
+    """In UserErrors, replace a setting's internal name with the name that users know. An empty ``new`` removes it."""
     try:
         yield
     except UserError as error:
@@ -72,14 +72,14 @@ class TrialsFailed(UserError):
     def __init__(self, results: Any):
         count, first = len(results), results.iloc[0]
         which = "the only trial" if count == 1 else f"all {count} trials"
-        super().__init__(f"{which} failed; {first['trial']}: {first['reason']} (see its log.txt)")
+        super().__init__(f"{which} failed; {first['trial']}: {first['reason']} (see the trial's log.txt)")
         self.results = results
 
 
 def nearest_name(name: str, allowed: Iterable[str], *, cutoff: float = 0.6) -> str | None:
     """Return the allowed name most similar to a misspelled name, or None if no similarity reaches ``cutoff``."""
     if len(name) > 100:
-        return None  # no misspelled name, and the search takes the square of its length
+        return None  # too long for a misspelled name. The search time grows with the length's square
     names, plain = list(allowed), name.lower().replace("-", "_")  # Peri-LN
     return next((near for each in (name, plain) for near in difflib.get_close_matches(each, names, 1, cutoff)), None)
 

@@ -58,7 +58,7 @@ _PRE_LN = Conversion(
     placement="pre_ln",
     norms={"input_layernorm": "attention.pre_norm", "post_attention_layernorm": "feed_forward.pre_norm"},
 )
-_GAIN = "applies the norms' gains in float32 and then rounds, whereas Lamina rounds before it applies the gains"
+_GAIN = "applies the norms' gains in float32 and then rounds, whereas Lamina rounds first and then applies the gains"
 _OLMO2 = Conversion(
     placement="olmo2(qk_norm=off)",
     norms={"post_attention_layernorm": "attention.out_norm", "post_feedforward_layernorm": "feed_forward.out_norm"},
@@ -211,7 +211,7 @@ def conversions() -> dict[str, Conversion]:
 
 
 def convertible() -> str:
-    """Return a text that lists the convertible model types of each norm placement."""
+    """List as text, for each norm placement, the model types that Lamina can convert."""
     groups: dict[str, list[str]] = {}
     for model_type, conversion in conversions().items():
         groups.setdefault(conversion.placement.partition("(")[0], []).append(ARCHITECTURES[model_type].title)

@@ -1,4 +1,4 @@
-"""Presets: the sizes of papers' models. This module loads no heavy library."""
+"""Presets: model sizes from papers. This module loads no heavy library."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def require(what: str, extra: str) -> None:
 
 
 def missing_extra(what: str, error: ModuleNotFoundError) -> UserError | None:
-    """Return the error that names the extra with a missing module, or None if no extra has this module."""
+    """Return an error that names the pip extra to install, or None if no extra of Lamina has the missing module."""
     module = str(error.name).partition(".")[0]
     extra = next((extra for extra, modules in EXTRAS.items() if module in modules and extra != "report"), None)
     return None if extra is None else _missing(what, [module], extra)
@@ -37,7 +37,7 @@ def _missing(what: str, modules: list[str], extra: str) -> UserError:
 
 
 def install(extra: str) -> str:
-    """Return the pip command that installs an extra from the checkout, URL or package index of the installed Lamina."""
+    """Return the pip command that installs an extra of Lamina, from the same checkout, URL or index as Lamina."""
     checkout, wanted = Path(__file__).resolve().parents[2], f"[{extra}]"
     if (checkout / "pyproject.toml").is_file():
         return f"pip install {shlex.quote(f'{checkout}{wanted}')}"

@@ -13,7 +13,7 @@ class WidthScheme:
     Each tuple has the exponents for the embedding, the hidden weights and the output head.
 
     Attributes:
-        multiplier: the exponents for the weight in the forward pass (the paper's -a).
+        multiplier: the exponents for the factor on the weights in the forward pass (the paper's -a).
         std: the exponents for the initial standard deviation (the paper's -b).
         rate: the exponents for Adam's learning rate (the paper's -c).
     """

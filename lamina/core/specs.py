@@ -1,4 +1,4 @@
-"""Read texts such as ``name(layers=[0, 3], text='a, b')``: a name or file with options. Also read lists of such texts.
+"""Read a name or file with options, such as ``name(layers=[0, 3], text='a, b')``, and comma-separated lists.
 
 Values are in YAML. A comma inside brackets or quotes belongs to the value.
 """

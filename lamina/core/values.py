@@ -52,7 +52,7 @@ def takes(kind: object) -> Callable[[C], C]:
 
 
 def taken(check: object) -> Any:
-    """Return the types that Python callers may pass to a check, or None for the setting's type."""
+    """Return the types that Python callers may pass to a check, or None for only the setting's type."""
     return getattr(check, "takes", getattr(getattr(check, "func", None), "takes", None))
 
 
@@ -129,7 +129,7 @@ SPECIAL = "is a pipe, a socket or a device"
 
 
 def is_special(place: str | Path) -> bool:
-    """Return whether a path leads to a pipe, a socket or a device, which a reader might wait for forever."""
+    """Return whether a path leads to a pipe, a socket or a device. Reading from these could block forever."""
     try:
         mode = os.stat(place).st_mode
     except (OSError, ValueError):
@@ -143,7 +143,7 @@ def real_path(place: str | Path) -> Path:
 
 
 def folder_beside(place: str | Path) -> Path:
-    """Return the folder for the records that Lamina converts: NAME-lamina, beside the folder or file NAME.
+    """Return the folder for records that Lamina converts from a file or folder NAME: NAME-lamina, beside NAME.
 
     If NAME begins with "checkpoint-", return lamina-NAME. Trainer would count "checkpoint-100-lamina" as a checkpoint.
     """
@@ -178,7 +178,7 @@ def path(name: str, value: object) -> str:
         encoded = os.fsencode(written)
     except UnicodeEncodeError:
         raise UserError(
-            f"{name}: {_shown(written)} holds characters that no path can hold. Give another path."
+            f"{name}: {_shown(written)} has characters that a path can't have. Give another path."
         ) from None
     if not written or isinstance(written, bytes):
         raise UserError(f"{name}: {_shown(written)}. Give a path.")
@@ -212,7 +212,7 @@ def writable_folder(name: str, folder: Path) -> None:
         if not is_folder:
             raise UserError(f"{name}: {str(parent)!r} is a file. Give a folder.")
         if not os.access(parent, os.W_OK | os.X_OK):
-            raise UserError(f"{name}: you may not write into {str(parent)!r}. Choose a folder that you may write into.")
+            raise UserError(f"{name}: you have no permission to write into {str(parent)!r}. Choose another folder.")
         return
 
 

@@ -10,9 +10,9 @@ import yaml
 from lamina.core.json_types import Json
 from lamina.errors import UserError, shortened
 
-LARGEST = 4 * 2**20  # bytes: a full plan of 512 layers has less than one
-DEEPEST = 20  # levels: a full plan has five
-MOST_VALUES = 200_000  # with aliases written out
+LARGEST = 4 * 2**20  # bytes. A full plan of 512 layers has less than 1 MiB
+DEEPEST = 20  # levels. A full plan has five
+MOST_VALUES = 200_000  # with all aliases expanded
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _Dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
@@ -61,7 +61,7 @@ def read_mapping(path: Path, needed: str = "lines NAME: VALUE") -> Json:
     except UserError:
         raise
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError, OSError, AttributeError, TypeError) as error:
-        # ValueError: bytes that are no UTF-8, numbers of thousands of digits, dates that are none
+        # ValueError: bytes other than UTF-8, numbers of thousands of digits, invalid dates
         reason = shortened(" ".join(str(getattr(error, "problem", None) or error).split()), 300)
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""

@@ -51,7 +51,7 @@ generation: gen_kwargs; data_dir: include_path
 
 
 def meaning(name: str, offered: Collection[str], *, near: bool = False) -> str | None:
-    """Translate another library's name to a setting in ``offered``, or None. ``near`` also allows similar meanings."""
+    """Return the setting in ``offered`` that another library's name means, or None. ``near`` adds similar meanings."""
     rows = [*TAKEN.items(), *(NEAR.items() if near else ())]
     ours = (setting for setting, others in rows if name in others)
     return None if name in offered else next((setting for setting in ours if setting in offered), None)
@@ -73,7 +73,7 @@ def _declared(files: tuple[str, ...]) -> Mapping[str, str]:
 
 
 def is_text(option: str, files: tuple[str, ...]) -> bool:
-    """Return whether another library declares an option as text. Lamina must not read such a value as a number."""
+    """Return whether another library declares an option as text. If so, Lamina must not read the value as a number."""
     return _declared(files).get(option, "").strip() in ("str", "str | None", "Optional[str]")
 
 

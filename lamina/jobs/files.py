@@ -31,9 +31,9 @@ SEAL = "seal"  # the key of the checksum and the hashes in result.json, see seal
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path, then rename the file to ``path``. An exception keeps the old file. Raises OSError."""
+    """Yield a temporary path, then rename the file to ``path``. After an exception, the old file stays."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.unlink(missing_ok=True)  # a link would be followed
+    temporary.unlink(missing_ok=True)  # otherwise, Lamina would write to the target of a link
     try:
         yield temporary
         sync(temporary)

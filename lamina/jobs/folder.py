@@ -43,7 +43,7 @@ _DRAFTS = (
 
 
 def in_use(folder: Path) -> bool:
-    """Return whether the folder holds files other than the files that a job writes at the start."""
+    """Return whether the folder holds any file that a job does not write at the start."""
     return folder.is_dir() and not all(map(_is_beginning, folder.iterdir()))
 
 
@@ -64,7 +64,7 @@ def _is_environment(path: Path) -> bool:
 def refuse(folder: Path, *, resume: Resume, overwrite: bool, resumes: bool = True, flag: str = "--{}") -> None:
     """Raise UserError if a job can't use the folder. This function neither locks nor changes the folder.
 
-    ``resumes`` is true if the command has --resume. ``flag`` formats an option's name in messages.
+    ``resumes`` is true if the command has --resume. ``flag`` is the format of an option in messages, such as ``--{}``.
     """
     if resume not in (True, False, "auto"):
         raise UserError(f"resume: {resume!r} (allowed: true, false, auto)")
@@ -92,11 +92,11 @@ def refuse(folder: Path, *, resume: Resume, overwrite: bool, resumes: bool = Tru
     old = old_content(folder)
     if overwrite and os.path.lexists(old) and not (folder / REPLACES).is_file():
         raise UserError(
-            f"output: --overwrite first renames the folder to {str(old)!r}, which exists. Move that folder, or choose "
-            "another output folder."
+            f"output: --overwrite first renames the folder to {str(old)!r}, but this name already exists. Move the "
+            "existing folder, or choose another output folder."
         )
     if overwrite and Path.cwd().is_relative_to(real_path(folder)):
-        raise UserError(f"output: {str(folder)!r} holds the current folder. Run the command in another folder.")
+        raise UserError(f"output: {str(folder)!r} contains the current folder. Run the command in another folder.")
 
 
 def nothing_to_resume(folder: Path) -> UserError:
@@ -116,7 +116,7 @@ def hold(
     result, Lamina deletes NAME.old. If the job ends without checkpoint and result, Lamina keeps NAME.old and warns.
     If a new job fails before its first record, Lamina deletes the job's files.
 
-    Raises UserError if another process has locked the folder, and in all cases of ``refuse``.
+    Raises UserError if another process has locked the folder, or if ``refuse`` rejects the folder.
     """
     if overwrite and in_use(folder):
         with lock(folder, wait=wait):
@@ -205,7 +205,9 @@ def _sweep(folder: Path) -> None:
             is_folder = draft.is_dir() and not draft.is_symlink()
             shutil.rmtree(draft, ignore_errors=True) if is_folder else draft.unlink(missing_ok=True)
     for draft in folder.glob(".*"):
-        if re.fullmatch(r"\..+\.\d+", draft.name) and (draft.is_file() or draft.is_symlink()):  # write_text's
+        if re.fullmatch(r"\..+\.\d+", draft.name) and (
+            draft.is_file() or draft.is_symlink()
+        ):  # a temporary file of write_text
             draft.unlink(missing_ok=True)
 
 
@@ -313,6 +315,6 @@ def source_beside(field: str, source: str, output: Path, *, overwrite: bool) -> 
     refuse(output, resume=False, overwrite=overwrite, resumes=False)
     source = str(model_folder(source))
     if Path(source).exists() and real_path(output) in (real_path(source), *real_path(source).parents):
-        raise UserError(f"output: {str(output)!r} holds the source {source!r}. Choose another folder.")
+        raise UserError(f"output: {str(output)!r} contains the source model {source!r}. Choose another folder.")
     refuse_missing_model(field, source)
     return source

@@ -43,8 +43,8 @@ class ResumePolicy:
     ) -> dict[str, object]:
         """Return the folder's settings (``stored``) with the user's changes (``given``).
 
-        ``auto`` means the stored value of a setting that may not change. Raises UserError for any other change of this
-        setting. ``defaults`` has the values of settings that the folder does not store.
+        If a setting may not change, ``auto`` means the stored value, and any other new value raises UserError.
+        ``defaults`` has the values of settings that the folder does not store.
         """
         given = {name: value for name, value in given.items() if value != "auto" or name in self.free}
         for name, value in given.items():

@@ -105,7 +105,7 @@ def what_is_broken(folder: Path, *, content: bool = True) -> str | None:
 
 
 def strays(folder: Path) -> list[str]:
-    """Return the files in a folder that its manifest does not list."""
+    """Return the files in a folder that the folder's manifest does not list."""
     files = {*listed(folder), MANIFEST}
     return [name for name in files_in(folder) if name not in files]
 
@@ -138,7 +138,7 @@ def _of_another_run(folder: Path) -> str | None:
         return None
     digest = sealed.get(f"{folder.name}/{MANIFEST}")
     another = digest is not None and digest != sha256(folder / MANIFEST)
-    return f"not the run's model, according to {RESULT} in the same folder" if another else None
+    return f"not the run's model, because {RESULT} lists another checksum" if another else None
 
 
 def model_folder(path: str | Path) -> Path:

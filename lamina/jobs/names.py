@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 CONFIG = "config.yaml"  # every setting
-ENVIRONMENT = "environment.json"  # the job's kind, and what it ran on
-RESULT = "result.json"  # how it ended
+ENVIRONMENT = "environment.json"  # the job's kind, machine and packages
+RESULT = "result.json"  # how the run ended, and the final numbers
 PAGE = "report.html"
-MANIFEST = "manifest.json"  # of a checkpoint, a model, an entry of the data cache
+MANIFEST = "manifest.json"  # the files of a checkpoint, a model, or an entry of the data cache
 
 # A run.
 PLAN = "plan.json"
@@ -22,7 +22,7 @@ STUDY = "study.yaml"
 MEASURES = "measures.json"  # of a trial in a store
 TRIAL = "trial.json"  # everything that determines the numbers of a trial in a store
 RESULTS = "results.csv"
-SEALED = "seal.json"  # the hashes of a job's tables, written at its end
+SEALED = "seal.json"  # the hashes of a job's tables, at the end of the job
 CLAIMS = "claims.json"
 TRANSFER = "transfer.json"
 COORDINATES = "coordinates.parquet"

@@ -71,7 +71,7 @@ class JobRow:
         raises: the errors that the Python function's docstring lists.
         resumes: the help text of --resume, or "" if the job can't resume.
         positional: the settings that are positional arguments. A name that ends in "..." takes any number of words.
-        listing: a function that returns a list for --help and --list to print, such as all probes.
+        listing: a function that returns the list that --help and --list print, such as all probes.
         inputs: the settings that name models to start from. The main model comes first.
         files: the settings that name data or code.
         fails: a function that takes the result and returns whether the command exits with code 1.

@@ -44,7 +44,7 @@ class RunFolder:
         return [fault for fault in faults if fault is not None]
 
     def require_records(self) -> None:
-        """Raise UserError for the first damaged record file, because a resumed run would append to it."""
+        """Raise UserError for the first damaged record file, because a resumed run would append to this file."""
         for fault in self.faults():
             raise UserError(
                 f"resume: {fault} in {str(self.path)!r}. Restore or delete the file, or begin again with --overwrite."

@@ -47,7 +47,7 @@ from lamina.jobs.status import ENDED
 logger = logging.getLogger(__name__)
 
 GROWING = (METRICS, "layers/part-*", "probes/*/part-*")
-"""The record files that grow during a run. A checkpoint stores the hash that each record file has at that time."""
+"""The record files that grow during a run. A checkpoint stores each record file's hash at the checkpoint's step."""
 _MISSING = "missing"
 _FIRST = f"first line of {METRICS}"
 _RECORDS = (
@@ -126,7 +126,7 @@ def altered(folder: Path, by: str = RESULT, *, missing: bool = True) -> dict[str
     seal = read_seal(folder / by, noted(folder / by)) or {}
     faults = {}
     if seal and seal["trial"] != _trial(folder):
-        faults[by] = f"from another run than the {TRIAL} in the same folder"
+        faults[by] = f"not from the same run as the {TRIAL} in this folder"
     for name, digest in seal.get("files", {}).items():
         if name == f"{MODEL}/{MANIFEST}":
             continue
@@ -134,7 +134,7 @@ def altered(folder: Path, by: str = RESULT, *, missing: bool = True) -> dict[str
         if not path.is_file():
             faults |= {name: _MISSING} if missing else {}
         elif sha256(path) != digest and name == CONFIG:  # config.yaml also contains a checksum
-            faults[by] = f"from another run than the {CONFIG} in this folder, or one of these two files is altered"
+            faults[by] = f"not from the same run as the {CONFIG} in this folder, or one of these two files is altered"
         elif sha256(path) != digest and not (name == STUDY and _is_cut(path)):
             faults[name] = f"altered since Lamina wrote {by}, or from another run"
     if seal and by == RESULT:

@@ -40,8 +40,8 @@ class ProbesSettings(Settings, group="records"):
 
     probes: str = setting(
         "all",
-        "all, or comma-separated probes, such as name(option=value), or a Python file with your own probe "
-        "(Lamina executes the file)",
+        "all, or a comma-separated list of probes, such as name(option=value). A probe can also be your own Python "
+        "file, which Lamina executes",
         comma_separated,
         decides=False,
     )

@@ -94,7 +94,7 @@ class Settings:
 
     Attributes:
         command_name: the ``lamina`` command that takes the settings.
-        group: the heading of the flags in ``--help all``, a keyword of the class statement.
+        group: the heading of the flags in ``--help all``. The class statement has this keyword.
         main: the settings that the short ``--help`` shows.
         needed: the settings that a job must have before it begins.
         without: the inherited fields to omit. Omitted fields keep their defaults, and have no flag and no YAML key.
@@ -112,7 +112,7 @@ class Settings:
     outside: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
     def __init_subclass__(cls, *, group: str = "") -> None:
-        """Convert every subclass to a frozen dataclass. Complete a ``changed`` field from the inherited field."""
+        """Convert a subclass to a frozen dataclass. ``changed`` keeps the other properties of a field."""
         super().__init_subclass__()
         cls.group = group
         inherited = {entry.name: entry for base in reversed(cls.__mro__[1:-1]) for entry in fields(base)}
@@ -198,7 +198,7 @@ class Settings:
         return declaring[-1].group
 
     def to_dict(self) -> Json:
-        """Return the settings as in config.yaml."""
+        """Return the settings by name, as in config.yaml."""
         return {name: copy.deepcopy(getattr(self, name)) for name in self.names()}
 
     @classmethod
@@ -211,7 +211,7 @@ class Settings:
         return cls(**data)
 
     def shared_with(self, other: type[Settings]) -> Json:
-        """Return the values of the fields that the class ``other`` has, too."""
+        """Return the values of the fields that the class ``other`` also has."""
         names = other.names()
         return {name: value for name, value in self.to_dict().items() if name in names}
 

@@ -17,7 +17,7 @@ WARNING_SIGNALS = tuple(getattr(signal, name) for name in ("SIGUSR1",) if hasatt
 def interruptible_imports(leave: Callable[[], int]) -> Iterator[None]:
     """Inside the context, Ctrl-C during an import calls ``leave`` and ends the process with the returned exit code.
 
-    Otherwise, an import can lose the KeyboardInterrupt, because some libraries convert or only print this exception.
+    Without this context, an import can lose the KeyboardInterrupt, which some libraries convert or only print.
     If the process ignores SIGINT or has a custom handler, this context does nothing.
     """
 
@@ -40,7 +40,7 @@ def interruptible_imports(leave: Callable[[], int]) -> Iterator[None]:
 
 @contextmanager
 def handled(signals: tuple[signal.Signals, ...], handle: Callable[[int], None]) -> Iterator[None]:
-    """Call ``handle`` with each signal's number. It may raise KeyboardInterrupt. Do nothing outside the main thread."""
+    """Call ``handle``, which may raise KeyboardInterrupt, with each signal's number. Other threads do nothing."""
     before: dict[signal.Signals, object] = {}
     try:
         for number in signals:

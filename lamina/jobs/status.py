@@ -14,7 +14,7 @@ class Status(StrEnum):
         STUCK: the run reached the last step, but the eval loss never fell below the unigram entropy minus
             ``stuck_margin``.
         INTERRUPTED: Ctrl-C, a signal, or the end of the study stopped the run. You can resume the run.
-        DIVERGED: Lamina stopped the run because it diverged.
+        DIVERGED: Lamina stopped the run because training diverged.
         FAILED: an error stopped the run.
     """
 
@@ -27,7 +27,7 @@ class Status(StrEnum):
 
     @property
     def ended(self) -> bool:
-        """Return whether the run is over, so that a resumed job does not repeat it."""
+        """Return whether the run is over, so that a resumed job does not repeat the run."""
         return self not in (Status.INTERRUPTED, Status.FAILED)
 
 

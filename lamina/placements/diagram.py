@@ -17,7 +17,7 @@ from lamina.errors import UserError
 from lamina.placements.plan import POSITIONS, SCALES, Layer, Learned, Norm, Plan, Sources, Sublayer
 from lamina.placements.registry import get
 
-MOST_KINDS = 4  # of layers that are shown one by one
+MOST_KINDS = 4  # the largest number of columns, with one kind of layer each
 KIND_NAMES = {"backbone": "LN", "rms": "RMSNorm", "layer": "LayerNorm", "group": "GroupNorm{}"}
 KIND_NAMES |= {"l2": "L2", "dyt": "DyT", "derf": "Derf"}  # a user's own kind of norm has its registered name
 _LINE = "#3b4754"  # the color of lines
@@ -54,7 +54,7 @@ def layer_groups(plan: Plan) -> list[tuple[list[Layer], list[int]]]:
         streams = sub.streams and replace(sub.streams, write=(0.5,) * len(sub.streams.write))
         return replace(sub, **same, **norms, streams=streams)
 
-    sources = [layer.sources and Sources(states=()) for layer in plan.layers]  # of whichever states
+    sources = [layer.sources and Sources(states=()) for layer in plan.layers]  # layers may differ in their states
     layers = (replace(layer.map(wiring), sources=source) for layer, source in zip(plan.layers, sources, strict=True))
     wired = replace(plan, layers=tuple(layers))
     return [([plan.layers[i] for i in indices], indices) for _, indices in wired.kinds()]

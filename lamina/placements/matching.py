@@ -44,7 +44,7 @@ class Match:
 
     @property
     def notes(self) -> list[str]:
-        """Return a note that names the placements in ``here``, or an empty list if there are none."""
+        """Return a list with one note on the placements in ``here``, or an empty list."""
         told = "are equal at this depth, but differ at other depths or after training"
         return (
             [f"{self.placement} and {', '.join(self.here)} {told}; Lamina names the simplest placement"]

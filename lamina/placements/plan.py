@@ -111,7 +111,7 @@ class Norm:
         if isinstance(self.groups, bool) or not isinstance(self.groups, int) or self.groups < 1:
             raise UserError(f"groups: {self.groups!r} is not a whole number of at least 1")
         if self.groups > 1 and self.kind != "group":
-            raise UserError(f"groups: {self.groups} groups do not fit kind {self.kind!r}. Set kind to 'group'.")
+            raise UserError(f"groups: {self.groups} groups do not work with kind {self.kind!r}. Set kind to 'group'.")
 
 
 def _as_norm(field_name: str, value: object) -> Norm | None:
@@ -202,7 +202,7 @@ class Streams:
         fits = {"identity": get_args(Weights), "free": ("learned", "tanh"), "sinkhorn": ("sigmoid",)}[self.mix]
         if self.weights not in fits:
             raise UserError(
-                f"mix: {self.mix!r} does not work with weights {self.weights!r} (allowed: {', '.join(fits)})"
+                f"mix: {self.mix!r} does not work with weights {self.weights!r} (allowed weights: {', '.join(fits)})"
             )
 
 
@@ -419,7 +419,7 @@ class Plan:
         if self.qkv_norm is None or isinstance(self.qkv_norm, bool):
             raise UserError(
                 f"qkv_norm: {self.qkv_norm!r} is not a norm. Give a kind of norm, or a mapping of fields. To "
-                "add the norm, set qk_norm or v_norm."
+                "add norms on queries and keys, or on values, set qk_norm or v_norm."
             )
         for name in ("final_norm", "embedding_norm", "qkv_norm"):
             object.__setattr__(self, name, _as_norm(name, getattr(self, name)))

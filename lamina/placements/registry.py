@@ -46,7 +46,10 @@ class Option:
 
 COMMON: tuple[Option, ...] = (
     Option(
-        name="final_norm", type=bool | None, default=None, help="a norm after the last block (default: the placement's)"
+        name="final_norm",
+        type=bool | None,
+        default=None,
+        help="a norm after the last block (default: as in the placement)",
     ),
     Option(name="embedding_norm", type=bool | None, default=None, help="a norm on the embedding's output"),
     Option(
@@ -56,7 +59,7 @@ COMMON: tuple[Option, ...] = (
         help="a factor on the embedding's output. 'sqrt_hidden_size' is the square root of the hidden size (Takase et "
         "al.'s scaled embedding)",
     ),
-    Option(name="norm", type=NormKind | None, default=None, help="the kind of every norm"),
+    Option(name="norm", type=NormKind | None, default=None, help="the kind of all norms"),
     Option(
         name="groups",
         type=int | None,
@@ -174,7 +177,7 @@ class Placement:
 
 
 def _schemes() -> Iterator[str]:
-    package = importlib.import_module("lamina.placements.schemes")  # by name: they import this module
+    package = importlib.import_module("lamina.placements.schemes")  # by name, because the schemes import this module
     return (module.name for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."))
 
 

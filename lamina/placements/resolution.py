@@ -216,7 +216,7 @@ def _scheme_and_options(spec: str, /, **more: object) -> tuple[Placement, dict[s
 
 
 def find(spec: str) -> Placement:
-    """Return the placement in a text such as "keel(alpha=2)". Raises UserError for an unknown name."""
+    """Return the placement that a text such as "keel(alpha=2)" names. Raises UserError for an unknown name."""
     return _scheme_and_options(spec)[0]
 
 
@@ -241,7 +241,7 @@ def resolve(name: str, num_layers: int, **options: object) -> Plan:
         raise UserError(f"placement {scheme.name!r}: its function returns {shortened(repr(plan), 200)}. Return a Plan.")
     if plan.num_layers != num_layers:
         raise UserError(
-            f"placement {scheme.name!r}: it is for {plan.num_layers} layers, but num_layers is {num_layers}. Set "
+            f"placement {scheme.name!r} is for {plan.num_layers} layers, but num_layers is {num_layers}. Set "
             f"num_layers to {plan.num_layers}, or use another placement."
         )
     plan = replace(

@@ -138,7 +138,7 @@ def _hyper(plan: Plan, size: int | None, dynamic: bool) -> Plan:
 
 @wiring("hc", equation="h = r S, S' = M S + w b, all learned", source="Hyper-Connections (arXiv 2409.19606) Sec 2.1")
 def hc(plan: Plan, size: int | None) -> Plan:
-    """Use n static Hyper-Connections. At the start, sub-layer l reads stream l mod n and writes to all n streams."""
+    """Use static Hyper-Connections. At the start, sub-layer l reads stream l mod n and writes to all n streams."""
     return _hyper(plan, size, dynamic=False)
 
 
@@ -204,7 +204,7 @@ def _with_sources(plan: Plan, of: Callable[[int], Sources | None], last: Sources
 
 @wiring("x0", equation="x <- a x + b x_0 before each block", source="modded-nanogpt; nanochat's lambdas")
 def x0(plan: Plan) -> Plan:
-    """Add the embedding to the residual stream before every block. At the start, a is 1 and b is 0."""
+    """Add the embedding to the residual stream before every block. The embedding's factor b starts at 0."""
     return _with_sources(plan, lambda index: Sources(states=((0, 0.0),)))
 
 
@@ -251,8 +251,8 @@ def mudd(plan: Plan, size: int | None) -> Plan:
     """Use multiway dynamic dense connections: queries, keys, values and the stream read separate weighted sums.
 
     As in MUDDFormer's code, q, k and v have separate norms. The width of W_1 is four times the number of states, even
-    after the last block. With ``size``, this width is a larger multiple of ``size`` (64 in MUDDFormer's code). Lamina
-    omits the paper's wider feed-forwards in later layers, because feed-forwards belong to the backbone.
+    after the last block. With ``size`` (64 in MUDDFormer's code), Lamina rounds this width up to a larger multiple of
+    ``size``. Lamina does not widen the feed-forwards of later layers as in the paper.
     """
     size = size if size is None else whole_number("size", size)
 
@@ -284,7 +284,7 @@ def parallel(plan: Plan) -> Plan:
 def attn_res(plan: Plan, size: int | None) -> Plan:
     """Let each sub-layer attend to earlier layers: to the summed output of each group of layers so far.
 
-    By default, there are 8 groups of layers. With ``size`` 0, each sub-layer is a group, as in Sec 3.1.
+    By default, there are 8 groups of layers. With ``size`` 0, each sub-layer is a group, as in the paper's Sec 3.1.
     """
     layers_of_block = math.ceil(plan.num_layers / 8) if size is None else size
 

@@ -58,7 +58,7 @@ def test_a_folder_in_use_is_refused(source, refused, tmp_path):
     (target / "stale").write_text("")
     ran(source, target, "--overwrite")
     assert not (target / "stale").exists()
-    assert "holds the source" in refused("convert", target, target, "--overwrite")
+    assert "contains the source model" in refused("convert", target, target, "--overwrite")
     (source / "model.safetensors").write_bytes(b"")
     refused("convert", source, target, "--overwrite")  # what was there stays when the source is no good
 

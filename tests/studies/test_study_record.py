@@ -107,4 +107,4 @@ def test_a_trial_of_other_settings_does_not_enter_the_ranking_nor_the_page(study
     line = refused(*resumed(study))
     assert "config.yaml': cut short or altered" in line
     assert trial(study).name in line
-    assert "result.json': from another run than the config.yaml in this folder" in refused("report", study)
+    assert "result.json': not from the same run as the config.yaml in this folder" in refused("report", study)

@@ -640,7 +640,7 @@ def test_somebodys_folder_in_the_way_is_left_alone(old, aside):
     aside.mkdir()
     (aside / "thesis.tex").write_text("years of work")
     with (
-        pytest.raises(UserError, match=r"first renames the folder to '.*run\.old', which exists"),
+        pytest.raises(UserError, match=r"first renames the folder to '.*run\.old', but this name already exists"),
         hold(old, overwrite=True),
     ):
         pass
@@ -650,7 +650,7 @@ def test_somebodys_folder_in_the_way_is_left_alone(old, aside):
 
 def test_the_current_folder_is_not_renamed(old, aside, monkeypatch):
     monkeypatch.chdir(old / "model")
-    with pytest.raises(UserError, match="holds the current folder"), hold(old, overwrite=True):
+    with pytest.raises(UserError, match="contains the current folder"), hold(old, overwrite=True):
         pass
     assert not aside.exists()
 

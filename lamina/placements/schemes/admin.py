@@ -25,9 +25,9 @@ def admin(num_layers: int, *, omega: Literal["profiled", "log", "sqrt", "one"] =
     """At the start, each skip is as strong as the sum of all earlier branches. So no branch dominates early training.
 
     Args:
-        omega: the initial value of the learned vectors, with n = 2 N sub-layers. With "profiled", the initializer admin
-            measures the value in a forward pass. "log" is sqrt((n + 1) / ln(n + 1) - 1), "sqrt" is sqrt(n), and "one"
-            is 1. With "log", "sqrt" and "one", use another initializer, such as normal.
+        omega: the initial value of the learned vectors, in a model of n = 2 N sub-layers. With "profiled", the
+            initializer admin measures the value in a forward pass. "log" is sqrt((n + 1) / ln(n + 1) - 1), "sqrt" is
+            sqrt(n), and "one" is 1. With "log", "sqrt" and "one", use another initializer, such as normal.
     """
     n = 2 * num_layers
     start = {"profiled": 1.0, "log": math.sqrt((n + 1) / math.log(n + 1) - 1), "sqrt": math.sqrt(n), "one": 1.0}[omega]

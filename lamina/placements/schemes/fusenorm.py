@@ -24,7 +24,7 @@ def fusenorm(num_layers: int, *, first_layer_norm: bool = True) -> Plan:
     So a block's residual path has one norm instead of two.
 
     Args:
-        first_layer_norm: an additional norm on the first attention's input (Eq 7), but not on the first skip.
+        first_layer_norm: whether the first attention reads its input through an additional norm (Eq 7).
     """
     feed_forward = Sublayer(skip="block_input", post_norm=Norm())
     first = Layer(

@@ -1,4 +1,4 @@
-"""LayerScale: Pre-LN with a learned vector on every branch, which is small at the start."""
+"""LayerScale: Pre-LN with a small learned vector on every branch."""
 
 from __future__ import annotations
 

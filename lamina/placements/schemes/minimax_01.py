@@ -17,7 +17,7 @@ from lamina.placements.registry import placement
     ),
     source="MiniMax-01 (arXiv 2501.08313) Sec 2; transformers' minimax",
     initialization="deepnorm",
-    advice="MiniMax-01 has 80 layers and alpha = 3.5566. The norm after the last sum is the final norm.",
+    advice="MiniMax-01 has 80 layers and alpha = 3.5566. The last norm of the last block acts as the final norm.",
 )
 def minimax_01(num_layers: int, *, alpha: float | None = None, beta: float = 1.0) -> Plan:
     """The skip carries the normed residual stream, multiplied by DeepNorm's alpha.

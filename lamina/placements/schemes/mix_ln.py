@@ -33,7 +33,7 @@ def mix_ln(num_layers: int, *, alpha: float | str | None = None, num_post_layers
 
     Args:
         alpha: the fraction of Post-LN layers (default: 0.25). A text such as "1/3" avoids rounding errors.
-        num_post_layers: the number of Post-LN layers, instead of alpha.
+        num_post_layers: the number of Post-LN layers, which replaces alpha.
     """
     if alpha is not None and num_post_layers is not None:
         raise UserError("placement 'mix_ln': options 'alpha' and 'num_post_layers' are both set. Set only one of them.")

@@ -23,7 +23,7 @@ def muse_spark(num_layers: int, *, start: float = 0.5, temperature: float = 0.3)
     gain would be another factor on the branch. (Meta's model has an output gain in the feed-forward.)
 
     Args:
-        start: the initial value of b.
+        start: the initial value of the branch's factor b.
         temperature: the divisor of g in b = sigmoid(g / temperature). A smaller temperature acts like a higher learning
             rate for g.
     """

@@ -34,5 +34,5 @@ def olmo2(num_layers: int) -> Plan:
     advice=("The Peri-LN paper uses a learning rate of 2e-3 with 10 % warm-up. In the paper, Output-LN diverged."),
 )
 def out_ln(num_layers: int) -> Plan:
-    """Output-LN is OLMo 2's placement without the norms on queries and keys. The Peri-LN paper calls it position B."""
+    """Output-LN is OLMo 2's placement without the norms on queries and keys (position B in the Peri-LN paper)."""
     return _plan(num_layers)

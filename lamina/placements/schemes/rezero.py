@@ -40,6 +40,6 @@ def skipinit(num_layers: int, *, start: Literal["depth", "zero"] = "depth") -> P
 
     Args:
         start: the initial value of the gates. "depth" is 1 / sqrt(2 N) in a model of 2 N sub-layers. "zero" is 0, as in
-            ReZero. The paper has both values.
+            ReZero. The paper uses both values.
     """
     return _plan(num_layers, (2 * num_layers) ** -0.5 if start == "depth" else 0.0)

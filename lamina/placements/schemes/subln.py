@@ -14,7 +14,7 @@ from lamina.placements.registry import placement
         "logits = W LN(x_N)",
     ),
     source="Magneto (arXiv 2210.06423) Sec 3; transformers' bitnet",
-    advice="Magneto scales its initial weights by sqrt(log 2 N). Lamina does not have Magneto's initializer.",
+    advice="Magneto scales the initial weights by sqrt(log(2 N)). Lamina does not have Magneto's initializer.",
 )
 def subln(num_layers: int) -> Plan:
     """Each module's last projection reads normed channels, so only this projection sets the scale of the output."""
