@@ -1,7 +1,6 @@
 """Estimate the sizes and costs of a study's models without training (a dry run).
 
-Lamina builds each model on PyTorch's meta device. A dry run therefore needs no text, tokenizer, weights or network, and
-a laptop can check a study of thousands of GPU-hours.
+Lamina builds each model on PyTorch's meta device, so a dry run needs no text, tokenizer, weights or network.
 """
 
 from __future__ import annotations

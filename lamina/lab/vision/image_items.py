@@ -136,11 +136,7 @@ class ImageItem(TypedDict):
 
 @dataclass(frozen=True, eq=False)
 class ImageItems(ItemSource[ImageItem]):
-    """The images of the training set or of the held-out set.
-
-    Attributes:
-        numbers: the indices of this set's images in ``images``, [items].
-    """
+    """The images of the training set or held-out set. ``numbers`` has the images' indices in ``images``, [items]."""
 
     images: LabeledImages
     numbers: np.ndarray

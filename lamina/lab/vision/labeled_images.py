@@ -138,10 +138,7 @@ def in_8_bits(picture: Image, mode: str) -> Image:
 
 
 def open_images(spec: str) -> LabeledImages:
-    """Open a source of labeled images without decoding the images.
-
-    Raises UserError if the source has no images, a class is empty, or a library is not installed.
-    """
+    """Open a source of labeled images without decoding. Raises UserError for an invalid source or a missing library."""
     if hub_datasets.is_hub(spec):
         images: LabeledImages = _of_hub(spec)
     else:

@@ -155,7 +155,7 @@ def test_the_tuning_seeds_trials_can_be_shorter(tmp_path, corpus):
         True: {7},
         False: {plan.scale.settings["steps"]},
     }
-    assert "tuned with 2 seeds of their own (100, 101) at steps 7" in description(settings)
+    assert "tuned with 2 seeds that the claims do not use (100, 101) at steps 7" in description(settings)
 
 
 def test_seeds_of_the_command_line_that_tune_are_refused(tmp_path, corpus):
@@ -171,7 +171,7 @@ def test_seeds_of_the_command_line_that_tune_are_refused(tmp_path, corpus):
     ("changes", "allowed"),
     [
         ({"seed": 7}, "--seeds"),
-        ({"learning_rate": 1.0}, "a copy of the study with other rates"),
+        ({"learning_rate": 1.0}, "a copy of the study with other learning rates"),
         ({"placement": "post_ln"}, "a copy of the study with another axis"),
     ],
 )

@@ -39,7 +39,7 @@ def _trials(plan: StudyPlan, settings: StudySettings) -> list[str]:
     store = store_of(settings)
     try:
         wanted = plan.wanted(store.result)
-    except UserError as error:  # a text that is not on this machine
+    except UserError as error:  # such as a text that is not on this machine
         return [f"scale {plan.scale.name}: Lamina cannot list the trials on this machine: {error}"]
     trials = {trial.key for trial in wanted}
     done = {trial.key for trial in wanted if store.complete(trial) is not None}
@@ -62,15 +62,15 @@ def _trials(plan: StudyPlan, settings: StudySettings) -> list[str]:
 
 def _tuned(tuning: Tuning, seeds: tuple[int, ...]) -> str:
     sweep = tuning.sweep(seeds)
-    own = "" if set(sweep) <= set(seeds) else f" of their own ({', '.join(map(str, sweep))})"
+    own = "" if set(sweep) <= set(seeds) else f" that the claims do not use ({', '.join(map(str, sweep))})"
     own += f" at {', '.join(f'{name} {value}' for name, value in tuning.settings.items())}" if tuning.settings else ""
-    rule = "" if tuning.rule == "best" else ", the lowest learning rate within one standard error of the best"
-    more = ", with more learning rates if the best is the lowest or highest" if tuning.widen else ""
+    rule = "" if tuning.rule == "best" else ", choosing the lowest learning rate within one standard error of the best"
+    more = ", adding learning rates if the best is the lowest or highest" if tuning.widen else ""
     return f"tuned with {seeds_text(len(sweep))}{own}{more}{rule}"
 
 
 def dry_run_text(settings: StudySettings) -> str:
-    """Describe a study's cost: parameters, tokens, FLOPs and GPU-hours. The scale cpu also shows the minutes."""
+    """Describe a study's cost: parameters, tokens, FLOPs, GPU-hours, and minutes on this machine (only scale cpu)."""
     from lamina.lab.papers.dry_run import dry_run, minutes_here, table
 
     assert settings.study is not None

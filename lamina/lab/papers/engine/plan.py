@@ -63,7 +63,7 @@ def refuse_without_effect(scale: Scale, changes: Json) -> None:
     """Raise UserError if the user changes a setting that the study decides."""
     decided: dict[str, str] = {**ENGINE, "seed": "--seeds"}
     if scale.rates or scale.tuning is not None:
-        decided["learning_rate"] = "a copy of the study with other rates"
+        decided["learning_rate"] = "a copy of the study with other learning rates"
     every = [set.intersection(*({*point} for point in points.values())) for points in scale.axes.values()]
     decided |= {name: "a copy of the study with another axis" for names in every for name in names}
     for name in changes:
@@ -283,9 +283,8 @@ def best_rate(known: Mapping[float, list[Json]], rule: Rule) -> Best:
 
 
 def _rank(results: list[Json]) -> tuple[float, float]:
-    """Return a learning rate's sort key: the fraction of failed runs, then the mean loss.
-
-    Unfinished runs do not count. A learning rate without finished runs ranks last.
+    """Return a learning rate's sort key: the fraction of failed runs, then the mean loss. Without runs, both are
+    infinite.
     """
     ended = [result for result in results if result["status"] in ENDED]
     if not ended:

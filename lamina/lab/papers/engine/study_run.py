@@ -219,10 +219,7 @@ def store_of(settings: StudySettings) -> Store:
 
 
 def work(settings: StudySettings, *, bar: bool = True) -> dict[str, Json]:
-    """Execute the missing runs of a study together with other processes that use the same folder of runs.
-
-    Returns the results of all runs by key, after all runs have ended. Writes no tables.
-    """
+    """Execute a study's missing runs together with other processes, and write no tables. Returns all results by key."""
     assert settings.study is not None
     plan, store = study_plan(read_study(settings.study), settings), store_of(settings)
     if plan.scale.needs:
@@ -338,12 +335,9 @@ def _refuse_edited(stored: Json, definition: Json, plan: StudyPlan, store: Store
 
 
 def _record(study: StudyDefinition, settings: StudySettings, folder: Path, store: Store, *, whole: bool = True) -> None:
-    """Copy a study's tables and verdicts to the folder of recorded results, without models and local paths.
-
-    An unfinished study never replaces recorded verdicts.
-    """
+    """Copy a study's tables and verdicts to the folder of recorded results, without models and local paths."""
     records = settings.records_folder / record_name(settings)
-    if not whole and (records / CLAIMS).is_file():
+    if not whole and (records / CLAIMS).is_file():  # an unfinished study never replaces recorded verdicts
         return
     machine = environment(0)  # read the revision before the records in the repository change
     looks = verdicts.looks_of(records, recorded_keys(folder)) if whole else []

@@ -264,8 +264,7 @@ def _read(trials: Trials, arm: Arm, column: str, *, any_status: bool = False) ->
 def _by_failures(a: _Arm, b: _Arm, column: str, region: Region) -> Finding | None:
     """Compare the failure rates by Fisher's exact test, if most runs of a configuration failed.
 
-    Returns None if most runs of both configurations trained. If both configurations were too short to learn, the
-    verdict is inconclusive.
+    Returns None if most runs of both configurations trained. If neither configuration has learned, nothing is decided.
     """
     seeds = min(a.runs, b.runs)
     if all(arm.values and arm.short >= MOST * len(arm.values) for arm in (a, b)):

@@ -90,12 +90,12 @@ def log10_mean(values: Frame) -> float:
 
 
 def power(points: dict[float, float]) -> float:
-    """Fit y = c x^a to points (x: y) by least squares on logarithms. Returns the exponent a."""
+    """Fit a power law y = c x^a to points (x: y) by least squares on logarithms. Returns the exponent ``a``."""
     return statistics.linear_regression([*map(math.log, points)], [*map(math.log, points.values())]).slope
 
 
 def exponents(values: dict[float, BySeed]) -> BySeed:
-    """Fit y = c x^a for each seed. Returns the exponents a by seed."""
+    """Fit a power law y = c x^a for each seed. Returns each seed's exponent ``a``."""
     seeds = set.intersection(*(set(by_seed) for by_seed in values.values()))
     return {seed: power({x: by_seed[seed] for x, by_seed in values.items()}) for seed in sorted(seeds)}
 

@@ -136,8 +136,7 @@ def frontiers(trials: Trials, arm: Arm) -> dict[int, Frontier]:
 def at_equal_kl(arms: Mapping[str, Mapping[int, Frontier]]) -> tuple[Mapping[str, BySeed], BySeed]:
     """Compare policies at equal KL. Returns each configuration's rewards by seed, and the KL by seed.
 
-    For each seed, the KL is the largest KL that all configurations reached. Lamina interpolates the rewards between
-    evaluations.
+    Each seed's KL is the largest KL that all configurations reached. Lamina interpolates rewards between evaluations.
     """
     seeds = set.intersection(*(set(by_seed) for by_seed in arms.values()))
     reached = {seed: min(by_seed[seed][-1][0] for by_seed in arms.values()) for seed in sorted(seeds)}

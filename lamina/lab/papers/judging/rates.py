@@ -1,7 +1,6 @@
 """Choose each configuration's best learning rate among the runs that a claim reads.
 
-A configuration looks too good if the compared runs also chose its learning rate. The verdict on such a claim therefore
-becomes inconclusive.
+A configuration looks too good if the compared runs also chose its learning rate. The verdict then is inconclusive.
 """
 
 from __future__ import annotations

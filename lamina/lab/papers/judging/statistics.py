@@ -84,8 +84,7 @@ def kendall(a: Sequence[float], b: Sequence[float]) -> float:
 def tau_draws(a: Sequence[Sequence[float]], b: Sequence[Sequence[float]]) -> list[float]:
     """Draw random samples of Kendall's tau between two lists of means.
 
-    Each sample draws the means from t distributions. A mean of one value stays fixed, and a mean without values ranks
-    last.
+    Each sample draws means from t distributions. A mean of one value is fixed. A mean without values ranks last.
     """
     import numpy as np
     from scipy import stats

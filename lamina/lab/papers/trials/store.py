@@ -73,10 +73,7 @@ class Records:
         return rows
 
     def row(self, trial: StudyTrial) -> Json | None:
-        """Return a run's recorded result, or None.
-
-        Raises UserError if the recorded settings contradict the run.
-        """
+        """Return a run's recorded result, or None. Raises UserError if the recorded settings contradict the run."""
         row = self.rows.get(trial.key)
         facts = {"seed": trial.seed, "learning_rate": trial.learning_rate, "placement": trial.placement}
         for name, value in facts.items():

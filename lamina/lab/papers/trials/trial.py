@@ -67,10 +67,7 @@ YOUNGER: Json = {
 
 
 def identity(job: str, settings: Settings) -> Json:
-    """Return everything that determines a run's numbers.
-
-    Raises UserError if Lamina cannot read the placement or the corpus.
-    """
+    """Return everything that determines a run's numbers. Raises UserError for an unreadable placement or corpus."""
     values = settings.to_dict()
     placement, layers = str(values.pop("placement")), values.pop("num_layers", None)
     plan, recommended = _plan(placement, layers or _depth(str(values["backbone"])))
