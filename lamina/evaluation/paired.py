@@ -84,7 +84,7 @@ def values_of(items: Frame, metric: str, chosen: str) -> Frame | None:
 
 
 def refuse_other_items(one: Frame, other: Frame, names: tuple[str, str], column: str) -> None:
-    """Raise UserError if two tables differ in their items' numbers, targets or (if known) contents."""
+    """Raise UserError if two tables have items with different numbers, targets or (if known) contents."""
     hashed = ["doc_hash"] if "doc_hash" in one and "doc_hash" in other else []
     shared = ["task", "filter", "doc_id", "target", *hashed]
     rows = [set(map(tuple, table[shared].astype(str).to_numpy())) for table in (one, other)]

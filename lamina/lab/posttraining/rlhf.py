@@ -287,7 +287,7 @@ def remax_loss(weight: torch.Tensor, logps: torch.Tensor, mask: torch.Tensor) ->
 
 
 def write_held_out(path: Path, step: int, numbers: list[Json]) -> None:
-    """Add an evaluation's metrics to a file. Delete lines of this or later steps, which a resumed run repeats."""
+    """Add an evaluation's metrics to a file. A resumed run replaces the lines of repeated steps."""
     lines, fault = parse_lines(path)
     if fault is not None:
         logger.warning("%s; Lamina skips lines that are not records", fault)

@@ -75,7 +75,7 @@ LORA = (
 
 
 def of_hub(source: str) -> bool:
-    """Return whether a data source is the name of a dataset on the hub (OWNER/NAME), and not a local path."""
+    """Return whether a data source is a dataset's name on the hub (OWNER/NAME) rather than a local path."""
     named = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source) is not None
     return named and not re.search(_FILES, source) and not Path(source).exists()
 
@@ -133,7 +133,7 @@ class LoraSettings(Settings, group="LoRA"):
 
 
 class MemorySettings(Settings, group="machine"):
-    """The settings of the number format of the weights, and of the attention kernel."""
+    """The settings of the weights' number format and of the attention kernel."""
 
     weights: Literal["fp32", "bf16", "nf4", "int8"] = setting(
         "fp32",
