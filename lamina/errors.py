@@ -53,7 +53,7 @@ class UserError(OneLine, ValueError):
 
 @contextmanager
 def renamed_setting(old: str, new: str = "") -> Iterator[None]:
-    """In UserErrors, replace a setting's internal name with the name that users know. An empty ``new`` removes it."""
+    """In UserErrors, replace a setting's internal name with the name that users know, or remove an internal name."""
     try:
         yield
     except UserError as error:
@@ -105,8 +105,6 @@ def unknown(field: str, value: str, allowed: Iterable[str], owner: str = "") -> 
 
     Args:
         field: the noun for the name, such as "placement".
-        value: the unknown name.
-        allowed: the allowed names.
         owner: a text at the beginning of the message.
     """
     names = sorted(allowed)
@@ -139,7 +137,7 @@ def out_of_memory(error: BaseException | None) -> str | None:
 
 
 def mark_reported(error: BaseException) -> None:
-    """Mark an exception that another process prints, so that the user sees its message only once."""
+    """Mark an exception that another process prints, so that the user sees the message only once."""
     error.__dict__["already_reported"] = True
 
 

@@ -26,7 +26,6 @@ class Facts:
 
     Attributes:
         layer: the block's index, counted from 0, or -1 outside the blocks.
-        num_layers: the number of blocks.
         wiring: the settings that the norm placement gives the weight's sub-layer.
     """
 

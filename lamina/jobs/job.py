@@ -100,7 +100,6 @@ class Job(Generic[S]):
         write_text(self.folder / name, text)
 
     def write_config(self, data: Mapping[str, Any]) -> None:
-        """Write config.yaml with the job's settings and a checksum."""
         write_sealed(self.folder / CONFIG, data)
 
 
@@ -118,11 +117,8 @@ def open_job(
     """Check a job's settings and folder. Lamina changes the folder only when the ``with`` block begins.
 
     Args:
-        kind: the kind of job, for environment.json.
-        settings: the class of the job's settings.
         given: a complete settings object, or a mapping with only the settings that the user gave.
         resume: whether to resume the job in the folder. "auto" resumes if the folder holds a job.
-        overwrite: whether to replace the folder's content.
         policy: the settings that a resumed job may change.
         stored: a function that reads the settings of the job to resume.
         wait: the seconds to wait for another process that has locked the folder.

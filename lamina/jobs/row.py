@@ -60,7 +60,6 @@ class JobRow:
     Attributes:
         name: the command's name.
         function: the Python function's name, if it differs from the command's name.
-        kind: the kind of the job's folder.
         summary: a line for ``lamina --help``.
         about: the text of the command's help. The first paragraph is also the Python function's docstring.
         settings: a function that returns the class of the job's settings.

@@ -47,8 +47,6 @@ def setting(default: T, help: str, check: Check | None = None, *, decides: bool 
     """Declare a field of a settings class.
 
     Args:
-        default: the field's default.
-        help: the field's help text.
         check: the check of the value. Numeric fields need a check. Without a check, Lamina tests only the value's type.
         decides: whether the field affects the job's numbers. If false, a resumed job may change the field.
     """
@@ -78,12 +76,10 @@ def between(low: float, high: float, *, open_low: bool = False, open_high: bool 
 
 
 def above(low: float) -> Check:
-    """Return a check for finite numbers above ``low``."""
     return partial(number, low=low, open_low=True)
 
 
 def not_below(low: float) -> Check:
-    """Return a check for finite numbers of at least ``low``."""
     return partial(number, low=low)
 
 

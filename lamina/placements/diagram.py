@@ -146,7 +146,6 @@ def svg(plan: Plan, title: str | None = None, equation: Sequence[str] = ()) -> s
     numbers. The SVG has no scripts, fonts or ids, so a page can contain several drawings. Lamina escapes all text.
 
     Args:
-        plan: the norm placement.
         title: the text above the drawing. None means the placement's title, and "" means no title.
         equation: the lines of text below the drawing.
     """

@@ -81,7 +81,7 @@ def _typed(record: object, **kinds: type | UnionType) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Norm:
-    """A norm at one position.
+    """One norm of a sub-layer, or of the whole model.
 
     Raises UserError if a field is invalid, or if ``groups`` is above 1 for a kind other than "group".
 
@@ -261,11 +261,11 @@ class Sublayer:
 
     Attributes:
         inner_norm: the norm inside the module, before the module's last projection (SubLN).
-        coupling: the formula for the skip's factor, if the branch's factor b (``out_scale``) determines it: 1 - b for
-            "lerp", and sqrt(1 - b^2) for "variance". A learned b is then sigmoid(parameter / ``gate_temperature``).
+        coupling: how the branch's factor b (``out_scale``) determines the skip's factor. "lerp" is 1 - b, and
+            "variance" is sqrt(1 - b^2). With a coupling, a learned b is sigmoid(parameter / ``gate_temperature``).
         read: the sub-layer's input: the residual stream ("stream"), the block's input ("block_input", as in GPT-J), or
             a softmax-weighted sum of the stored states ("memory") or of the stored states and the stream ("depth").
-        weight_gain: the factor on the initial value, output and feed-forward weights (DeepNorm's beta).
+        weight_gain: the factor on the initial weights for values, outputs and feed-forwards (DeepNorm's beta).
         gate_gain: the factor on the initial gate weights of a gated feed-forward. Only initializers with gains, such as
             deepnorm, use ``weight_gain`` and ``gate_gain``.
     """
@@ -329,7 +329,6 @@ class Sublayer:
 
     @property
     def norms(self) -> dict[str, Norm]:
-        """Return the sub-layer's norms by position."""
         return {p: n for p in (*POSITIONS, "inner_norm") if (n := getattr(self, p)) is not None}
 
 
@@ -383,7 +382,6 @@ class Plan:
     Raises UserError if a field is invalid, if there are no layers, or if fields contradict each other.
 
     Attributes:
-        placement: the placement's name.
         embedding_scale: the factor on the embedding. "sqrt_hidden_size" is the square root of the model's width.
         qk_norm: the norm on queries and keys: "off", in each head ("head"), or over the full projected width ("full").
         v_norm: the norm on values, with the same choices as ``qk_norm``.
