@@ -399,7 +399,7 @@ def test_a_finding_names_its_cause_and_what_mends_it():
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=True)
     found = lamina.check(model, batch={"idx": IDS[:, :-1], "targets": IDS[:, 1:]})
     assert "use_reentrant=False, and" in str(found)
-    for start, says in ((faded, "signal fades"), (nn.init.kaiming_normal_, "Raise the learning rate")):
+    for start, says in ((faded, "Gradients vanish"), (nn.init.kaiming_normal_, "Raise the learning rate")):
         model, _, options = plain(start)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-4 if start is faded else 1e-9)
         assert says in str(lamina.check(model, optimizer, **options))

@@ -165,7 +165,7 @@ class LayerMonitor(WatchCallback, TrainerCallback):
         self._end(Status.FINISHED if state.global_step >= state.max_steps else Status.INTERRUPTED)
 
     def _take_losses(self, trainer: Trainer | None) -> None:
-        """Record the losses that ``training_step`` returns. The losses of a step's micro-batches sum to the step's."""
+        """Record the losses that ``training_step`` returns. The losses of the micro-batches sum to the step's loss."""
         assert self.monitor is not None
         if trainer is None:
             return  # another loop than Trainer's: the losses come from the model's outputs

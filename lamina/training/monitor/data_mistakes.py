@@ -99,7 +99,7 @@ def first_loss(setup: BeforeTraining) -> Iterator[Mistake]:
         some = f", and would be finite without the batch's rows {listing(rows)}" if rows else ""
         yield Mistake(
             what=f"the first loss is {trial.loss}{some}",
-            why="no step can use this loss" + "; a mask may hide all tokens of these rows" * bool(some),
+            why="no optimizer step can use this loss" + "; a mask may hide all tokens of these rows" * bool(some),
             do="Unmask at least one token of each row, look for invalid inputs and labels, and run the pass "
             "under torch.autograd.set_detect_anomaly(True)",
         )
@@ -128,7 +128,7 @@ def first_loss(setup: BeforeTraining) -> Iterator[Mistake]:
         yield Mistake(
             what=f"the first loss is {trial.loss:.3g}, but only {first:.3g} of it is the cross-entropy",
             why="another part of the loss, such as a router's loss or a penalty, outweighs the cross-entropy",
-            do="Lower that part's coefficient (such as router_aux_loss_coef), or use its mean",
+            do="Lower the coefficient of this part (such as router_aux_loss_coef), or use its mean",
         )
 
 

@@ -30,8 +30,8 @@ def first_anomaly(
     """Return the alarm that explains a failure best, or None without alarms.
 
     Lamina starts from the alarm that ``first_before`` returns. If this alarm is part of a spike that passed, Lamina
-    takes the first alarm of the next event. If the resulting alarm is about a risen gradient, Lamina prefers an
-    independent alarm, or an alarm of a rule in ``_HARD``, if one occurs within the next ``FOLLOWS`` steps.
+    takes the first alarm of the next event. An independent alarm within ``FOLLOWS`` steps takes precedence over an
+    alarm about a risen gradient. Alarms of the rules in ``_HARD`` also take precedence.
 
     Args:
         alarms: the alarms, oldest first. Within a step, the alarm closest to the cause comes first.

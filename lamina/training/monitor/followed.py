@@ -94,7 +94,7 @@ def follow(
             reshard(model)
             reshard_root(model)
     note = f"{type(model).__name__} failed on its training batch ({problem})"
-    return Followed(structure=None, notes=[f"layers: {note}, so Lamina records only totals"])
+    return Followed(structure=None, notes=[f"layers: {note}, so Lamina records only totals of the whole model"])
 
 
 def _followed(model: nn.Module, small: Inputs, layers: str | None) -> Followed:
@@ -102,7 +102,7 @@ def _followed(model: nn.Module, small: Inputs, layers: str | None) -> Followed:
         structure = find_structure(model, small, layers=layers)
     except Exception as error:  # an error for an unknown architecture must not end the training
         text = str(error) if isinstance(error, UserError) else f"layers: {one_line(error)}"
-        return Followed(structure=None, notes=[f"{text}. Lamina records only totals"])
+        return Followed(structure=None, notes=[f"{text}. Lamina records only totals of the whole model"])
     main, whole = _proved(model, small, structure)
     if not whole and structure.others:  # of two equally long towers, the first may read images
         main, whole = _proved(model, small, structure, reads_tokens=False)

@@ -39,7 +39,7 @@ class HeldPart:
 
 
 def stored(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the parameter that the optimizer updates: a part's flat parameter, or the given parameter."""
+    """Return the parameter that the optimizer updates: the flat parameter of a ``HeldPart``, or the given parameter."""
     return parameter.flat if isinstance(parameter, HeldPart) else parameter
 
 

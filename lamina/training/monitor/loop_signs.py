@@ -30,7 +30,7 @@ class StepSigns:
     Attributes:
         trained: the sub-layers and other parts of the model with trainable parameters.
         left_out: the sub-layers that earlier steps called and this step did not call.
-        changed: by part, the number of parameters that the loop froze or unfroze, or 1 for replaced parameters.
+        changed: the number of parameters that the loop froze or unfroze in each part (1 for replaced parameters).
     """
 
     trained: frozenset[Owner] = frozenset()
@@ -97,7 +97,7 @@ class LoopSigns:
             layers = ", ".join(map(str, sorted({layer for layer, _ in left_out})))
             self.note(
                 f"step {step}: the model skipped layer {layers}, or a sub-layer (LayerDrop, stochastic depth, an "
-                "early exit). Lamina checks a layer only at steps that call it"
+                "early exit). Lamina checks a layer only at steps that call the layer"
             )
         mask = tuple(parameter.requires_grad for parameter in self.norms.parameters)
         changed = dict.fromkeys(self._replaced, 1)

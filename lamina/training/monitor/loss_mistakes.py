@@ -182,15 +182,15 @@ def changed_inputs(setup: BeforeTraining) -> Iterator[Mistake]:
                 "Mask the keys: mask[:, None, None, :]",
             ),
             "inverted": (
-                "attention reads only the hidden tokens, so the mask is inverted",
+                "attention reads only the masked tokens, so the mask is inverted",
                 "Pass ~mask.bool() as torch's key_padding_mask, which is True at padding. Other masks are 1 at tokens",
             ),
             "summary": (
                 "the model reads the summary of a row from a padding token",
                 "Take the last token that the mask shows: hidden[torch.arange(len(hidden)), mask.sum(1) - 1]. For a "
-                "model of transformers, set config.pad_token_id to the batch's padding token",
+                "transformers model, set config.pad_token_id to the batch's padding token",
             ),
-            "mean": ("a mean over all positions counts padding", "Average over the tokens that the mask shows"),
+            "mean": ("a mean over all positions includes padding", "Average over the tokens that the mask shows"),
         }[trial.leaks]
         what = "the model's outputs depend on tokens that the mask hides"
         yield Mistake(what=what, why=why, do=do, note=trial.leaks == "mean")

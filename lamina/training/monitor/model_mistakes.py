@@ -51,7 +51,7 @@ def no_gradient_to_blocks(setup: BeforeTraining) -> Iterator[Mistake]:
                 why = "reentrant checkpointing needs an input that requires a gradient, but these inputs are frozen"
                 do = "Call model.enable_input_require_grads(), or checkpoint with use_reentrant=False"
             elif unrecorded:
-                why = "these layers run under torch.no_grad(), or in reentrant checkpoints whose inputs are frozen"
+                why = "these layers run under torch.no_grad(), or in reentrant checkpoints with frozen inputs"
                 do = "Checkpoint with use_reentrant=False, and run the layers outside of torch.no_grad()"
             yield Mistake(
                 what=f"layers {', '.join(dead[:8])}{' ...' * (len(dead) > 8)} of {path} get no gradient",
@@ -203,11 +203,11 @@ def norm_gains(setup: BeforeTraining) -> Iterator[Mistake]:
     roots = [m for m, mean in flat.items() if (d := gains[m].numel()) >= 16 and abs(mean * d**0.5 - 1) < 0.01]
     for found, size, why, do in (
         (off, 0, "the next layer sees only zeros", "Start gains at 1, or at 0 if the norm computes 1 + weight"),
-        (double, 2, "the weights of norms that compute 1 + weight start at 1", "Start such weights at 0"),
+        (double, 2, "the norms compute 1 + weight, and the weights start at 1", "Start these weights at 0"),
         (
             roots,
             "1/sqrt(channels)",
-            "such a norm divides by the length of its input instead of its root mean square",
+            "such a norm divides by the length of the input vector instead of the root mean square",
             "Use x.pow(2).mean(-1), not the sum",
         ),
     ):
@@ -301,7 +301,7 @@ def is_off(gain: torch.Tensor) -> bool:
 
 
 def gain_of(module: nn.Module) -> torch.Tensor | None:
-    """Measure a norm's gain. Return None for a module with an output that grows with the input: this is no norm."""
+    """Measure a norm's gain. Return None if the output grows with the input, because the module is then no norm."""
     vectors = [p for p in module.parameters(recurse=False) if p.ndim == 1]
     if not vectors or next(module.children(), None) is not None or hasattr(module, "running_mean"):
         return None  # a pass would change a batch norm's statistics

@@ -1,7 +1,7 @@
 """End training steps, check measurements for alarms, and write the measurements.
 
-In a user's loop, torch's hooks measure (``watch.LoopMonitor``). In a run of Lamina, Trainer's callbacks measure
-(``recorder.RunRecorder``).
+In a user's loop, measurements come from torch's hooks (``watch.LoopMonitor``). In a run of Lamina, measurements come
+from Trainer's callbacks (``recorder.RunRecorder``).
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def in_two_optimizers(setup: BeforeTraining) -> Iterator[Mistake]:
     if twice:
         most = max(len(setup.groups[id(p)]) for p in twice)
         yield Mistake(
-            what=f"{len(twice)} parameters are in the optimizers' groups {most} times ({setup.listed(twice)})",
+            what=f"{len(twice)} parameters occur {most} times in the optimizers' groups ({setup.listed(twice)})",
             why=f"each step updates these parameters {most} times",
             do="Put each parameter into only one group of one optimizer",
         )
@@ -199,7 +199,7 @@ def large_epsilon(setup: BeforeTraining) -> Iterator[Mistake]:
             what=f"the optimizer's eps is {epsilon:g}"
             + (f", and its learning rate {rate:g}" if swapped else "")
             + (f", and the gradients' elements are about {statistics.median(sizes):.1g}" if sizes else ""),
-            why="Adam divides by the gradient's size plus eps, so an eps above that size makes steps tiny",
+            why="Adam divides by the gradient's size plus eps, so an eps above the gradient's size makes steps tiny",
             do="Pass eps=1e-8" + (", and check whether eps and learning rate are swapped" if swapped else ""),
         )
 
@@ -264,7 +264,7 @@ def rounded_updates(setup: BeforeTraining) -> Iterator[Mistake]:
         kept = "Raise the learning rate"
         if _fades(setup):
             kept = (
-                "The signal fades in the model, and a higher learning rate does not help. Initialize each layer with a "
+                "Gradients vanish in the model, and a higher learning rate does not help. Initialize each layer with a "
                 "standard deviation of sqrt(2/inputs) (nn.init.kaiming_normal_), or add norms and residual connections"
             )
         elif types != {torch.float32}:
@@ -335,7 +335,8 @@ def adapters(setup: BeforeTraining) -> Iterator[Mistake]:
         yield Mistake(
             what=f"{len(frozen)} of the adapters' parameters are frozen ({setup.listed(frozen)})",
             why="requires_grad of these parameters is False, so the adapter does not learn",
-            do="Freeze the base before you add the adapter, or set requires_grad of the adapter's parameters to True",
+            do="Freeze the base model before you add the adapter, or set requires_grad of the adapter's parameters to "
+            "True",
         )
     if any(p.requires_grad for p in base):
         yield Mistake(

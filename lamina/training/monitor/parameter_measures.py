@@ -191,7 +191,7 @@ class GradientNorms:
         return self.summed(powers, present)
 
     def summed(self, parts: torch.Tensor, present: list[int] | None = None) -> torch.Tensor:
-        """Sum ``parts`` by sub-layer: one number for each parameter whose index is in ``present`` (default: all)."""
+        """Sum ``parts`` by sub-layer. ``parts`` has a number for each parameter index in ``present`` (default: all)."""
         key = tuple(range(len(self.groups)) if present is None else present)
         if key not in self._sent:  # sending them waits for the device
             groups = torch.tensor([self.groups[index] for index in key], device=parts.device)
@@ -202,7 +202,7 @@ class GradientNorms:
         return sums.index_add_(0, groups, parts * shares)
 
     def anywhere(self, tensors: Sequence[torch.Tensor | None]) -> bool:
-        """Return whether at least one of the tensors is not None in any process of a sharded model."""
+        """Return whether any of the tensors is not None. Take all processes of a sharded model into account."""
         there = any(tensor is not None for tensor in tensors)
         if not (self.sharded and is_initialized()):  # one process may have ended its group before its last record
             return there

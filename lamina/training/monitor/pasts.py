@@ -1,4 +1,4 @@
-"""How the alarm rules compare a metric's value with past values of the same layer."""
+"""Compare a metric's value with past values of the same layer, for the alarm rules."""
 
 from __future__ import annotations
 

@@ -354,7 +354,7 @@ class RunRecorder(Monitor, TrainerCallback):
 
 @contextmanager
 def stop_signals(recorder: RunRecorder) -> Iterator[None]:
-    """At the first Ctrl-C, SIGTERM or SIGUSR1, end the run after its current step, with a checkpoint.
+    """At the first Ctrl-C, SIGTERM or SIGUSR1, end the run after the current step, with a checkpoint.
 
     At a second signal, end the run at once. Slurm can send SIGUSR1 before a job's time limit.
     """

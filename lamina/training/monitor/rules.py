@@ -134,7 +134,7 @@ class Rules:
 
     Attributes:
         half: whether the model computes in float16 (largest number 65504).
-        starts: the first layer of each later stack, such as a decoder. Lamina compares layers only within a stack.
+        starts: the first layer of each further stack, such as a decoder. Lamina compares layers only within a stack.
         kinds: each layer's kind, such as its attention type. Lamina compares only layers of the same kind.
         vocabulary: the number of tokens in the vocabulary, or None if unknown.
         limits: the fitted limits by rule and metric.
