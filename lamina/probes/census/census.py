@@ -50,34 +50,34 @@ from lamina.probes.structure.token_rows import token_rows
 _SEQUENCES = 3
 _LENGTHS = (13, 11, 17, 19, 23)
 _FEW_LAYERS, _FEW_TOKENS = 4, 512
-# Of a model that is made of a configuration alone: those above which it gets smaller, and the most.
+# Without weights, Lamina shrinks configurations above the first size, and rejects configurations above the second.
 _MANY_PARAMETERS, _MOST_PARAMETERS = 100_000_000, 1_000_000_000
 _FEW_EXPERTS, _FEW_CHANNELS = 16, 256
-_FEWER = 8  # times as many heads
+_FEWER = 8  # the factor by which Lamina reduces the number of heads
 _CLOSE = 1e-5
-_SINKHORN = 1e-3  # by which its matrix' sums are off 1
+_SINKHORN = 1e-3  # the largest difference of row and column sums from 1 in a Sinkhorn matrix
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerGroup:
-    """Layers with the same equations. The measurements are of the first layer."""
+    """Layers with the same equations. The factors and norms are from the first of these layers."""
 
     layers: tuple[int, ...]
     sums: tuple[Sum, ...]
     inner: tuple[InnerNorm, ...] = ()
-    streams: tuple[StreamSum, ...] = ()  # if the layer has several residual streams
-    reads: tuple[StateRead, ...] = ()  # what it reads instead of the residual stream
+    streams: tuple[StreamSum, ...] = ()  # in a model with several residual streams
+    reads: tuple[StateRead, ...] = ()  # the hidden states that the layer reads instead of the residual stream
 
 
 @dataclass(frozen=True, kw_only=True)
 class Census:
     """The measurements of a model, and the norm placement that Lamina finds.
 
-    ``match``: the nearest placement with the model's differences from it, or None if Lamina cannot measure the model.
+    ``match``: the nearest placement and the differences from this placement (None: Lamina cannot measure the model).
     ``unknown``: the reason why Lamina cannot measure the model.
     ``groups``: the layers, grouped by equal equations.
     ``ends``: the embedding's norm and scale, the final norm, and the norms on queries, keys and values.
-    ``error``: the largest error of the fitted equations, as a share of the largest value.
+    ``error``: the largest error of the fitted equations, divided by the largest value.
     """
 
     model_type: str
@@ -144,7 +144,7 @@ def census(model_or_path: nn.Module | PreTrainedConfig | str | Path, *, layers: 
         with evaluating(model):
             return _measured(model, kind, layers, notes)
     except UserError as error:
-        if layers is not None and str(error).startswith("layers: "):  # the path that was given
+        if layers is not None and str(error).startswith("layers: "):  # the user named a path that does not fit
             raise
         return Census(model_type=kind, unknown=str(error), ends={}, notes=tuple(notes))
 
@@ -213,7 +213,7 @@ def _several_streams(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> St
         return None
     try:
         streams = StreamLayers(model, inputs, width)
-    except Exception:  # it does not run on its main input alone, which is what will be told
+    except Exception:  # the model does not run on its main input alone, which ``structure_of`` reports
         return None
     return streams if streams.n > 1 else None
 
@@ -225,7 +225,7 @@ def _of_streams(
     if bare := [index for index, layer_sums in enumerate(sums) if not layer_sums]:
         raise UserError(
             f"{type(streams.layers[0]).__name__} returns {streams.n} streams. In layer {ranges(bare)}, the streams are "
-            "not weighted sums of earlier streams and a sub-layer's output, with equal weights for a token's channels"
+            "not weighted sums of earlier streams and a sub-layer's output with one weight per token for all channels"
         )
     groups: dict[object, LayerGroup] = {}
     for index, layer_sums in enumerate(sums):
@@ -298,18 +298,18 @@ def _stream_facts(sums: Sequence[StreamSum], usual: str, scalar: bool) -> dict[s
     for part, total in zip(SUBLAYERS, (sums[0], sums[-1]), strict=True):
         scales = {"skip_scale": total.skip_scale, "pre_scale": total.pre_scale}
         facts |= {f"{part}.{name}": scale.value for name, scale in scales.items() if abs(scale.value - 1) > _SINKHORN}
-        if total.mix in ("", "free"):  # a factor of all streams is a part of M
+        if total.mix in ("", "free"):  # M already contains a factor of all streams
             facts[f"{part}.skip_scale"] = UNSEEN_NUMBER
-        facts[f"{part}.out_scale"] = learned_fact("scalar") if scalar else UNSEEN_NUMBER  # a part of w
+        facts[f"{part}.out_scale"] = learned_fact("scalar") if scalar else UNSEEN_NUMBER  # w already contains out_scale
         facts |= {f"{part}.{name}": _as_fact(kind, usual) for name, kind in total.norms.items()}
         facts[f"{part}.skip"] = total.skip
     return facts
 
 
 def _with_norms_before(layers: list[dict[str, object]], ends: dict[str, object]) -> tuple[list[Facts], Facts]:
-    """If the skip carries the normed stream (MiniMax), describe each pre-norm as the post-norm of the preceding sum.
+    """If the skip carries the normed stream (MiniMax), describe each pre-norm as the post-norm of the previous layer.
 
-    The final norm then is the last layer's post-norm.
+    The final norm is then the last layer's post-norm.
     """
     layers, ends = [dict(facts) for facts in layers], dict(ends)
     if any(facts["attention.skip"] != NORMED or "feed_forward.post_norm" in facts for facts in layers):
@@ -332,7 +332,7 @@ def _grouped(
     root: nn.Module,
     inputs: Mapping[str, torch.Tensor],
 ) -> list[LayerGroup]:
-    """Group the layers with the same equations. Measure the inner norms only in each group's first layer."""
+    """Group the layers with the same equations. Measure the inner norms in the first layer of each group."""
     indices: dict[object, list[int]] = {}
     for site, layer_sums in zip(structure.layers, sums, strict=True):
         inner = tuple(norm.role for sub in site.sublayers for norm in sub.norms if norm.role == "inner_norm")
@@ -366,12 +366,12 @@ def _grouped(
 def _alike(factor: Factor | None) -> object:
     if factor is None:
         return None
-    value = float(f"{factor.value:.5g}")  # two fits of one factor differ by rounding
+    value = float(f"{factor.value:.5g}")  # equal factors of two layers differ by rounding
     return factor.learned if factor.learned != "no" else ("by channel" if factor.by_channel else value)
 
 
 def _facts(group: LayerGroup, usual: str) -> dict[str, object]:
-    """Convert the measured equations of a group of layers to the fields that describe a placement."""
+    """Convert the equations of a group of layers to the fields of a placement, such as "attention.pre_norm"."""
     found: dict[str, object] = {"order": SEQUENTIAL}
     terms = [(total, branch) for total in group.sums for branch in total.branches]
     if len(terms) > 1 and (terms[0][0] is terms[-1][0] or terms[-1][1].beside):
@@ -394,12 +394,12 @@ def _facts(group: LayerGroup, usual: str) -> dict[str, object]:
         any(read.into == "attention" for read in group.reads)
         and abs(places["attention"][0].skip[STREAM].value) < _CLOSE
     ):
-        found["attention.skip_scale"] = UNSEEN  # a block of depth begins
+        found["attention.skip_scale"] = UNSEEN  # a block of Attention Residuals begins
     return found | _inner_facts(group, usual)
 
 
 def _inner_facts(group: LayerGroup, usual: str) -> dict[str, object]:
-    """Return the norms before the last projections of attention and feed-forward. Other mixers do not count."""
+    """Return the norm before the last projection of the attention, and of the feed-forward."""
     places = {norm.inside: norm.kind for norm in group.inner if norm.on == OUTPUT and norm.inside in SUBLAYERS}
     return {f"{part}.inner_norm": _as_fact(kind, usual) for part, kind in places.items()}
 
@@ -430,7 +430,7 @@ def _sublayer_facts(total: Sum, branch: BranchTerm, usual: str) -> dict[str, obj
 
 
 def _usual_kind(groups: Sequence[LayerGroup]) -> str:
-    """Return the most frequent kind of norm in the sub-layers. Placements write "norm" for the most frequent kind."""
+    """Return the most frequent kind of norm, rms or layer. Placements call this kind "norm"."""
     counts: dict[str, int] = {}
     for group in groups:
         for total in group.sums:
@@ -441,7 +441,7 @@ def _usual_kind(groups: Sequence[LayerGroup]) -> str:
 
 
 def _as_fact(value: object, usual: str) -> object:
-    """Return the placement's name for a kind of norm. Return other values unchanged."""
+    """Return the name that placements use for a kind of norm. Return other values unchanged."""
     if value == usual:
         return "norm"
     words = {"layer": "layer norm", "rms": "rms norm"}
@@ -457,7 +457,7 @@ def _ends(
     inputs: Mapping[str, torch.Tensor],
     notes: list[str],
 ) -> dict[str, object]:
-    """Measure the norms before and after the layers, and the factor between the embedding table and x^0."""
+    """Measure the embedding's norm and scale, the final norm, and the norms on queries, keys and values."""
     facts: dict[str, object] = {"embedding_norm": "none", "embedding_scale": None, "final_norm": "none"}
     points = {("x0", ""): structure.layers[0].input}
     sites = {"embedding_norm": structure.embedding_norm, "final_norm": structure.final_norm}
@@ -532,7 +532,7 @@ def _inputs(model: nn.Module) -> dict[str, torch.Tensor]:
     sizes = {v for v in vars(text).values() if isinstance(v, int)} if text is not None else set()
     size = token_rows(model) or _FEW_TOKENS
     most = getattr(text, "max_position_embeddings", None) or -1
-    most = most if most > 0 else _LENGTHS[-1]  # XLNet's -1 is no limit
+    most = most if most > 0 else _LENGTHS[-1]  # -1 means no limit (XLNet)
     length = next((n for n in _LENGTHS if n not in sizes and n <= most), min(_LENGTHS[0], most))
     low = 6 if size > 16 else 0
     generator = torch.Generator().manual_seed(0)
@@ -553,7 +553,7 @@ def _model_of(given: nn.Module | PreTrainedConfig | str | Path) -> tuple[nn.Modu
         return _random_model(given)
     folder = Path(given).expanduser()
     if not folder.exists():
-        if len(folder.parts) == 2 and not folder.is_absolute():  # OWNER/NAME: its config.json alone
+        if len(folder.parts) == 2 and not folder.is_absolute():  # OWNER/NAME on the hub: read only config.json
             return _random_model(read_config(folder, "model", weights=False))
         if str(given) not in transformers.CONFIG_MAPPING:
             refusal = unknown("model", str(given), transformers.CONFIG_MAPPING)
@@ -571,7 +571,7 @@ def _model_of(given: nn.Module | PreTrainedConfig | str | Path) -> tuple[nn.Modu
 
 
 def _random_model(config: PreTrainedConfig) -> tuple[nn.Module, list[str]]:
-    """Build a model with random weights from its configuration. Lamina shrinks large configurations."""
+    """Build a model with random weights from a configuration, and shrink a large configuration first."""
     note, count = "Lamina built the model from its configuration alone, with random weights", _size(config)
     fewer_layers = (
         f". The model has only {_FEW_LAYERS} layers and {_FEW_TOKENS} tokens in the vocabulary, so factors that depend "
@@ -621,7 +621,6 @@ def _size(config: PreTrainedConfig) -> int:
 
 
 def _smaller(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the configuration with few layers and a small vocabulary."""
     small = copy.deepcopy(config)
     text = backbone_of(small)
     layers = getattr(text, "num_hidden_layers", None)
@@ -636,7 +635,7 @@ def _smaller(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _with_fewer_heads(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the configuration with an eighth of the heads, if all sizes are divisible. The heads keep their width."""
+    """Divide the numbers of heads and channels by 8, if all sizes are divisible. A head keeps its width."""
     small = copy.deepcopy(config)
     text = backbone_of(small)
     heads, shared = text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads
@@ -652,7 +651,7 @@ def _with_fewer_heads(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _narrower(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the configuration with few experts and feed-forward channels. Placements do not depend on these sizes."""
+    """Reduce the numbers of experts and feed-forward channels, because placements do not depend on these sizes."""
     small = copy.deepcopy(config)
     text = backbone_of(small)
     for name, value in list(vars(text).items()):

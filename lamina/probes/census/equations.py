@@ -1,7 +1,7 @@
 """Fit the equation of each addition to the residual stream, from the tensors of one forward pass.
 
-The possible terms are the sub-layers' outputs and a skip: the residual stream, the layer's input, a norm's output or
-the embedding. Lamina chooses the simplest sum of terms that equals the measured sum up to rounding.
+An equation's terms are the sub-layers' outputs and a skip: the residual stream, the layer's input, a norm's output or
+the embedding. Lamina chooses the simplest sum of terms that equals the measured sum, within rounding error.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from lamina.probes.structure.sites import LayerSite, NormSite, Point, Structure,
 Tensors: TypeAlias = Mapping[Hashable, torch.Tensor]
 Watch: TypeAlias = Callable[[Mapping[Hashable, Point]], Tensors]
 STREAM, BLOCK_INPUT, NORMED, EMBEDDING = "stream", "block_input", "the norm's output", "embedding"
-# What a skip may carry, the simplest first.
+# The tensors that a skip may carry, simplest first.
 _SKIPS = ((STREAM,), (BLOCK_INPUT,), (STREAM, BLOCK_INPUT), (NORMED,), (STREAM, EMBEDDING), (STREAM, NORMED))
 ONE, NUMBER, CHANNEL = "one", "number", "channel"
-# What the skips and the branches are multiplied by, the simplest first.
+# The factors of the skips and of the branches, simplest first.
 _FACTORS = ((NUMBER, ONE), (NUMBER, NUMBER), (ONE, CHANNEL), (CHANNEL, ONE), (CHANNEL, CHANNEL))
-ROUNDING = 32 * torch.finfo(torch.float32).eps  # of a sum, as a share of its largest term
-_APART = 1e-4  # of two factors that are not the same
-_MOVED = 1e-3  # a factor that changes by more of itself when the layer's own parameters do is learned
-_ROUGHLY = 1e-2  # of a norm's largest output: what is further off is another norm
+ROUNDING = 32 * torch.finfo(torch.float32).eps  # largest rounding error of a sum, divided by its largest term
+_APART = 1e-4  # tolerance of a + b = 1 in a coupling
+_MOVED = 1e-3  # relative change above which a factor is learned, after a change of the layer's parameters
+_ROUGHLY = 1e-2  # largest error of the right kind of norm, divided by the norm's largest output
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class Factor:
 
     value: float = 1.0  # the mean over channels, if by_channel
     by_channel: bool = False
-    learned: str = "no"  # or the parameter's shape
+    learned: str = "no"  # no, scalar or vector
 
     def __str__(self) -> str:
         if self.learned != "no":
@@ -53,26 +53,26 @@ class Factor:
 class BranchTerm:
     """A sub-layer's term in an equation: ``scale * out_norm(module(pre_scale * pre_norm(x)))``.
 
-    x is the residual stream. For parallel sub-layers, x is the block's input.
+    x is the residual stream, or the block's input if ``beside`` is true (parallel sub-layers).
     """
 
     kind: str
     path: str
     norms: Mapping[str, str]
     scale: Factor
-    pre_scale: Factor | None  # None if the module's input is not a multiple of the norm's output
+    pre_scale: Factor | None  # None if the module's input is no multiple of pre_norm(x)
     beside: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sum:
-    """The equation of one addition to the residual stream, which adds one sub-layer or parallel sub-layers."""
+    """The equation of one addition to the residual stream. Parallel sub-layers share one equation."""
 
     branches: tuple[BranchTerm, ...]
     skip: Mapping[str, Factor]
     post_norm: str | None
-    coupling: str  # none, lerp (factors a of the skip and b of the branch: a + b = 1) or variance (a^2 + b^2 = 1)
-    error: float  # largest difference from the layer's sum, as a share of its largest value
+    coupling: str  # of the factors a (skip) and b (branch): none, lerp (a + b = 1) or variance (a^2 + b^2 = 1)
+    error: float  # largest difference from the measured sum, divided by the largest value
 
     def text(self) -> str:
         """Return the equation, such as ``y = rms(64 stream + attention(rms(stream)))``."""
@@ -94,12 +94,11 @@ class Sum:
 def sums_of(structure: Structure, watch: Watch, others: Sequence[nn.Module] = ()) -> list[list[Sum]]:
     """Fit the equation of every addition to the residual stream.
 
-    A second pass with changed scales shows which scales are learned.
+    To find learned scales, Lamina changes the layers' own parameters in a second pass.
 
     Args:
-        structure: the model's layers
-        watch: runs the model and returns the tensors at points
-        others: modules whose parameters the second pass does not change
+        watch: a function that runs the model and returns the tensors at points
+        others: the modules whose parameters do not change in the second pass
     """
     groups = [_groups(site) for site in structure.layers]
     points = {key: point for site, found in zip(structure.layers, groups, strict=True) for key, point in _points(site)}
@@ -122,7 +121,7 @@ def sums_of(structure: Structure, watch: Watch, others: Sequence[nn.Module] = ()
 
 
 def _groups(site: LayerSite) -> list[list[tuple[int, SublayerSite]]]:
-    """Group parallel sub-layers: no module reads the residual stream between the additions of a group."""
+    """Group sub-layers that are parallel: no module reads the residual stream between the additions of a group."""
     groups: list[list[tuple[int, SublayerSite]]] = [[]]
     for number, sublayer in enumerate(site.sublayers):
         if groups[-1] and groups[-1][-1][1].after is not None and groups[-1][-1][1].after is not sublayer.after:
@@ -153,7 +152,7 @@ def watched_rows(root: nn.Module, inputs: Mapping[str, torch.Tensor], points: Ma
 
 
 def _own_parameters(site: LayerSite, more: Sequence[nn.Module]) -> list[nn.Parameter]:
-    """Return a layer's parameters outside its norms and outside modules with a weight matrix."""
+    """Return a layer's parameters, without parameters of norms and of modules with a weight matrix."""
     parts = [module for sublayer in site.sublayers for _, module in sublayer.modules]
     parts = [module for module in parts if any(parameter.ndim > 1 for parameter in module.parameters())]
     parts += [*more, *(norm.module for sublayer in site.sublayers for norm in sublayer.norms)]
@@ -178,8 +177,6 @@ def changed(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 
 
 class _Fit:
-    """The fit of one equation."""
-
     def __init__(
         self, site: LayerSite, group: list[tuple[int, SublayerSite]], tensors: Tensors, embedding: torch.Tensor
     ):
@@ -211,7 +208,7 @@ class _Fit:
             self._solve(branches)
 
     def _solve(self, branches: list[torch.Tensor]) -> None:
-        """Find the simplest factors whose error is only rounding."""
+        """Find the simplest equation that fits within rounding error."""
         largest = max(float(tensor.abs().max()) for tensor in (self.total, self.stream, *branches)) or 1.0
         for skips_have, branches_have in _FACTORS:
             for names in _SKIPS:
@@ -231,7 +228,7 @@ class _Fit:
                     return
 
     def sum(self) -> Sum:
-        """Return the equation. If no equation fits, its skip is empty."""
+        """Return the equation, with an empty ``skip`` if no equation fits."""
         factors = [as_factor(f) for f in self.factors] or [Factor()] * (len(self.names) + len(self.group))
         skip = dict(zip(self.names, factors, strict=False))
         branches = []
@@ -260,7 +257,7 @@ class _Fit:
         return next((k for k, total in kinds.items() if inside and float((total - 1).abs().max()) < _APART), "none")
 
     def pre_factor(self, number: int, sublayer: SublayerSite) -> torch.Tensor | None:
-        """Return the factor from the pre-norm's output to the module's input, or None if there is no such factor."""
+        """Return the factor from the pre-norm's output to the module's input, or None if the input is no multiple."""
         entry = self.tensors.get((self.site.index, number, "entry"))
         normed = self.tensors.get((self.site.index, number, "pre_norm", "output"))
         norm = next((norm for norm in sublayer.norms if norm.role == "pre_norm"), None)
@@ -294,9 +291,9 @@ def as_factor(values: torch.Tensor) -> Factor:
 
 
 def norm_kind(norm: nn.Module, x: torch.Tensor, y: torch.Tensor) -> str:
-    """Return the kind of norm that maps x to y: rms, layer, "group of G" (for G groups), or other.
+    """Return the kind of norm that maps x to y, both [vectors, channels]: rms, layer, "group of G" (G groups) or other.
 
-    Lamina applies each kind to x [vectors, channels] with the module's epsilon, and fits the result to y.
+    Lamina applies each kind to x with the module's epsilon, and fits a gain per channel (and a bias for layer) to y.
     """
     channels, eps = x.shape[-1], NormStyle.of(norm).eps
     if y.shape != x.shape:
@@ -317,13 +314,13 @@ def norm_kind(norm: nn.Module, x: torch.Tensor, y: torch.Tensor) -> str:
 
 
 def _learned(before: _Fit, after: _Fit, found: Sum) -> Sum:
-    """Mark the factors that changed together with the layer's scales as learned."""
+    """Mark the factors that changed between the two passes as learned."""
     if not (before.factors and after.factors and before.names == after.names):
         return found
     skip = {
         name: _marked(factor, before.factors[i], after.factors[i])
         if bool(before.skips[name].any())
-        else as_factor(after.factors[i])  # ReZero's branches are nothing at its start
+        else as_factor(after.factors[i])  # the skip is 0 in the first pass (after ReZero's branches, which start at 0)
         for i, (name, factor) in enumerate(found.skip.items())
     }
     branches = []

@@ -1,4 +1,7 @@
-"""Find what a norm inside an attention module acts on: change the norm's output, and see which tensors change."""
+"""Find the tensor on which a norm inside an attention module acts, such as the queries.
+
+Lamina changes the norm's output, and compares the outputs of the module.
+"""
 
 from __future__ import annotations
 
@@ -14,22 +17,22 @@ from lamina.probes.structure.hooks import forward, intercept
 from lamina.probes.structure.sites import NormSite, Point, SublayerSite
 
 QUERY, KEY, VALUE, OUTPUT = "queries", "keys", "values", "the output"
-_MOVED = 1e-6  # of the largest value: less is rounding
+_MOVED = 1e-6  # smallest change that is not rounding, divided by the largest value
 
 
 @dataclass(frozen=True, kw_only=True)
 class InnerNorm:
-    """A norm inside a sub-layer."""
+    """A norm inside a sub-layer's module."""
 
     path: str
     inside: str  # the sub-layer's kind
     on: str  # queries, keys, values, "the output" (before the last projection) or "" (unknown)
     kind: str
-    scope: str  # head, full (all heads' channels) or latent (a low-rank state before another projection)
+    scope: str  # head (one head), full (all heads) or latent (a low-rank state before another projection)
 
 
 def inner_norms(sublayer: SublayerSite, root: nn.Module, inputs: Mapping[str, torch.Tensor]) -> list[InnerNorm]:
-    """Measure the norms inside one sub-layer, with three forward passes per norm."""
+    """Measure the norms inside one sub-layer. Each norm takes three forward passes."""
     norms = []
     for norm in sublayer.norms:
         if norm.role != "inner_norm" or sublayer.entry is None:
@@ -43,7 +46,7 @@ def inner_norms(sublayer: SublayerSite, root: nn.Module, inputs: Mapping[str, to
 
 
 def mixes(entry: Point, out: Point, root: nn.Module, inputs: Mapping[str, torch.Tensor]) -> bool:
-    """Return whether a sub-layer's output at a token depends on other tokens, unlike a feed-forward's output."""
+    """Return whether a sub-layer mixes tokens: its output at one token depends on other tokens."""
     seen: list[torch.Tensor] = []
     middle = next(iter(inputs.values())).shape[1] // 2
 

@@ -24,12 +24,12 @@ from lamina.probes.structure.proof import combination
 from lamina.probes.structure.sites import LayerSite, Point, Structure
 
 Tensors: TypeAlias = Mapping[Hashable, torch.Tensor]
-_Given: TypeAlias = dict[int, dict[int, torch.Tensor]]  # by a reader's place and the state's index: [tokens, width]
-_Made: TypeAlias = dict[int, tuple[torch.Tensor, ...]]  # by a reader's place: what it gives, in the order of ``into``
+_Given: TypeAlias = dict[int, dict[int, torch.Tensor]]  # by reader number and state number: [tokens, width]
+_Made: TypeAlias = dict[int, tuple[torch.Tensor, ...]]  # by reader number: the outputs, in the order of ``into``
 THE_STREAM, SO_FAR = "the stream", -1
 NORMS_OF_WAYS = ("pre_norm", "key_norm", "value_norm")
 _WAYS = ("queries", "keys", "values", THE_STREAM)
-_WEIGHT = 1e-3  # a state whose weight is below in both passes is not read
+_WEIGHT = 1e-3  # a layer does not read a state with a smaller weight in both passes
 _MOVED, _SAME = 1e-3, 1e-4
 
 
@@ -37,8 +37,8 @@ _MOVED, _SAME = 1e-3, 1e-4
 class StateRead:
     """A weighted sum of earlier hidden states that a layer reads instead of the residual stream."""
 
-    into: str  # the reader: the stream itself, queries, keys, values, or a sub-layer
-    states: tuple[int, ...]  # l for x^l, -1 for the residual stream inside the layer
+    into: str  # the use of the sum: the stream, queries, keys, values, or the kind of a sub-layer
+    states: tuple[int, ...]  # l for x^l, -1 for the stream between two sub-layers
     weights: str  # constant | learned | by token
     shares: bool  # whether the weights are positive and sum to 1
     error: float
@@ -55,7 +55,7 @@ class _Reader:
     """A module that computes weighted sums of earlier hidden states."""
 
     module: nn.Module
-    layer: int  # the number of layers for the final norm
+    layer: int  # the layer's index, or the number of layers for the final norm
     into: tuple[str, ...]  # the use of each output, such as "queries"
 
 
@@ -72,7 +72,7 @@ class MemoryLayers:
         return [reader.module for reader in self.readers]
 
     def watch(self, points: Mapping[Hashable, Point]) -> Tensors:
-        """Return the tensors at the points. A sum that replaces the residual stream becomes the layer's input."""
+        """Return the tensors at the points. If a layer reads a sum instead of the stream, its input is the sum."""
         with self._noted():
             tensors = dict(watched_rows(self.root, self.inputs, points))
         width = self.structure.hidden_size
@@ -88,7 +88,7 @@ class MemoryLayers:
         return tensors
 
     def _part_ways(self, tensors: dict[Hashable, torch.Tensor], layer: int, parts: list[torch.Tensor], w: int) -> None:
-        """If a tensor joins the inputs of queries, keys and values with equal factors, keep the queries' part."""
+        """If one tensor joins the inputs of queries, keys and values with equal factors, keep the queries' input."""
         entry = tensors.pop((layer, 0, "entry"))
         if entry.shape[-1] != len(parts[:-1]) * w:
             return
@@ -105,10 +105,10 @@ class MemoryLayers:
             tensors[layer, 0, "entry"] = entry[:, :w]
 
     def reads(self) -> list[list[StateRead]]:
-        """Fit the hidden states that each layer reads. The last entry is for the final norm.
+        """Fit the weights of the hidden states that each layer reads. The last entry is for the final norm.
 
-        Lamina replaces each hidden state with different random numbers, so that only one set of weights fits. A second
-        pass with changed parameters shows which weights are learned.
+        Lamina replaces each hidden state with random numbers, so that only one set of weights fits. To find learned
+        weights, Lamina changes the readers' parameters in a second pass.
         """
         parameters = [parameter for reader in self.readers for parameter in reader.module.parameters()]
         with self._noted(noise=True) as before:
@@ -124,7 +124,7 @@ class MemoryLayers:
 
     @contextmanager
     def _noted(self, noise: bool = False) -> Iterator[tuple[_Given, _Made]]:
-        """Record the inputs and outputs of the modules that sum hidden states. ``noise`` makes the inputs random."""
+        """Record the outputs of the modules that sum hidden states. ``noise`` replaces and records the inputs, too."""
         given, made = _Given(), _Made()
         self.made, last = made, self.structure.num_layers
         states: dict[int, torch.Tensor] = {}
@@ -176,7 +176,7 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Fit:
-    """The fit of one weighted sum of hidden states, with weights [tokens, states] or [1, states]."""
+    """The fit of one weighted sum of hidden states: weights [tokens, states], or [1, states] for equal weights."""
 
     def __init__(self, place: int, number: int, given: _Given, made: _Made):
         self.states = tuple(sorted(given[place], key=lambda state: (state == SO_FAR, state)))
@@ -235,7 +235,7 @@ def _readers(structure: Structure) -> Iterator[_Reader]:
 
 
 def memories_of(spec: str, reads: Sequence[Sequence[StateRead]]) -> list[str]:
-    """Return the placement with each ``wiring`` option that reads the measured hidden states, simplest option first."""
+    """Return the placement with each ``wiring`` that reads the measured hidden states, smallest size first."""
     specs: dict[str, str] = {}
     layers = len(reads) - 1
     for more in ({}, *({"size": size} for size in range(1, layers + 1))):
@@ -250,12 +250,12 @@ Form: TypeAlias = list[tuple[str, tuple[int, ...], str, bool]]
 
 
 def _form(reads: Sequence[StateRead]) -> Form:
-    # A single state's share is 1, learned or not.
+    # The weight of a single state is 1, so Lamina cannot tell whether the weight is learned.
     return [(r.into, r.states, BY_TOKEN if r.shares and len(r.states) == 1 else r.weights, r.shares) for r in reads]
 
 
 def _reads_of(plan: Plan) -> list[Form]:
-    """Return the hidden states that a placement's layers and final norm read, in the format of ``_form``."""
+    """Return the hidden states that a placement's layers and final norm read, as ``_form`` describes measured reads."""
     found: list[Form] = []
     kept: tuple[int, ...] = ()
     depth = any(getattr(layer, half).reads_memory for layer in plan.layers for half in SUBLAYERS)

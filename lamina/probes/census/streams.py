@@ -1,4 +1,4 @@
-"""Fit how each sub-layer reads, mixes and writes several residual streams."""
+"""Fit the weights with which sub-layers read, mix and write several residual streams."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from lamina.probes.structure.tracing import Call, trace
 
 CONSTANT, LEARNED, BY_TOKEN, BY_CHANNEL = "constant", "learned", "by token", "by channel"
 _OF_PLANS = {"constant": CONSTANT, "learned": LEARNED, "tanh": BY_TOKEN, "sigmoid": BY_TOKEN, "gate": BY_CHANNEL}
-_SAME = 1e-4  # of weights, as a share of the largest; of streams that are alike, the smallest singular value
-_MOVED = 1e-3  # of weights that are each token's own, or learned
-_BALANCED = 2e-2  # of a row's or a column's sum: Sinkhorn's iterations stop before 1
+_SAME = 1e-4  # relative tolerance of weights, and of the smallest singular value of equal streams
+_MOVED = 1e-3  # relative change above which weights differ between tokens, or are learned
+_BALANCED = 2e-2  # relative tolerance of row and column sums, because Sinkhorn's iterations stop early
 Weights: TypeAlias = tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]  # r, w and M of each token
-Pair: TypeAlias = tuple[Call, torch.Tensor, torch.Tensor]  # a call, what it got and what it gave
+Pair: TypeAlias = tuple[Call, torch.Tensor, torch.Tensor]  # a call, an input and the output
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,12 +54,12 @@ class StreamSum:
     pre_scale: Factor
     skip: str
     mix: str  # identity, sinkhorn (equal sums of rows and columns), free, or "" (unknown: the streams are equal)
-    own: tuple[str, ...]  # each stream's norm: stream (it changes the stream), read (only the read values) or "" (none)
+    own: tuple[str, ...]  # each stream's norm: stream (on the stream), read (on the read values only) or "" (none)
     normed: tuple[bool, ...]  # the streams with a post_norm (empty: all)
-    error: float  # largest difference from the model's sum, as a share of its largest value
+    error: float  # largest difference from the measured sum, divided by the largest value
     skip_scale: Factor = field(default_factory=Factor)
     kind: str = ""
-    read: str = BY_CHANNEL  # constant, learned, by token, or by channel (it reads no weighted sum of streams)
+    read: str = BY_CHANNEL  # constant, learned, by token, or by channel (not a weighted sum of streams)
     write: str = CONSTANT
     writes: tuple[float, ...] = ()
 
@@ -110,7 +110,7 @@ def _form(sublayer: Sublayer) -> tuple[object, ...]:
 
 
 def _writes(sublayer: Sublayer, one: StreamSum) -> bool:
-    """Return whether constant write weights equal the plan's weights. Weights that are not constant always match."""
+    """Return whether constant write weights equal the plan's weights. Other weights always match."""
     if one.write != CONSTANT or sublayer.streams is None:
         return True
     expected = [sublayer.out_scale * write for write in sublayer.streams.write]
@@ -125,21 +125,21 @@ class StreamLayers:
         self.model, self.run = model, partial(trace, model, {**inputs, **more})
         self.size, self.width = next(iter(inputs.values())).shape[:2], width
         self.n, self.layers, self.record = 1, list[nn.Module](), self.run()
-        self.scalars = list[bool]()  # by layer: whether it has a learned number besides its weights r, w and M
-        self.entries: dict[str, Point] = {}  # what goes into a sub-layer's module, by its path
+        self.scalars = list[bool]()  # by layer: whether the layer has a learned scalar
+        self.entries: dict[str, Point] = {}  # the inputs of the sub-layers' modules, by path
         holders = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
         members = {id(layer): list(holder) for holder in holders for layer in holder}
         for call in self.record.calls:
             most = max(map(self._widths, call.inputs.values()), default=0) if id(call.module) in members else 0
-            if most > 1 and self._widths(call.output) == most:  # else a layer reads more, and hands on one
+            if most > 1 and self._widths(call.output) == most:  # not a layer that reads several streams and returns one
                 self.n, self.layers = most, members[id(call.module)]
                 break
 
     def sums(self) -> list[list[StreamSum]]:
-        """Fit the equation of every sub-layer. A layer without a fit has no equations.
+        """Fit the equation of every sub-layer. A layer that does not fit has an empty list.
 
-        Lamina adds noise to each layer's streams, so that all streams differ. A second pass with changed parameters
-        shows which weights are learned.
+        Lamina adds noise to each layer's streams, so that all streams differ. To find learned weights, Lamina changes
+        the layers' own parameters in a second pass.
         """
         with self._stirred() as stirred:
             self.record = self.run()
@@ -160,7 +160,7 @@ class StreamLayers:
         return [[_judged(*one) for one in zip(a, b, strict=True)] if len(a) == len(b) else [] for a, b in pairs]
 
     def structure(self) -> Structure:
-        """Return the layers, and the norms right before and right after the layers."""
+        """Return the layers without sub-layers, and the norms before and after the layers."""
         calls = self._calls()
         layers = []
         for index, call in enumerate(calls):
@@ -177,7 +177,7 @@ class StreamLayers:
         return Structure(tuple(layers), self.width, embedding, before, behind, head=None)
 
     def _widths(self, value: int) -> int:
-        """Return a tensor's number of channels per token, divided by the hidden size, or 0 for a fractional result."""
+        """Return a tensor's channels per token divided by the hidden size, or 0 if the result is no whole number."""
         shape = torch.Size(self.record.shapes[value]) if value >= 0 and self.record.floating[value] else torch.Size()
         fits = len(shape) > 2 and shape[:2] == self.size and shape[-1] % self.width == 0
         return shape.numel() // (self.size.numel() * self.width) if fits else 0
@@ -214,7 +214,7 @@ class StreamLayers:
             yield stirred
 
     def _readers(self, layer: Call) -> list[Call]:
-        """Return the outermost calls in a layer that take all streams, but do not return all streams."""
+        """Return the outermost module calls in a layer that read all streams and return fewer."""
 
         def reads(call: Call) -> bool:
             return call is layer or any(self._widths(value) == self.n for value in call.inputs.values())
@@ -251,7 +251,7 @@ class StreamLayers:
     def _sum(
         self, x: torch.Tensor, sources: Mapping[str, torch.Tensor], own: tuple[str, ...], calls: Sequence[Call]
     ) -> tuple[StreamSum, Weights] | None:
-        """Fit the equation of x. Return the equation and each token's weights, or None if no equation fits."""
+        """Fit the equation of the streams x after a sub-layer. Return the equation and all tokens' weights, or None."""
         norms, total, normed = dict[str, str](), x.clone(), [False] * self.n
         narrow, last = self._pairs(calls, 1), set[Call]()
         for call, given, made in [*narrow, *self._pairs(calls, self.n)]:
@@ -261,7 +261,7 @@ class StreamLayers:
                     total[:, i], normed[i] = given[:, j], True
                     norms["post_norm"] = norm_kind(call.module, given.flatten(0, 1), made.flatten(0, 1))
                     last.add(call)
-        narrow = [pair for pair in narrow if pair[0] not in last]  # a normed sum is a token's factor times the sum
+        narrow = [pair for pair in narrow if pair[0] not in last]  # a post-norm fits any sum with a factor per token
         for (skip, source), (_, _, branch) in product(sources.items(), narrow[::-1]):
             weights, error = by_token(total, torch.cat([source, branch], dim=1))
             if error > ROUNDING or float(weights[:, -1].abs().max()) < _SAME:
@@ -297,7 +297,7 @@ class StreamLayers:
 
 
 def by_token(total: torch.Tensor, terms: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """Fit each total as a weighted sum of terms at each token. Return factors [tokens, terms, totals] and the error."""
+    """Fit totals as weighted sums of terms, token by token. Return weights [tokens, terms, totals] and the error."""
     largest = float(max(total.abs().max(), terms.abs().max())) or 1.0
     if not math.isfinite(largest):
         return torch.zeros(len(total), terms.shape[1], total.shape[1], dtype=total.dtype), math.inf
@@ -311,7 +311,7 @@ def _unit(x: torch.Tensor) -> torch.Tensor:
 
 
 def _norms_apart(x: torch.Tensor, y: torch.Tensor) -> tuple[str, ...] | None:
-    """Mark the streams that a norm changed. Return None if another operation changed a stream."""
+    """Mark the streams that changed by a norm from x to y. Return None if a stream changed in another way."""
     norms = []
     for before, after in zip(x.unbind(1), y.unbind(1), strict=True):
         same = torch.equal(before, after)
@@ -324,7 +324,7 @@ def _norms_apart(x: torch.Tensor, y: torch.Tensor) -> tuple[str, ...] | None:
 def _read(
     hidden: torch.Tensor, streams: torch.Tensor, own: tuple[str, ...]
 ) -> tuple[torch.Tensor | None, tuple[str, ...]]:
-    """Fit the hidden state as a weighted sum of streams. Return the weights [tokens, n] and the norm on each stream."""
+    """Fit a module's input as a weighted sum of streams. Return weights [tokens, n] and the norm on each stream."""
     weights, error = by_token(hidden, streams)
     if error <= ROUNDING:
         return weights[..., 0], own
@@ -336,9 +336,9 @@ def _read(
 
 
 def _judged(before: tuple[StreamSum, Weights], after: tuple[StreamSum, Weights]) -> StreamSum:
-    """Return the second pass's equation, with weights that are constant, learned or different for each token."""
+    """Return the equation from two passes, which marks weights as constant, learned or different by token."""
     one, (read, write, mix) = after
-    earlier = before[0].skip  # streams apart may span the block's input
+    earlier = before[0].skip  # streams that differ may add up to the block's input
     skip = earlier if one.skip == UNSEEN or earlier not in (STREAM, UNSEEN) else one.skip
     result = replace(one, skip=skip, write=_moves(before[1][1], write), error=max(one.error, before[0].error))
     if result.write == CONSTANT:
@@ -361,7 +361,7 @@ def _judged(before: tuple[StreamSum, Weights], after: tuple[StreamSum, Weights])
 
 
 def _moves(before: torch.Tensor, after: torch.Tensor) -> str:
-    """Return whether weights are constant, learned or different for each token."""
+    """Return "constant", "learned" or "by token" for weights of two passes."""
     limit, middle = _MOVED * float(after.abs().max()), after.median(0).values
     if float((after - middle).abs().amax(1).median()) > limit:
         return BY_TOKEN

@@ -1,7 +1,4 @@
-"""Find the layers of a model in the record of one forward pass.
-
-Lamina follows the residual stream through each layer, and finds the tensors that the layer's modules add to the stream.
-"""
+"""Find a model's layers and sub-layers by following the residual stream through one forward pass."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ from lamina.probes.structure.tracing import Call, Factor, Op, Trace, trace
 class Branch:
     """The tensor that one module adds to the residual stream."""
 
-    source: Call  # its output, times factor, is what is added
+    source: Call  # the module adds this call's output times ``factor``
     factor: Factor = None
     kind: str = "feed_forward"
     norms: list[tuple[str, Call]] = field(default_factory=list)
@@ -36,7 +33,7 @@ class Branch:
 
 @dataclass(eq=False)
 class Addition:
-    """One addition to the residual stream. Parallel attention and feed-forward are two branches of one addition."""
+    """One sum on the residual stream. Parallel attention and feed-forward are two branches of one sum."""
 
     op: Op
     branches: list[Branch]
@@ -61,12 +58,12 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Tag:
-    """Whether a tensor is the residual stream, a normed copy of the stream, or the output of a branch."""
+    """Mark a tensor as the residual stream, as a normed copy of the stream, or as the output of a branch."""
 
     kind: str  # stream | normed | branch
     parts: tuple[_Part, ...] = ()
-    norm: Call | None = None  # of "normed": the norm; of "branch": the out_norm after it
-    sum: int = -1  # of "stream" and "normed": the value of the sum that it is, or is a norm of
+    norm: Call | None = None  # the norm that made a "normed" tensor, or the out_norm of a "branch"
+    sum: int = -1  # tensor number of the "stream", or of the stream before the norm of a "normed" tensor
 
 
 @dataclass(frozen=True)
@@ -74,7 +71,7 @@ class _Sum:
     op: Op
     skips: tuple[_Tag, ...]
     branches: tuple[_Tag, ...] | None  # None if the added tensor is the stream or no module's output
-    whole: bool = False  # whether a tensor that no module returns has the stream's shape
+    whole: bool = False  # whether a tensor that no module returns fills the stream's shape
 
 
 class TracedLayer:
@@ -83,20 +80,20 @@ class TracedLayer:
     def __init__(self, call: Call, record: Trace, *, describe: bool = True):
         self.call, self.record = call, record
         self.shape: tuple[int, ...] = record.shapes[call.output] if call.output >= 0 else ()
-        # ``argument``: where the stream is among the call's arguments
+        # ``argument``: the position or keyword of the stream among the call's arguments
         self.argument, start = next(
             ((k, v) for k, v in call.inputs.items() if record.shapes[v] == self.shape and record.floating[v]), (0, -1)
         )
         low, high = (bisect.bisect_left(record.ops, t, key=lambda op: op.time) for t in (call.began, call.ended))
         self.calls, self.ops = inside(call), record.ops[low:high]
         self.additions: list[Addition] = []
-        self.breaks: list[int] = []  # times at which something that no module returns was added
-        self.reads: dict[int, int] = {}  # of a norm: the sum that it norms, -1 for another norm
-        self.carried = {start}  # sums that go on as they are
-        self.post: set[int] = set()  # norms whose output goes on as the stream
-        self.out: set[int] = set()  # norms after a branch
+        self.breaks: list[int] = []  # times of additions of a tensor that no module returns
+        self.reads: dict[int, int] = {}  # by norm: number of the stream tensor that it reads, -1 after another norm
+        self.carried = {start}  # stream tensors that the output or a later sum reads without a norm
+        self.post: set[int] = set()  # norms whose output becomes the stream
+        self.out: set[int] = set()  # norms on a branch's output
         self.tags: dict[int, _Tag] = {start: _Tag("stream", sum=start)}
-        self.sums: dict[int, _Sum] = {}  # by their values
+        self.sums: dict[int, _Sum] = {}  # by the tensor number of the result
         events: list[tuple[int, Call | Op]] = [(c.ended, c) for c in self.calls]
         events += [(o.time, o) for o in self.ops]
         for _, event in sorted(events, key=lambda e: e[0]):
@@ -106,7 +103,7 @@ class TracedLayer:
                 self._operate(event)
         self._keep_sums_of_the_stream()
         self._carry(self.tags.get(call.output))
-        # Whose sum goes on nowhere else is a norm of the stream, too: FuseNorm's skip is the block's input.
+        # If only a norm reads a sum, the norm is a post-norm, too (FuseNorm, in which the skip is the block's input).
         self.post |= {norm for norm, value in self.reads.items() if value >= 0 and value not in self.carried}
         if describe:
             self.same = {op.outputs[0]: op.inputs[0] for op in self.ops if op.kind == "same"}
@@ -120,10 +117,7 @@ class TracedLayer:
         return False
 
     def _keep_sums_of_the_stream(self) -> None:
-        """Keep only the additions whose result becomes the call's output or the input of a norm (as in FuseNorm).
-
-        For example, RWKV adds the previous token's hidden state only as an input of its projections.
-        """
+        """Drop the additions that lead neither to the call's output nor to a norm, such as RWKV's token shift."""
         last = self.tags.get(self.call.output)
         waiting = [last.sum] if last is not None and last.kind != "branch" else []
         waiting += [value for value in self.reads.values() if value in self.sums]
@@ -150,20 +144,20 @@ class TracedLayer:
         value = call.output
         if value < 0 or not self._fits(value):
             return
-        if value in call.inputs.values():  # dropout in evaluation mode, an identity
+        if value in call.inputs.values():  # the module returns its input, as dropout does in evaluation mode
             return
         tag = self.tags.get(value)
         if call.is_norm:
             before = next((self.tags[v] for v in call.inputs.values() if v in self.tags), None)
             if before is not None and before.kind in ("stream", "normed"):
                 self.tags[value] = _Tag("normed", norm=call, sum=before.sum)
-                # The norm of a norm is the next module's own, unless its output goes on.
+                # A norm of a normed tensor belongs inside the next module, unless the norm's output becomes the stream.
                 self.reads[id(call)] = before.sum if before.kind == "stream" else -1
             elif before is not None:
                 self.tags[value] = _Tag("branch", (_Part(call),), norm=call)
             return
         if tag is not None and tag.kind != "branch":
-            return  # a module that holds the addition, or the norm after it
+            return  # the module contains the addition, or the addition and the norm after the addition
         within = tag is not None and tag.parts and all(p.source.within(call) for p in tag.parts)
         if tag is None or within:
             keeps = tag is not None and tag.norm is not None and tag.norm.output == value
@@ -186,11 +180,11 @@ class TracedLayer:
             return
         tag = tags[index]
         assert tag is not None
-        assert op.factor is not None  # of a scaling
+        assert op.factor is not None  # every scaling has a factor
         factor: Any = op.factor[index]
         if isinstance(factor, torch.Tensor):
             if factor.numel() not in (1, self.shape[-1]):
-                return  # a gate: another tensor of the stream's shape
+                return  # a gate, which has a factor for each token
             factor = float(factor.detach()) if factor.numel() == 1 else factor.detach()
         parts = tuple(
             _Part(p.source, factor if p.factor is None else p.factor * factor if factor is not None else p.factor)
@@ -199,8 +193,8 @@ class TracedLayer:
         self.tags[op.outputs[0]] = replace(tag, parts=parts)
 
     def _fits(self, value: int) -> bool:
-        """Return whether a tensor has the stream's width and number of elements. OPT flattens the other axes."""
-        shape = self.record.shapes[value]
+        """Return whether a tensor is floating-point, with the stream's width and number of elements."""
+        shape = self.record.shapes[value]  # OPT flattens sequences and tokens to one axis
         same = math.prod(shape) == math.prod(self.shape) and shape[-1:] == self.shape[-1:]
         return same and self.record.floating[value]
 
@@ -217,7 +211,7 @@ class TracedLayer:
         if a is None or b is None:
             group = a or b
             if group is not None and group.kind != "branch":
-                # the stream plus something that no module returns: it cannot be watched
+                # the stream plus a tensor that no module returns, so no hook can read the tensor
                 self.sums[out] = _Sum(op, (group,), None, all(self._fits(v) for v in op.inputs))
                 self.tags[out] = _Tag("stream", sum=out)
             return
@@ -241,14 +235,14 @@ class TracedLayer:
             begin = max((m for m in marks if m < end), default=self.call.began)
             for branch in addition.branches:
                 calls = [c for c in units if claimed.get(id(c)) is branch]
-                if len(addition.branches) == 1:  # other calls before it, unless they are another branch's
+                if len(addition.branches) == 1:  # also calls since the last addition, unless another branch has them
                     calls = [c for c in units if c in calls or (id(c) not in claimed and begin < c.began < end)]
                 calls = calls or [branch.source]
                 claimed_elsewhere = [c for c in units if id(c) in claimed and claimed[id(c)] is not branch]
                 self.describe_branch(
                     branch, calls, [o for o in self.ops if _mine(o, calls, claimed_elsewhere, begin, end)]
                 )
-        for number, addition in enumerate(self.additions):  # once all modules are known: two may read one norm (Cohere)
+        for number, addition in enumerate(self.additions):  # when all modules are known (in Cohere, two read one norm)
             addition.after = self._after(addition.op.outputs[0])
             self._give_norms(number, addition, max((m for m in marks if m < addition.op.time), default=self.call.began))
         end = self.additions[-1].op.time if self.additions else 0
@@ -278,7 +272,7 @@ class TracedLayer:
                 branch.pre = self._pre(leaves, ops, down, shape[_first(down)][-1])
 
     def _pre(self, leaves: list[Call], ops: list[Op], down: Call, inner: int) -> Point | None:
-        """Return the point before the nonlinearity: the activation module's input, or the first projection's output."""
+        """Return the point before the nonlinearity: the activation module's input, or a projection's output."""
         for c in leaves:
             x = _first(c)
             is_activation = not _is_projection(c.module) and not _has_parameters(c)
@@ -298,7 +292,7 @@ class TracedLayer:
         return None if key is None else Point(first.module, first.path, "input", first.number, None, key)
 
     def _after(self, value: int) -> Point | None:
-        """Return the point of the residual stream after an addition, or after the norm that follows the addition."""
+        """Return the point of the residual stream after an addition and any post-norm, or None if no module has it."""
         norm = next((c for c in self.calls if id(c) in self.post and value in self._same(c)), None)
         if norm is not None:
             return Point(norm.module, norm.path, "output", norm.number)
@@ -321,13 +315,13 @@ class TracedLayer:
         return values
 
     def _give_norms(self, number: int, addition: Addition, begin: int) -> None:
-        """Assign each norm since the previous addition to a branch."""
+        """Give a role and a branch to each norm between the previous addition and this addition."""
         for norm in (c for c in self.calls if c.is_norm and begin < c.began < addition.op.time):
             if id(norm) in self.out:
                 role = "out_norm"
             elif id(norm) not in self.reads:
                 role = "inner_norm"
-            elif id(norm) in self.post and number > 0:  # of the sum before
+            elif id(norm) in self.post and number > 0:  # the post-norm of the previous addition
                 self.additions[number - 1].branches[-1].norms.append(("post_norm", norm))
                 continue
             else:
@@ -340,7 +334,7 @@ class TracedLayer:
 
 
 def _mine(op: Op, modules: list[Call], others: list[Call], begin: int, end: int) -> bool:
-    """Return whether an operation is inside a branch's modules, or between two additions and in no other branch."""
+    """Return whether an operation runs inside ``modules``, or between ``begin`` and ``end`` outside of ``others``."""
     if any(m.began < op.time < m.ended for m in modules):
         return True
     return begin < op.time < end and not any(m.began < op.time < m.ended for m in others)
@@ -359,14 +353,13 @@ def _first(call: Call) -> int:
 
 def _is_projection(module: nn.Module) -> bool:
     weight = getattr(module, "weight", None)
-    flat = (
-        isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
-    )  # its weight may be a part, of one axis (FSDP1, ZeRO 3)
+    # FSDP1 and ZeRO 3 keep a part of the weight, as a vector.
+    flat = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
     return isinstance(weight, torch.Tensor) and (weight.ndim == 2 or flat) and not isinstance(module, nn.Embedding)
 
 
 def _has_parameters(call: Call) -> bool:
-    inner = call.module.modules()  # FSDP1's views of a flat parameter are no parameters
+    inner = call.module.modules()  # FSDP1 replaces a parameter with a view, which parameters() omits
     return any(True for _ in call.module.parameters()) or any("weight" in vars(module) for module in inner)
 
 
@@ -374,7 +367,6 @@ def find_structure(model: nn.Module, inputs: Mapping[str, torch.Tensor], *, laye
     """Find a model's layers in one forward pass.
 
     Args:
-        model: the model
         inputs: a tiny batch, because Lamina keeps every tensor of the pass in memory
         layers: the module path of the list of layers, such as ``encoder.block``. By default, Lamina finds the list.
 
@@ -408,7 +400,7 @@ def find_structure(model: nn.Module, inputs: Mapping[str, torch.Tensor], *, laye
             f"({others[0][0].path}, ...). To measure another list of layers, give its path with --layers PATH"
         )
     outside = [("other", call.module) for chain in others for call in chain]
-    for call in record.calls:  # those that hold layers are left out
+    for call in record.calls:  # without modules that contain layers
         if call.ended < first.began or call.began > last.ended:
             outside.append(("embedding" if call.ended < first.began else "readout", call.module))
     return Structure(
@@ -430,7 +422,7 @@ def declared_structure(model: nn.Module, record: Trace) -> Structure | None:
     A checkpoint may contain its own copy of Lamina's code, so Lamina compares the names of the classes.
     """
     named = list(model.named_modules())
-    mixers = {type(getattr(part, "mixer", None)).__name__ for _, part in named}  # Mamba's blocks have one, too
+    mixers = {type(getattr(part, "mixer", None)).__name__ for _, part in named}  # Mamba's blocks have a mixer, too
     blocks = [(path, part) for path, part in named if isinstance(getattr(part, "has_memory", None), bool)]
     if not blocks or not ("StreamMixer" in mixers or any(block.has_memory for _, block in blocks)):
         return None
@@ -439,7 +431,7 @@ def declared_structure(model: nn.Module, record: Trace) -> Structure | None:
     parts = dict(last.named_children())
     norm, reader = parts["norm"], parts.get("reader")
     end = None if reader is None else Point(reader, f"{path}.reader", "output")
-    if end is not None and getattr(reader, "spec", {}).get("normed"):  # it norms some of the streams
+    if end is not None and getattr(reader, "spec", {}).get("normed"):  # the reader norms some of the streams
         end = Point(last, path, "output")
     return Structure(
         layers=tuple(_declared_layer(i, path, block, record) for i, (path, block) in enumerate(blocks)),
@@ -483,7 +475,7 @@ _ONE_OF_MEMORY = "The hidden states are the residual stream alone. The model als
 
 
 def _chains(record: Trace) -> list[list[Call]]:
-    """Find sequences of module calls in which each call adds to the residual stream and passes on the sum."""
+    """Find sequences of module calls in which each call adds to the output of the previous call."""
     chains: list[list[Call]] = []
     same = _sources(record.ops)
     for family in _families(record):
@@ -498,7 +490,7 @@ def _chains(record: Trace) -> list[list[Call]]:
 
 
 def _families(record: Trace) -> list[list[Call]]:
-    """Find the calls that add to a residual stream, and group these calls by parent."""
+    """Find the calls that add to a residual stream, and group these calls by parent module."""
     families: dict[int, list[Call]] = {}
     for call in record.calls:
         if call.parent is not None and _carries_stream(call, record):
@@ -510,9 +502,9 @@ def _choose(model: nn.Module, record: Trace, chains: list[list[Call]]) -> list[C
     """Choose the chain of calls that are the model's layers."""
     expected_count = _num_layers(model)
     exact = [chain for chain in chains if len(chain) == expected_count]
-    if not exact:  # something is done to the stream between the layers (YOLOS adds position embeddings)
+    if not exact:  # other code changes the stream between the layers (YOLOS adds position embeddings)
         exact = [f for f in _families(record) if len(f) == expected_count and len({type(c.module) for c in f}) == 1]
-    # Of two of the same length the outer one: it holds the other.
+    # If two chains have this length, take the outer chain, which contains the other chain.
     best = min(exact, key=lambda c: c[0].began) if exact else None
     if best is None and chains and expected_count is None:
         best = max(chains, key=lambda c: (len(c), -c[0].began))
@@ -569,7 +561,7 @@ def _num_layers(model: nn.Module) -> int | None:
     if config is None:
         return None
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    depths = getattr(text, "depths", None)  # of a hierarchy of stages: its num_hidden_layers counts the stages
+    depths = getattr(text, "depths", None)  # the layers of each stage (num_hidden_layers then counts stages)
     if isinstance(depths, list | tuple) and depths and all(isinstance(depth, int) for depth in depths):
         return sum(depths)
     value = getattr(text, "num_hidden_layers", None)
@@ -587,7 +579,7 @@ def _carries_stream(call: Call, record: Trace) -> bool:
 
 
 def _stream_input(call: Call, record: Trace) -> int | None:
-    """Return the number of the first input tensor with the output's shape, or None if no input has this shape."""
+    """Return the tensor number of the first input with the output's shape, or None if no input has this shape."""
     if call.output < 0:
         return None
     shape = record.shapes[call.output]
@@ -600,7 +592,7 @@ def _sources(ops: Iterable[Op]) -> dict[int, int]:
 
 
 def _outer_norm(role: str, record: Trace, *, before: Call | None = None, after: Call | None = None) -> NormSite | None:
-    """Return the norm that runs right before or right after a call."""
+    """Return the norm that runs right before or right after a call, or None."""
     same = _sources(record.ops)  # DeBERTa multiplies the normed embedding by the padding's mask
     for call in record.calls:
         if not call.is_norm:
@@ -652,7 +644,7 @@ def _feed_forward(branch: Branch) -> FeedForward | None:
 
 
 def _feed_forward_within(call: Call, record: Trace) -> FeedForward | None:
-    """Describe the feed-forward inside one module call."""
+    """Return the feed-forward inside one module call, or None."""
     layer, branch = TracedLayer(call, record, describe=False), Branch(call)
     layer.describe_branch(branch, [call], layer.ops)
     return _feed_forward(branch)

@@ -17,14 +17,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lamina.modeling.parts import patched, temporary_hooks, uncompiled
 from lamina.probes.structure.sites import LayerSite, Point, Structure
 
-Output: TypeAlias = Any  # of a module: a tensor, a tuple, a list or a ModelOutput
+Output: TypeAlias = Any  # a module's output: a tensor, a tuple, a list or a ModelOutput
 Args: TypeAlias = tuple[Any, ...]
 Kwargs: TypeAlias = dict[str, Any]
 Key = TypeVar("Key", bound=Hashable)
 
 
 def first_tensor(output: Output) -> torch.Tensor | None:
-    """Return the first tensor of a module's output, or None if the output contains no tensor."""
+    """Return the first tensor of a module's output, or None."""
     if isinstance(output, torch.Tensor):
         return output
     values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else ()
@@ -38,17 +38,14 @@ def stream_of(output: Output) -> torch.Tensor:
 
 
 def refill(output: Output) -> Callable[[torch.Tensor], Output]:
-    """Return a function that rebuilds a module's output with a new first tensor.
-
-    The function keeps no reference to the original tensor.
-    """
+    """Return a function that rebuilds a module's output with a new first tensor."""
     if isinstance(output, torch.Tensor):
         return lambda tensor: tensor
     named = isinstance(output, Mapping)
     keys = list(output) if named else []
     values = [output[key] for key in keys] if named else list(output)
     position = next(i for i, value in enumerate(values) if isinstance(value, torch.Tensor))
-    values[position] = None
+    values[position] = None  # so that ``make`` does not keep the original tensor in memory
     kind = type(output)
 
     def make(tensor: torch.Tensor) -> Output:
@@ -74,10 +71,7 @@ def with_argument(args: Args, kwargs: Kwargs, place: int | str, value: torch.Ten
 def observe(
     points: Mapping[Key, Point], see: Callable[[Key, torch.Tensor], None], *, root: nn.Module
 ) -> Iterator[None]:
-    """Call ``see(key, tensor)`` whenever a forward pass of ``root`` reaches one of the points.
-
-    If a point has a factor, Lamina passes the tensor times this factor.
-    """
+    """Call ``see(key, tensor)`` at each point of a forward pass of ``root``, with the point's factor applied."""
 
     def look(key: Key, tensor: torch.Tensor) -> None:
         factor = points[key].factor
@@ -98,13 +92,13 @@ def intercept(
     roots: Sequence[nn.Module] = (),
     calls: Mapping[nn.Module, int] | None = None,
 ) -> Iterator[None]:
-    """Replace the tensor at each point with ``change(key, tensor)`` while the model runs.
+    """Replace the tensor at each point with ``change(key, tensor)`` in forward passes.
 
     Args:
-        points: one call of a module per point. Lamina does not apply the point's factor.
-        change: returns the new tensor, or None to keep the tensor
-        roots: the modules whose forward pass restarts the count of calls
-        calls: each module's number of earlier calls, if you run a layer alone
+        points: the points by key. ``change`` gets the tensor without the point's factor.
+        change: a function that returns the new tensor, or None to keep the tensor
+        roots: the modules whose forward pass resets the counts of calls to 0
+        calls: the number of earlier calls by module, for a pass through a single layer
     """
     done: Counter[nn.Module] = Counter(calls or {})
     by_module: dict[nn.Module, list[tuple[Key, Point]]] = {}
@@ -143,7 +137,7 @@ def intercept(
 
 @contextmanager
 def layers_running(layers: Sequence[LayerSite]) -> Iterator[list[int]]:
-    """Yield a list of the running layers' indices, innermost last. Lamina keeps the list up to date."""
+    """Yield a list that always holds the indices of the running layers, innermost last."""
     sites: dict[nn.Module, list[int]] = {}
     for site in layers:
         sites.setdefault(site.module, []).append(site.index)
@@ -179,17 +173,14 @@ def forwards(functions: Mapping[nn.Module, Callable[..., Output]]) -> Iterator[N
 
 
 def takes_cache(cls: type[nn.Module]) -> bool:
-    """Return whether you can pass ``use_cache`` to the model's forward."""
+    """Return whether the model's forward accepts ``use_cache``."""
     parameters = inspect.signature(cls.forward).parameters
-    # Some take it among their **kwargs and pass it to a model that would otherwise keep a cache.
+    # Some models accept use_cache in **kwargs, for an inner model that would otherwise keep a cache.
     return "use_cache" in parameters or ("past_key_values" in parameters)
 
 
 def base_of(model: nn.Module, structure: Structure, inputs: Mapping[str, torch.Tensor]) -> nn.Module:
-    """Return the model without its head.
-
-    If the model without its head does not accept all inputs, or lacks layers, return the whole model.
-    """
+    """Return the model without its head, or the whole model if the rest lacks a layer or does not accept all inputs."""
     base = getattr(model, "base_model", model)
     if not isinstance(base, nn.Module) or base is model:
         return model
@@ -201,7 +192,7 @@ def base_of(model: nn.Module, structure: Structure, inputs: Mapping[str, torch.T
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put the model into evaluation mode, and restore each module's mode at the end."""
+    """Put the model into evaluation mode. At the end, restore each module's mode."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -228,7 +219,7 @@ def eager_attention(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Run the model in evaluation mode, with eager attention and without gradients.
+    """Run the model uncompiled, in evaluation mode, and with cleared gradients.
 
     At the end, Lamina restores the mode, the gradients and the state of the random number generators.
     """
@@ -245,7 +236,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def fresh_gradients(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Clear the parameters' gradients, and restore the gradients and ``requires_grad`` at the end."""
+    """Clear the parameters' gradients. At the end, restore the gradients and ``requires_grad``."""
     held = [(parameter, parameter.grad, parameter.requires_grad) for parameter in parameters]
     for parameter, _, _ in held:
         parameter.grad = None

@@ -16,31 +16,29 @@ from lamina.probes.structure.hooks import Key, forward, intercept, observe
 from lamina.probes.structure.sites import LayerSite, Point, Structure
 
 Batch: TypeAlias = Mapping[str, torch.Tensor]
-Tensors: TypeAlias = Mapping[Hashable, torch.Tensor]  # by the key of their point
+Tensors: TypeAlias = Mapping[Hashable, torch.Tensor]  # by the keys of the points
 SEQUENCES = 3
-_LENGTHS = (11, 13, 7, 5, 4)  # tokens: the first that the text has and that is neither the width nor the sequences
-_ROUNDINGS = 16  # of a sum of a few terms, in units of the type's precision
+_LENGTHS = (11, 13, 7, 5, 4)  # in tokens: the first that fits the text and equals neither the width nor SEQUENCES
+_ROUNDINGS = 16  # largest rounding error of a sum of a few terms, in units of the dtype's epsilon
 _RANDOM = "the model draws random numbers even in evaluation mode. Choose a deterministic model."
 _BATCH = "batch. Choose a model without interaction between sequences."
-_SAME = 1e-3  # a token's state in another batch: what other kernels and groups of experts round differently
+_SAME = 1e-3  # largest relative difference between passes, because kernels and groups of experts round differently
 
 
 def prove(structure: Structure, inputs: Batch, root: nn.Module, *, reads_tokens: bool = True) -> Structure:
-    """Check the structure with small forward passes, and return the structure.
+    """Check the structure with small forward passes, and return the structure without the sub-layers that fail.
 
-    If the outputs of a layer's sub-layers do not add up to the layer's output, Lamina removes the layer's sub-layers.
-    The passes also show that the hidden states have the shape [batch, tokens, width], repeat exactly, depend on their
-    own token, and do not depend on other sequences. If an input is not a tensor (such as a block mask), Lamina makes
-    only the two passes whose inputs are unchanged.
+    Hidden states must have the shape [batch, tokens, width] and be equal in two passes over the same input. They must
+    depend on their own token, and not on other sequences. If an input is not a tensor (such as a block
+    mask), Lamina skips the checks that change the input. If the outputs of a layer's sub-layers do not add up to the
+    layer's output, Lamina removes these sub-layers.
 
     Args:
-        structure: the layers to check.
-        inputs: a batch for the module ``root``, which is the model or the model without its head.
-        reads_tokens: whether the hidden states belong to the main input's tokens. Set ``reads_tokens`` to false for a
-            decoder after an encoder, and for a second tower.
+        inputs: a batch for ``root``, which is the model or the model without its head
+        reads_tokens: false for a decoder after an encoder and for a second tower, which do not read the main input
 
     Raises:
-        UserError: if the traced tensors are not the residual stream.
+        UserError: if the hidden states fail a check
     """
     fixed = not all(isinstance(value, torch.Tensor) for value in inputs.values())
     few = dict(inputs) if fixed else few_inputs(inputs, structure.hidden_size)
@@ -49,12 +47,12 @@ def prove(structure: Structure, inputs: Batch, root: nn.Module, *, reads_tokens:
         tensors = watched(root, {**states, **_parts(structure)}, few)
         if not reads_tokens and not states.keys() <= tensors.keys():
             raise LookupError("the main input alone does not reach this list of layers")
-    except Exception:  # it does not run on its main input alone: an encoder with its decoder
+    except Exception:  # the model needs other inputs, too, such as an encoder with a decoder
         if fixed:
             raise
         ids, length = next(iter(inputs.values())), next(iter(few.values())).shape[1]
         rest = {name: tensor[:1] for name, tensor in inputs.items() if name not in few and tensor.ndim}
-        # Masks are cut as the tokens are.
+        # Cut masks to the length of the tokens.
         cut = {name: t[:, :length] if t.shape == ids[:1].shape else t for name, t in rest.items()}
         few |= {name: torch.cat([tensor] * SEQUENCES) for name, tensor in cut.items()}
         tensors = watched(root, {**states, **_parts(structure)}, few)
@@ -64,7 +62,7 @@ def prove(structure: Structure, inputs: Batch, root: nn.Module, *, reads_tokens:
     _check_same(
         structure, tensors, again, "two passes over the same input give different hidden states at {}: " + _RANDOM
     )
-    # Under a causal mask on the wrong axis, the first depends on no other.
+    # Check every sequence: if a causal mask is on the batch axis, the first sequence depends on no other.
     for number in range(0 if fixed else SEQUENCES):
         among = {state: tensors[state][number : number + 1] for state in states}
         alone = watched(root, states, {name: tensor[number : number + 1] for name, tensor in few.items()})
@@ -75,7 +73,8 @@ def prove(structure: Structure, inputs: Batch, root: nn.Module, *, reads_tokens:
         _check_tokens(structure, tensors, root, few)
     mixing = _mixing(structure, root, few)
     structure = replace(structure, layers=tuple(_without_others(site, mixing, tensors) for site in structure.layers))
-    traced = [site for site in structure.layers if site.sublayers and not site.carries_more]  # streams are declared
+    # A layer that carries more has declared sub-layers, so Lamina does not check their sum.
+    traced = [site for site in structure.layers if site.sublayers and not site.carries_more]
     wrong = [site.index for site in traced if not _adds_up(site, tensors)]
     if not wrong:
         return structure
@@ -88,7 +87,7 @@ def prove(structure: Structure, inputs: Batch, root: nn.Module, *, reads_tokens:
 
 
 def few_inputs(inputs: Batch, width: int) -> dict[str, torch.Tensor]:
-    """Make three different inputs from the first input: roll its tokens, or mirror and roll its image."""
+    """Make three inputs from the first input: shift its tokens, or mirror and shift its image."""
     if "input_ids" not in inputs:
         (name,) = list(inputs)[:1]
         image = inputs[name][:1]
@@ -100,7 +99,7 @@ def few_inputs(inputs: Batch, width: int) -> dict[str, torch.Tensor]:
 
 
 def _parts(structure: Structure) -> dict[Hashable, Point]:
-    """Return the tensors that ``_adds_up`` reads: branches, and the inputs and outputs of post-norms."""
+    """Return the points of the tensors with which ``prove`` checks the sub-layers."""
     points: dict[Hashable, Point] = {}
     for site in structure.layers:
         points["output", site.index] = site.output
@@ -149,7 +148,7 @@ def _check_same(structure: Structure, states: Tensors, others: Tensors, text: st
     for state in structure.states():
         a, b = states[state], others[state]
         same = a.shape == b.shape
-        if same:  # by the median token: a single one may change experts
+        if same:  # compare the median token, because a single token may change experts
             x, y = a.double().flatten(0, -2), b.double().flatten(0, -2)
             length = torch.maximum(x.norm(dim=-1), y.norm(dim=-1)).clamp_min(1e-30)
             apart = float(((x - y).norm(dim=-1) / length).median().nan_to_num(0.0))
@@ -176,7 +175,7 @@ def _adds_up(site: LayerSite, tensors: Tensors) -> bool:
     """Return whether each sum on the residual stream equals the skip plus the outputs of the sub-layers.
 
     The sums are the layer's output and the input of each norm on the stream. Some placements scale the skip, so Lamina
-    fits a factor per channel. A factor per channel cannot hide a missing output.
+    fits a factor per channel, which cannot make up for a missing output.
     """
     x = tensors[site.index].double().flatten(0, -2)
     output = tensors["output", site.index].double()
@@ -206,7 +205,7 @@ def _is_made_of(
 
 
 def _mixing(structure: Structure, root: nn.Module, inputs: Batch) -> set[tuple[int, int]]:
-    """Return (layer, sub-layer) of sub-layers that look like a feed-forward but mix tokens, such as RWKV's WKV."""
+    """Return (layer, number) of each sub-layer that looks like a feed-forward but mixes tokens, such as RWKV's WKV."""
     points: dict[tuple, Point] = {}
     for site in structure.layers:
         for number, sublayer in enumerate(site.sublayers):
@@ -244,7 +243,7 @@ def _mixing(structure: Structure, root: nn.Module, inputs: Batch) -> set[tuple[i
 
 
 def _without_others(site: LayerSite, mixing: set[tuple[int, int]], tensors: Tensors) -> LayerSite:
-    """Clear ``feed_forward`` in sub-layers that mix tokens or that apply a gate after the last matrix (RWKV)."""
+    """Set ``feed_forward`` to None in sub-layers that mix tokens, or that have a gate after the last matrix (RWKV)."""
     sublayers = []
     for number, sublayer in enumerate(site.sublayers):
         down = tensors.get(("down", site.index, number))
@@ -265,7 +264,7 @@ def _is_sum(total: torch.Tensor, added: torch.Tensor, skips: Sequence[torch.Tens
     """Return whether the skips, each with one factor per channel, add up to ``total - added``."""
     rest = total - added
     if not bool(rest.isfinite().all()):
-        return True  # nothing can be said of what overflowed; the probes say that it did
+        return True  # Lamina cannot check a sum that overflowed. The probes report the overflow
     largest = max(float(t.abs().max()) for t in (total, added, *skips))
     limit = _ROUNDINGS * precision * max(largest, 1e-30)
     if float((rest - skips[0]).abs().max()) <= limit:
@@ -277,14 +276,13 @@ def _is_sum(total: torch.Tensor, added: torch.Tensor, skips: Sequence[torch.Tens
 def combination(
     total: torch.Tensor, terms: Sequence[torch.Tensor], by_channel: bool, largest: float | None = None
 ) -> tuple[list[torch.Tensor], float]:
-    """Fit factors with which the terms add up to a total. All tensors have the shape [tokens, channels].
+    """Fit the factors of terms that add up to a total. All tensors have the shape [tokens, channels].
 
-    A term has one factor, or one factor per channel. Return the terms' factors, and the largest absolute error divided
-    by
-    ``largest`` (default: the largest absolute value of all tensors).
+    Each term has one factor, or one factor per channel (``by_channel``). Return the factors, and the largest absolute
+    error divided by ``largest`` (default: the largest absolute value of all tensors).
     """
     largest = largest or max(float(tensor.abs().max()) for tensor in (total, *terms)) or 1.0
-    if not all(bool(tensor.isfinite().all()) for tensor in (total, *terms)):  # LAPACK would raise
+    if not all(bool(tensor.isfinite().all()) for tensor in (total, *terms)):  # LAPACK would raise an error
         return [torch.ones(1, dtype=total.dtype) for _ in terms], math.inf
     if by_channel:
         basis, aim = torch.stack(list(terms), dim=-1).transpose(0, 1), total.T[..., None]  # [channels, tokens, terms]

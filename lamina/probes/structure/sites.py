@@ -25,8 +25,7 @@ def is_norm(module: nn.Module) -> bool:
 def effective_gain(norm: nn.Module) -> torch.Tensor | None:
     """Return the gain [channels] of a norm, or None if the norm has no gain.
 
-    Some norms store the gain minus 1 (Gemma). Lamina passes a known vector through the norm to see which value it
-    stores.
+    Some norms store the gain minus 1 (Gemma). To find out, Lamina passes a known vector through the norm.
     """
     weight = getattr(norm, "weight", None)
     if not isinstance(weight, torch.Tensor) or weight.ndim != 1:
@@ -40,7 +39,7 @@ def effective_gain(norm: nn.Module) -> torch.Tensor | None:
             normed, doubled = (norm(sign[None, None] * size).flatten().float() for size in (8, 16))
             if float((doubled - normed).abs().max()) > 0.1 * float(normed.abs().max()):
                 return weight.float()  # MobileBERT's NoNorm only multiplies
-        except (TypeError, AttributeError):  # a gated norm, whose gate is 20 in every channel here: its SiLU is 20
+        except (TypeError, AttributeError):  # a gated norm: with the gate 20 in every channel, the SiLU is 20, too
             try:
                 gate = torch.full_like(sign, 20.0)
                 normed = norm(sign[None, None] * 8, gate[None, None]).flatten().float() / 20.0
@@ -63,20 +62,20 @@ class Point:
     module: nn.Module
     path: str
     side: str
-    """The side of the module: "input" or "output"."""
+    """The tensor's side of the module: "input" or "output"."""
     call: int = 0
-    """The index of the call, if a forward pass calls the module several times. ALBERT calls a layer twelve times."""
+    """The index of the call, if a forward pass calls the module several times (as in ALBERT)."""
     factor: float | torch.Tensor | None = None
-    """The model multiplies the tensor by this factor, as Granite scales its branches. None means no factor."""
+    """The factor by which the model multiplies the tensor, as Granite scales its branches (None: no factor)."""
     argument: int | str = 0
-    """The input's position or keyword."""
+    """The position or keyword of an input among the module's arguments."""
     collapse: bool = False
-    """Whether to take the mean of the streams [batch, tokens, streams, width]."""
+    """Whether to average the streams of a tensor [batch, tokens, streams, width]."""
 
 
 @dataclass(frozen=True, eq=False)
 class NormSite:
-    """A norm of a layer."""
+    """A norm of the model, and its role."""
 
     # pre_norm (on a module's input), out_norm (on its output, before the sum), post_norm (on the sum), inner_norm
     # (inside attention or feed-forward), embedding_norm or final_norm
@@ -95,27 +94,27 @@ class NormSite:
 
     @property
     def gain(self) -> torch.Tensor | None:
-        """Return the gain that the norm applies, or None if it has no gain. Gemma's norms store the gain minus 1."""
+        """The gain that the norm applies [channels], or None. Gemma's norms store the gain minus 1."""
         return effective_gain(self.module)
 
 
 @dataclass(frozen=True, eq=False)
 class FeedForward:
-    """The parts of a dense feed-forward. A single expert does not count as dense, because an expert sees few tokens."""
+    """The projections of a dense feed-forward. Experts do not count, because an expert sees few tokens."""
 
-    up: tuple[tuple[str, nn.Module], ...]  # path and module of the up-projection and any gate, as they run
+    up: tuple[tuple[str, nn.Module], ...]  # (path, module) of the up-projection and any gate, in order of execution
     down: tuple[str, nn.Module]
     pre: Point | None  # the nonlinearity's input
     post: Point  # the input of ``down``
 
     @property
     def width(self) -> int:
-        """The number of hidden units of the feed-forward."""
+        """The number of hidden units."""
         down: Any = self.down[1]
         return int(down.in_features if hasattr(down, "in_features") else down.weight.shape[0])
 
     def stacked_side(self, module: nn.Module) -> int | None:
-        """Return the axis on which a weight stacks the gate and the up-projection, or None if there is no such axis."""
+        """Return the axis on which a weight stacks the gate and the up-projection, or None for a plain weight."""
         if module is self.down[1] or len(self.up) != 1:
             return None
         weight: Any = module.weight
@@ -126,15 +125,15 @@ class FeedForward:
 
 @dataclass(frozen=True, eq=False)
 class SublayerSite:
-    """One addition to the residual stream. Parallel attention and feed-forward (GPT-J) are two additions."""
+    """A sub-layer, and the tensor that it adds to the residual stream."""
 
     kind: str  # attention | feed_forward | mixer (any other module)
     contribution: Point  # the added tensor, after any out_norm
     after: Point | None  # the stream after the addition and any post_norm; None if no module reads or writes it
     norms: tuple[NormSite, ...] = ()
     feed_forward: FeedForward | None = None
-    modules: tuple[tuple[str, nn.Module], ...] = ()  # what computes it, outermost first: owns its parameters
-    entry: Point | None = None  # what goes into the first of them
+    modules: tuple[tuple[str, nn.Module], ...] = ()  # (path, module) of its modules, outermost first
+    entry: Point | None = None  # the first module's input
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,7 +147,7 @@ class LayerSite:
     sublayers: tuple[SublayerSite, ...]
     argument: int | str = 0  # the position or keyword of the stream among the layer's arguments
     carries_more: bool = False  # the layer returns several streams, or earlier hidden states as well
-    reads: Point | None = None  # what the first sub-layer reads instead of the residual stream
+    reads: Point | None = None  # the first sub-layer's input, if it is not the residual stream
 
     @property
     def input(self) -> Point:
@@ -172,10 +171,10 @@ class Structure:
     final_norm: NormSite | None
     head: nn.Module | None
     notes: list[str] = field(default_factory=list)
-    outside: tuple[tuple[str, nn.Module], ...] = ()  # embedding (before), readout (after) or other (lists of layers)
-    end: Point | None = None  # what the final norm reads instead of the residual stream
+    outside: tuple[tuple[str, nn.Module], ...] = ()  # (kind, module). Kinds: embedding, readout, other (layer lists)
+    end: Point | None = None  # the final norm's input, if it is not the residual stream
     others: tuple[str, ...] = ()  # the paths of other lists of layers
-    starts: tuple[int, ...] = ()  # the first layers of joined stacks, without the first stack
+    starts: tuple[int, ...] = ()  # the first layer of each joined stack, except for the first stack
 
     @property
     def num_layers(self) -> int:

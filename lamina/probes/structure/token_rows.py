@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from lamina.probes.structure.hooks import undisturbed
 
-_IDS = ((1, 1, 0), (1, 1, 1))  # as no positions and no types of tokens are
+_IDS = ((1, 1, 0), (1, 1, 1))  # unlike any position ids or token types
 _LOOKUPS = (functional.embedding, torch.Tensor.__getitem__, torch.index_select, torch.Tensor.index_select)
 
 
@@ -51,5 +51,5 @@ def token_rows(model: nn.Module) -> int | None:
     ids = torch.tensor(_IDS, device=next((p.device for p in model.parameters()), None))
     lookups = _Lookups(ids)
     with suppress(Exception), torch.no_grad(), undisturbed(model), lookups:
-        model(ids)  # the caller's own pass will tell its error
+        model(ids)  # the caller's own forward pass will raise the error
     return lookups.rows or None

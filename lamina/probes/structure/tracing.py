@@ -1,7 +1,4 @@
-"""Record a small forward pass: each module call, and each addition of tensors.
-
-A dispatch mode sees every addition, scaling and copy in the code. ``discovery`` finds the layers in the record.
-"""
+"""Trace a small forward pass: its module calls, and its additions, scalings and copies of tensors."""
 
 from __future__ import annotations
 
@@ -41,10 +38,10 @@ class Call:
 
     module: nn.Module
     path: str
-    number: int  # which call of this module it is
+    number: int  # the number of this module's earlier calls
     parent: Call | None
-    began: int  # the number of an event, as ``ended``
-    inputs: dict[int | str, int]  # numbers of tensors, as ``output``
+    began: int  # the number of an event, like ``ended``
+    inputs: dict[int | str, int]  # tensor numbers by position or keyword. ``output`` is a tensor number, too
     ended: int = -1
     output: int = -1
     children: list[Call] = field(default_factory=list)
@@ -62,8 +59,8 @@ class Call:
         return other.began <= self.began and self.ended <= other.ended
 
 
-Factor: TypeAlias = torch.Tensor | float | None  # what a branch is multiplied by; None: by nothing
-Factors: TypeAlias = tuple[object, object] | None  # what each operand of a scaling is multiplied by
+Factor: TypeAlias = torch.Tensor | float | None  # the factor of a branch (None: no factor)
+Factors: TypeAlias = tuple[object, object] | None  # the factors by which a scaling multiplies its two operands
 
 
 @dataclass(eq=False)
@@ -84,20 +81,20 @@ class Trace:
     ops: list[Op] = field(default_factory=list)
     shapes: list[tuple[int, ...]] = field(default_factory=list)
     floating: list[bool] = field(default_factory=list)
-    tensors: list[torch.Tensor] = field(default_factory=list)  # held, so that no identity is used twice
+    tensors: list[torch.Tensor] = field(default_factory=list)  # in memory, so that no two tensors have the same id()
 
 
 class _Follower(TorchDispatchMode):
     def __init__(self, model: nn.Module):
         super().__init__()
         self.trace, self.stack, self.clock = Trace(), [], itertools.count()
-        wrapper = "_fsdp_wrapped_module."  # a module that hands on all attributes of the one inside
+        wrapper = "_fsdp_wrapped_module."  # FSDP's wrapper has the inner module's attributes
         self.paths = {module: path.replace(wrapper, "") for path, module in model.named_modules()}
         self.values: dict[int, int] = {}
         self.times: dict[int, int] = {}
 
     def value(self, tensor: torch.Tensor, new: bool = False) -> int:
-        """Return a tensor's number in the trace. A tensor that the model just wrote gets a new number."""
+        """Return a tensor's number in the trace. ``new`` gives the tensor a new number."""
         if new or id(tensor) not in self.values:
             self.values[id(tensor)] = len(self.trace.shapes)
             self.trace.shapes.append(tuple(tensor.shape))
@@ -115,7 +112,7 @@ class _Follower(TorchDispatchMode):
             outputs = [r for r in (result if isinstance(result, tuple | list) else [result]) if torch.is_tensor(r)]
             factor = None
             if kind == "scale":
-                factor = (args[1], args[0])  # what each operand is multiplied by
+                factor = (args[1], args[0])  # the other operand is the factor
                 if func in (aten.div.Tensor, aten.div_.Tensor, aten.div.Scalar):
                     factor = (1.0 / args[1], None)
             numbers = tuple(self.value(r, new=True) for r in outputs)
