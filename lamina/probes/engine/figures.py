@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
 import pandas as pd
 
 from lamina.core.frames import Frame
+from lamina.core.text import ranges
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -63,9 +65,22 @@ def lines(
     return figure
 
 
-def chart(frame: pd.DataFrame, title: str, y_title: str, caption: str, **axes: Any) -> list[tuple[Figure, str]]:
-    """Return a line chart with its caption, or an empty list if the table has no rows."""
-    return [(lines(frame, title=title, y_title=y_title, **axes), caption)] if len(frame) else []
+def chart(frame: Frame, title: str, y_title: str, caption: str, **axes: Any) -> list[tuple[Figure, str]]:
+    """Return a line chart with its caption, or an empty list if the table has no rows.
+
+    The caption tells where the chart cannot show a value: NaN, inf and, on a logarithmic axis, 0 or less.
+    """
+    if not len(frame):
+        return []
+    x, by = axes.get("x", "layer"), axes.get("color")
+    infinite = ~np.isfinite(frame["value"])
+    low = (frame["value"] <= 0) & ~infinite if axes.get("log_y") else infinite & False
+    for what, absent in (("not finite", infinite), ("0 or negative", low)):
+        if absent.any():
+            names = f" ({', '.join(map(str, frame.loc[absent, by].unique()))})" if by else ""
+            at = f"{axes.get('x_title', 'layer')} {ranges(frame.loc[absent, x].dropna())}"
+            caption += f" Not drawn: values that are {what}, at {at}{names}."
+    return [(lines(frame, title=title, y_title=y_title, **axes), caption)]
 
 
 def heat_map(
