@@ -540,7 +540,10 @@ def headroom(peak: Frame) -> str:
     factor = FP16_MAX / peak["value"]
     if factor < 1:
         return text + f"{1 / factor:.3g} times FP16's limit of 65504, which overflows."
-    return text + f"FP16's limit of 65504 is {factor:.3g} times this value ({math.log2(factor):.1f} bits of headroom)."
+    text += f"FP16's limit of 65504 is {factor:.3g} times this value ({math.log2(factor):.1f} bits of headroom in the "
+    return (
+        text + "residual stream alone). Run low_precision to check the activations inside the layers and the weights."
+    )
 
 
 def massive(states: Frame) -> str:

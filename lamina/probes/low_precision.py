@@ -1,20 +1,23 @@
-"""Measure, by layer, the error of rounding the residual stream to FP16, BF16, FP8 or INT8."""
+"""Measure, by layer, what rounding to FP16, BF16, FP8 or INT8 does to a model, and which values are too large."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Literal
 
 import numpy as np
 import pandas as pd
 import torch
+from torch import nn
 
 from lamina.core.frames import Frame
 from lamina.core.text import ranges
 from lamina.core.values import one_of, switch
-from lamina.errors import UserError
+from lamina.errors import UserError, one_line
+from lamina.modeling.parts import uncompiled
 from lamina.probes.engine.context import Context
 from lamina.probes.engine.figures import Figure, chart
 from lamina.probes.engine.registry import COLUMNS, Probe, Sample, check_most, probe, sample_of
@@ -32,6 +35,9 @@ _FLOATS = {
 _FP8_EDGE = {"fp8_e4m3": (464.0, False), "fp8_e5m2": (61440.0, True)}
 _SEQUENCES = 4  # of a corpus, by default
 FORMATS = (*_FLOATS, "int8_tensor", "int8_token")
+HALF = ("fp16", "bf16")  # the formats in which Lamina runs the whole model
+_TOO_LARGE = 0.1  # an error of a token's norm, from which a sentence names it
+_WORDS = {"contribution": "output", "activation": "activation", "weight": "weights"}
 
 
 def round_trip(x: torch.Tensor, kind: str, *, scaled: bool = True) -> torch.Tensor:
@@ -61,7 +67,7 @@ def round_trip(x: torch.Tensor, kind: str, *, scaled: bool = True) -> torch.Tens
 
 @probe
 class LowPrecision(Probe):
-    """Measure the error of rounding the hidden states and the feed-forward's activations to formats of fewer bits.
+    """Measure the error of rounding hidden states and activations to formats of fewer bits, and find overflows.
 
     The column ``format`` is fp16, bf16, fp8_e4m3, fp8_e5m2, int8_tensor or int8_token (see ``round_trip``). The column
     ``role`` names the tensor x: "state" for the hidden state before a layer, "contribution" for the tensor that a
@@ -77,6 +83,11 @@ class LowPrecision(Probe):
     ``loss`` (layer -1, role "state"): the loss in nats per token if Lamina rounds the hidden states of all layers. The
         format "none" has the loss without rounding.
     ``loss_increase``: the loss with rounding minus the loss without rounding.
+    ``model_loss`` and ``model_loss_increase`` (layer -1, role "model"): the same if the whole model runs in fp16 or
+        bf16. An overflow anywhere, such as in the attention's queries, makes the loss NaN. Lamina leaves out these two
+        metrics while a model trains.
+    ``abs_max`` (role "weight", format "none"): the largest |w| of a sub-layer's weights. Layer -1 has the weights
+        outside of the layers. ``overflow_share`` is the share of the weights that become inf.
 
     Per-tensor INT8 divides by the largest |x|, so one massive activation (Sun et al. 2024) leaves almost no steps for
     the other elements. The metrics token_error and share_lost show this damage. The metric relative_error hides it,
@@ -85,7 +96,7 @@ class LowPrecision(Probe):
 
     name = "low_precision"
     title = "Low precision"
-    summary = "relative error by layer if the residual stream or feed-forward is rounded to FP16, BF16, FP8 or INT8"
+    summary = "values that overflow FP16, and the error by layer and the loss in FP16, BF16, FP8 or INT8"
     source = "OCP 8-bit floating point (e4m3, e5m2); absmax INT8: Dettmers et al. 2022; Peri-LN Fig 11 (FP16's limit)"
     of_streams = True
     over_steps = ("token_error",)
@@ -105,7 +116,8 @@ class LowPrecision(Probe):
         self.loss = switch("low_precision: option 'loss'", loss)
 
     def cost(self, context: Context) -> float:
-        return 12.0 * context.tokens(context.most(self.sequences, _SEQUENCES))
+        halves = 10.0 if context.device.type == "cpu" else 2.0  # CPUs multiply slowly in FP16
+        return (12.0 + halves * self.loss) * context.tokens(context.most(self.sequences, _SEQUENCES))
 
     def begin(self, context: Context) -> None:
         self._context, self._batch, self._sequences = context, 0, 0
@@ -190,51 +202,139 @@ class LowPrecision(Probe):
             rows.append((*key, kind, "share_lost", lost, math.nan))
             if kind == "fp16" or (kind in _FP8_EDGE and not self.scaled):
                 rows.append((*key, kind, "overflow_share", overflowed, math.nan))
-        if self.loss and not context.structure.carries_more:
+        rows += _weights(context, self.scaled)
+        if self.loss:
             rows += _losses(context, self._batches(context), self.scaled)
         return pd.DataFrame(rows, columns=[*COLUMNS[:4], "format", *COLUMNS[4:]])
 
     def figures(self, frame: Frame) -> Iterator[tuple[Figure, str]]:
         for role, title in (("state", "stream"), ("activation", "feed-forward's activations")):
-            rows = frame[(frame["role"] == role) & (frame["metric"] == "relative_error")]
             yield from chart(
-                rows[rows["value"] > 0].replace(math.inf, math.nan),
+                frame[(frame["role"] == role) & (frame["metric"] == "relative_error")],
                 *(f"Relative error of the {title} in low precision", "||q(x) - x|| / ||x||"),
-                f"Rounding error of the {title} by format. A gap means an overflow to inf.",
+                f"Rounding error of the {title} by format.",
                 color="format",
                 x_title="state" if role == "state" else "layer",
                 log_y=True,
             )
 
+    def urgent(self, frame: Frame) -> bool:
+        return bool(_overflows(frame))
+
     def sentences(self, frame: Frame) -> Iterator[str]:
+        yield from _verdict(frame)
         states = frame[(frame["role"] == "state") & (frame["layer"] >= 0)]
-        if states.empty:
-            return
+        lost = frame[(frame["metric"] == "share_lost") & (frame["value"] >= 0.5)]
+        for kind, part in lost.groupby("format", sort=False):
+            yield f"{kind} rounds up to {part['value'].max():.1%} of the elements to 0 in {_places(part)}."
         errors = states[states["metric"] == "token_error"]
         largest = [
             f"{kind} {part['value'].max():.2g} (state {part.loc[part['value'].idxmax(), 'layer']})"
             for kind, part in errors.groupby("format", sort=False)
             if part["value"].notna().any()
         ]
-        yield f"The largest errors of a state, relative to a token's norm, are {', '.join(largest)}."
-        over = states[(states["metric"] == "overflow_share") & (states["value"] > 0)]
-        for kind, part in over.groupby("format", sort=False):
-            yield f"{kind} overflows to inf in states {ranges(part['layer'])}."
-        table = errors.pivot_table(index="layer", columns="format", values="value")
-        broken = table.index[table["int8_tensor"] > 5 * table["int8_token"]]
-        if len(broken):
-            worst = table.loc[broken, "int8_tensor"].idxmax()
-            lost = states[(states["metric"] == "share_lost") & (states["format"] == "int8_tensor")]
-            share = lost.loc[lost["layer"] == worst, "value"].iloc[0]
-            yield (
-                f"In states {ranges(broken)}, a few massive values break per-tensor INT8. In state {worst}, INT8 "
-                f"rounds {share:.0%} of the elements to 0. The error is {table.loc[worst, 'int8_tensor']:.2g} of a "
-                f"token's norm, and {table.loc[worst, 'int8_token']:.2g} with one scale per token."
-            )
-        losses = frame[frame["metric"] == "loss_increase"]
-        if len(losses):
-            each = ", ".join(f"{r.format} {r.value:+.3g}" for r in losses.itertuples())
-            yield f"Rounding every state increases the loss by these nats per token: {each}."
+        if largest:
+            yield f"The largest errors of a state, relative to a token's norm, are {', '.join(largest)}."
+            table = errors.pivot_table(index="layer", columns="format", values="value")
+            tensor, token = table["int8_tensor"], table["int8_token"]
+            if len(worse := table.index[(tensor > 5 * token) & (tensor > _TOO_LARGE)]):
+                worst = tensor[worse].idxmax()
+                yield (
+                    f"A few large values make per-tensor INT8 inaccurate in states {ranges(worse)}. In state {worst}, "
+                    f"the error is {tensor[worst]:.2g} of a token's norm, and {token[worst]:.2g} with one scale per "
+                    "token."
+                )
+        for metric, what in (("model_loss_increase", "Running the whole model in"), ("loss_increase", "Rounding only")):
+            rows = frame[frame["metric"] == metric]
+            if metric == "loss_increase" and (frame["metric"] == "model_loss_increase").any():
+                rows = rows[~rows["format"].isin(HALF)]
+            if len(rows):
+                numbers = zip(rows["format"], rows["value"], strict=True)
+                each = ", ".join(
+                    f"{kind} {number:{'+.3g' if math.isfinite(number) else 'g'}}" for kind, number in numbers
+                )
+                what += " a format" if metric == "model_loss_increase" else " the hidden states"
+                yield f"{what} changes the loss by these nats per token: {each}."
+
+
+def _overflows(frame: Frame) -> dict[str, list[str]]:
+    """Return, for each text about an overflow, the formats to which it applies."""
+    share = (frame["metric"] == "overflow_share") & (frame["value"] > 0)
+    infinite = (frame["metric"] == "max_error") & ~np.isfinite(frame["value"])
+    losses = frame[frame["metric"] == "model_loss"].set_index("format")["value"]
+    plain = frame.loc[(frame["metric"] == "loss") & (frame["format"] == "none"), "value"]
+    texts: dict[str, list[str]] = {}
+    for kind in FORMATS:
+        rows = frame[(share | infinite) & (frame["format"] == kind)]
+        value = float(losses.get(kind, 0.0))
+        text = f"overflows to inf in {_places(rows)}" if len(rows) else ""
+        if not math.isfinite(value) and np.isfinite(plain).all():
+            inner = "" if text else "overflows inside a sub-layer, such as in the attention's queries"
+            text += f"{inner}, and the model's loss in {kind} is {value:g}"
+        if text:
+            texts.setdefault(text, []).append(kind)
+    return texts
+
+
+def _verdict(frame: Frame) -> Iterator[str]:
+    """Say first whether a value is too large for a format, and which tensors and formats Lamina checked."""
+    texts = _overflows(frame)
+    for text, kinds in texts.items():
+        yield f"{', '.join(kinds)} {text}."
+    scaled = not frame.loc[frame["metric"] == "overflow_share", "format"].isin(_FP8_EDGE).any()
+    held = [
+        kind for kind in (*HALF, *(() if scaled else _FP8_EDGE)) if not any(kind in each for each in texts.values())
+    ]
+    run = (frame["metric"] == "model_loss").any()
+    if held:
+        yield (
+            f"On this text, nothing overflows in {' or '.join(held)} (checked: hidden states, the sub-layers' outputs, "
+            f"the inputs of dense down-projections, weights{', and the loss of the whole model' * bool(run)})."
+        )
+    yield (
+        f"Lamina scales {'FP8 and ' * scaled}INT8 by the largest value of each sequence, or of each token in "
+        f"int8_token, so {'they do' if scaled else 'INT8 does'} not overflow. Lamina does not round the tensors inside "
+        f"the attention{' to these formats' if run else ''}."
+    )
+
+
+def _places(rows: Frame) -> str:
+    """Name the states, sub-layers and weights of some rows."""
+    texts = []
+    for (role, sublayer), part in rows.groupby(["role", "sublayer"], sort=False):
+        layers = ranges(part["layer"])
+        if role == "state":
+            texts.append(f"states {layers}")
+        elif sublayer == "model":
+            texts.append("the weights outside of the layers")
+        else:
+            of = "layers" if part["layer"].nunique() > 1 else "layer"
+            texts.append(f"the {str(sublayer).replace('_', '-')}'s {_WORDS[str(role)]} in {of} {layers}")
+    return " and ".join(texts)
+
+
+def _weights(context: Context, scaled: bool) -> Iterator[tuple]:
+    """Yield rows on the largest weight of each sub-layer, and on the share of weights that become inf."""
+    owners: dict[int, tuple[int, str]] = {}
+    for site in reversed(context.structure.layers):  # layers may share weights
+        owners |= {id(weight): (site.index, "block") for weight in site.module.parameters()}
+        for sublayer in site.sublayers:
+            for _, module in sublayer.modules:
+                owners |= {id(weight): (site.index, sublayer.kind) for weight in module.parameters()}
+    groups: dict[tuple[int, str], list[torch.Tensor]] = {}
+    for weight in context.model.parameters():
+        if weight.is_floating_point() and weight.numel():
+            groups.setdefault(owners.get(id(weight), (-1, "model")), []).append(weight.detach())
+    for key, weights in groups.items():
+        peaks = [float(torch.linalg.vector_norm(weight, math.inf)) for weight in weights]
+        yield (*key, "weight", 0, "none", "abs_max", float(np.max(peaks)), math.nan)
+        for kind in HALF if scaled else _FLOATS:
+            limit, over = torch.finfo(_FLOATS[kind]).max, 0
+            for weight, peak in zip(weights, peaks, strict=True):
+                if not peak <= limit:
+                    over += int((~round_trip(weight, kind, scaled=False).isfinite()).sum())
+            share = over / sum(weight.numel() for weight in weights)
+            yield (*key, "weight", 0, kind, "overflow_share", share, math.nan)
 
 
 def _norms(x: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
@@ -253,6 +353,17 @@ def _losses(context: Context, batches: Sequence[Mapping[str, torch.Tensor]], sca
         context.notes.append(f"low_precision: Lamina leaves out the loss: {error}")
         return
     yield (*of_model, "none", "loss", plain, math.nan)
+    for kind in HALF if "step" not in context.state else ():
+        try:
+            with torch.no_grad(), uncompiled(context.model), _running_in(context.model, _FLOATS[kind]):
+                value = _loss(context, batches)
+        except (RuntimeError, TypeError) as error:  # an operation that this device cannot do in half precision
+            context.notes.append(f"low_precision: Lamina leaves out the model's loss in {kind}: {one_line(error)}")
+            continue
+        yield (-1, "model", "model", 0, kind, "model_loss", value, math.nan)
+        yield (-1, "model", "model", 0, kind, "model_loss_increase", value - plain, math.nan)
+    if context.structure.carries_more:
+        return
 
     def rounded(kind: str, state: int, x: torch.Tensor) -> torch.Tensor:
         return round_trip(x, kind, scaled=scaled).to(x.dtype)
@@ -264,6 +375,29 @@ def _losses(context: Context, batches: Sequence[Mapping[str, torch.Tensor]], sca
         yield (*of_model, kind, "loss_increase", value - plain, math.nan)
 
 
+@contextmanager
+def _running_in(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Cast the model's weights, except the weights that transformers keeps in float32. Restore the weights at the end.
+
+    As in a checkpoint that is loaded in this dtype, the buffers that the checkpoint lacks keep their dtype.
+    """
+    names = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+    wide = {part for name in names for part in getattr(model, name, None) or ()}
+    tensors = {
+        id(tensor): tensor
+        for name, tensor in model.state_dict(keep_vars=True).items()
+        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and wide.isdisjoint(name.split("."))
+    }
+    values = [(tensor, tensor.data) for tensor in tensors.values()]
+    try:
+        for tensor, value in values:
+            tensor.data = value.to(dtype)
+        yield
+    finally:
+        for tensor, value in values:
+            tensor.data = value
+
+
 def _loss(context: Context, batches: Sequence[Mapping[str, torch.Tensor]]) -> float:
     """Return the mean loss over the predicted tokens of all batches."""
     total = predicted = 0.0
@@ -272,4 +406,6 @@ def _loss(context: Context, batches: Sequence[Mapping[str, torch.Tensor]]) -> fl
         if len(batches) == 1:
             return float(losses.mean())
         total, predicted = total + float(losses.double().sum()), predicted + losses.numel()
+        if not math.isfinite(total):
+            break
     return total / predicted

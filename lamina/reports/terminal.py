@@ -205,13 +205,15 @@ def probing(folder: Path, result: Json) -> str:
     ]
     for warning in result.get("warnings") or ():
         lines += ["", *textwrap.wrap(f"warning: {warning}", 110)]
-    for name, record in result["probes"].items():
+    for name, record in sorted(result["probes"].items(), key=lambda item: not item[1].get("urgent")):
         texts = record.get("sentences") or [record.get("reason") or "no sentence"]
         if record["status"] != "finished":
             texts = [f"{record['status']}: {texts[0]}"]
         lines.append(f"\n{name}" + (f" ({record['seconds']:.1f} s)" if record.get("seconds") else ""))
         for text in texts:
             lines += textwrap.wrap(str(text), 110, initial_indent="  ", subsequent_indent="  ")
+        for note in record.get("notes") or ():
+            lines += textwrap.wrap(f"note: {note}", 110, initial_indent="  ", subsequent_indent="  ")
     lines += [f"\nnote: {note}" for note in result["notes"]]
     return "\n".join([*lines, f"\nthe page:   {folder / PAGE}\nthe tables: {folder}/NAME.parquet"])
 

@@ -205,3 +205,18 @@ def test_every_probe_has_its_section_on_a_causal_model(probe):
         assert one["figures"], name
         assert (folder / f"{name}.parquet").is_file()
     assert "A figure is missing" not in page
+
+
+def test_an_overflow_comes_first_in_the_terminal_and_on_the_page(checkpoint, corpus, tmp_path, capsys):
+    model = LlamaForCausalLM.from_pretrained(checkpoint)
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_proj.weight[3, 3] = 9e4
+    model.save_pretrained(tmp_path / "hot")
+    argv = ["probe", str(tmp_path / "hot"), "--probes", "gains,low_precision", "--corpus", str(corpus), *SMALL]
+    assert main([*argv, "--output", str(tmp_path / "out")]) == 0
+    said, page = capsys.readouterr().out, (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    overflow = "fp16 overflows to inf in the attention's weights in layer 1"
+    assert 0 < said.index(overflow) < said.index("\ngains")
+    assert "<title>hot: fp16 overflows to inf in the attention&#39;s weights in layer 1</title>" in page
+    short = page[page.index('class="short"') :]
+    assert short.index("fp16 overflows") < short.index("mean gain")

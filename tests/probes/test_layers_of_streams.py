@@ -130,7 +130,8 @@ def test_what_needs_no_single_stream_is_measured_of_every_model(name):
     frame = measured(Bounds(sequences=6, tokens=9), context)
     assert set(frame.role) == {"fusenorm_eq_21"}
     frame = measured(LowPrecision(sequences=0), context)
-    assert set(frame.role) == {"contribution", "activation"}
+    assert set(frame.role) == {"contribution", "activation", "weight", "model", "state"}
+    assert (frame[frame.role == "state"].layer == -1).all()  # the loss without rounding
     assert [note.split(":")[0] for note in context.notes] == ["bounds", "low_precision"]
     with torch.no_grad():
         last = seen([half.module if half.out_norm is None else half.out_norm for half in halves], lambda: model(ids))

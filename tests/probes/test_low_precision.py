@@ -105,7 +105,102 @@ def test_a_massive_activation_breaks_int8_per_tensor_and_not_bf16():
     assert value(frame, "token_error", format="bf16", **place) < 5e-3
     said = " ".join(instance.sentences(frame))
     assert "fp16 overflows to inf in states 2" in said
-    assert "break per-tensor INT8" in said
+    assert "A few large values make per-tensor INT8 inaccurate in states 2-3." in said
+
+
+HOT = {  # what makes fp16 overflow, and how the sentence names it
+    "weight": ("the attention's weights in layer 1", lambda layer: layer.self_attn.q_proj.weight[3, 3].fill_(9e4)),
+    "activation": ("the feed-forward's activation in layer 1", lambda layer: heat(layer.mlp)),
+    "queries": ("inside a sub-layer, such as in the attention's queries", lambda layer: widen(layer.self_attn)),
+}
+
+
+def widen(attention):
+    attention.q_proj.weight.mul_(4e4)
+
+
+def heat(mlp):
+    """Let one hidden unit pass FP16's limit, and add almost nothing to the stream."""
+    mlp.gate_proj.weight[5] *= 3e4
+    mlp.up_proj.weight[5] *= 3e4
+    mlp.down_proj.weight[:, 5] *= 1e-6
+
+
+@pytest.mark.parametrize("where", HOT)
+def test_an_overflow_is_the_first_sentence_and_makes_the_models_loss_nan(where):
+    model, ids = llama(), blocks(4)
+    named, spoil = HOT[where]
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with torch.no_grad():
+        spoil(model.model.layers[1])
+        assert math.isfinite(plain := float(model(input_ids=ids, labels=ids).loss))
+    after = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    instance = LowPrecision()
+    frame = probe(model, [instance], ids, tolerance=0.0)["low_precision"]
+    assert all(torch.equal(tensor, after[name]) for name, tensor in model.state_dict().items())
+    assert value(frame, "loss", format="none") == pytest.approx(plain, rel=1e-6)
+    assert math.isnan(value(frame, "model_loss", format="fp16"))
+    assert math.isfinite(value(frame, "model_loss_increase", format="bf16"))
+    first = next(iter(instance.sentences(frame)))
+    assert first.startswith("fp16 overflows")
+    assert f"{named}, and the model's loss in fp16 is nan." in first
+    assert instance.urgent(frame)
+    if where == "weight":
+        place = {"layer": 1, "sublayer": "attention", "role": "weight"}
+        assert value(frame, "abs_max", **place) == 9e4
+        assert value(frame, "overflow_share", format="fp16", **place) == pytest.approx(1 / (32 * 32 * 3))
+    model.load_state_dict(before)
+    quiet = LowPrecision()
+    frame = probe(model, [quiet], ids, tolerance=0.0)["low_precision"]
+    assert next(iter(quiet.sentences(frame))).startswith("On this text, nothing overflows in fp16 or bf16 (checked: ")
+    assert not quiet.urgent(frame)
+
+
+def test_the_models_loss_is_that_of_the_model_loaded_in_half_precision(tmp_path):
+    model, ids = llama(), blocks(4)
+    frame = probe(model, ["low_precision"], ids, tolerance=0.0, batch_size=4)["low_precision"]
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        for kind, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
+            logits = type(model).from_pretrained(tmp_path, dtype=dtype)(input_ids=ids).logits[:, :-1].float()
+            wanted = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+            assert value(frame, "model_loss", format=kind) == pytest.approx(float(wanted), abs=1e-6)
+            assert value(frame, "model_loss_increase", format=kind) != 0
+
+
+def test_unscaled_fp8_weights_that_are_too_large_are_named():
+    model, ids = llama(), blocks(4)
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] = 500.0
+    instance = LowPrecision(fp8_scaling="none", loss=False)
+    frame = probe(model, [instance], ids, tolerance=0.0)["low_precision"]
+    assert next(iter(instance.sentences(frame))) == "fp8_e4m3 overflows to inf in the weights outside of the layers."
+    scaled = LowPrecision(loss=False)
+    texts = list(scaled.sentences(probe(model, [scaled], ids, tolerance=0.0)["low_precision"]))
+    assert texts[1].startswith("Lamina scales FP8 and INT8 by the largest value of each sequence")
+
+
+def test_a_small_share_of_zeros_breaks_nothing():
+    model, ids = llama(), blocks(4)
+    instance = LowPrecision(loss=False)
+    frame = probe(model, [instance], ids, tolerance=0.0)["low_precision"]
+    states = (frame["role"] == "state") & (frame["metric"] == "token_error")
+    frame.loc[states & (frame["format"] == "int8_tensor"), "value"] = 0.035
+    frame.loc[states & (frame["format"] == "int8_token"), "value"] = 0.0062
+    assert "per-tensor INT8" not in " ".join(instance.sentences(frame))
+
+
+def test_a_chart_names_the_values_that_it_cannot_draw():
+    model, ids = llama(), blocks(4)
+    instance = LowPrecision(loss=False)
+    frame = probe(model, [instance], ids, tolerance=0.0)["low_precision"]
+    errors = (frame["role"] == "state") & (frame["metric"] == "relative_error")
+    frame.loc[errors & (frame["layer"] == 2) & (frame["format"] == "fp16"), "value"] = math.inf
+    frame.loc[errors & (frame["layer"] == 0), "value"] = 0.0
+    caption = next(iter(instance.figures(frame)))[1]
+    assert "Not drawn: values that are not finite, at state 2 (fp16)." in caption
+    assert f"Not drawn: values that are 0 or negative, at state 0 ({', '.join(FORMATS)})." in caption
 
 
 def test_the_loss_with_every_state_rounded():

@@ -122,6 +122,10 @@ class Probe(ABC):
         """Return the results in plain sentences, with numbers."""
         return []
 
+    def urgent(self, frame: pd.DataFrame) -> bool:
+        """Return whether the page and the terminal show this probe's first sentence before all others."""
+        return False
+
 
 def check_most(name: str, option: str, value: object) -> int | None:
     """Check an option that limits the number of inputs. 0 means all, and None means the default.

@@ -207,6 +207,7 @@ class Measuring:
             forwards=self.context.forwards if probe.points() else None,
             standard_error=error if error is not None and math.isfinite(error) else None,
             sentences=list(probe.sentences(frame)),
+            urgent=probe.urgent(frame),
             figures=figures,
             notes=[note for note in self.context.notes[self._noted :] if SKIPPED not in note and note not in told],
         )

@@ -127,8 +127,9 @@ def _place(row: Any, columns: list[str]) -> str:
 
 
 def _telling(probes: Json) -> str | None:
-    """Return the probe whose first sentence is the page's title: layer_drop, or otherwise the first probe."""
-    return next((name for name in ("layer_drop", *probes) if probes.get(name, {}).get("sentences")), None)
+    """Return the probe whose first sentence is the page's title: an urgent one, layer_drop, or the first probe."""
+    urgent = [name for name, entry in probes.items() if entry.get("urgent")]
+    return next((name for name in (*urgent, "layer_drop", *probes) if probes.get(name, {}).get("sentences")), None)
 
 
 def _headline(model: str, probes: Json) -> str:
@@ -159,7 +160,7 @@ def _in_short(result: Json, probes: Json) -> Section:
     lines = "".join(
         f'<p class="short"><a href="#{_section(name, entry, "").anchor}">{escape(str(entry.get("title") or name))}</a>'
         f"<span>{escape(str(entry['sentences'][0]))}</span></p>"
-        for name, entry in probes.items()
+        for name, entry in sorted(probes.items(), key=lambda item: not item[1].get("urgent"))
         if entry.get("sentences")
     )
     reason = [result["reason"]] if result.get("reason") else []
