@@ -9,6 +9,7 @@ import math
 import os
 import re
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -306,6 +307,9 @@ class FileCorpus(SingleCorpus):
                 f"{self.path}: Lamina does not follow links to folders ({names}{more}). To read these folders, "
                 "name each folder in the corpus, as in A:0.7,B:0.3."
             )
+        if len(kinds := Counter(path.suffix or "without an ending" for path in paths)) > 1:
+            counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(8))
+            self._warn_once(f"{self.path}: Lamina reads files of several kinds ({counts}{', ...' * (len(kinds) > 8)})")
         return paths
 
     def _documents(self) -> Iterator[Document]:

@@ -227,6 +227,16 @@ def test_text_in_braces_is_text(tmp_path, caplog, text):
     assert not caplog.text
 
 
+def test_a_folder_with_several_kinds_of_files_says_which(tmp_path, caplog):
+    for name in ("a.md", "b.md", "picture.svg", "LICENSE"):
+        (tmp_path / name).write_text(name)
+    assert len([*Corpus.parse(str(tmp_path)).documents()]) == 4
+    assert f"{tmp_path}: Lamina reads files of several kinds (2 .md, 1 without an ending, 1 .svg)" in caplog.text
+    caplog.clear()
+    assert len([*Corpus.parse(str(tmp_path / "a.md")).documents()]) == 1
+    assert not caplog.text
+
+
 def test_links_to_files_are_read_and_links_to_folders_are_named(tmp_path, caplog):
     for name in ("other/b.txt", "mine/a.txt"):
         (tmp_path / name).parent.mkdir()
