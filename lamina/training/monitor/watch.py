@@ -40,7 +40,7 @@ from lamina.training.monitor.mistakes import BeforeTraining, findings
 from lamina.training.monitor.monitor import Monitor, OnAlarm, Writers
 from lamina.training.monitor.stages import processes_of
 from lamina.training.monitor.trackers import installed
-from lamina.training.monitor.training_hooks import Instruments
+from lamina.training.monitor.training_hooks import GROWTH, Instruments
 from lamina.training.monitor.writers import (
     LOSS,
     NORM,
@@ -143,6 +143,7 @@ class LoopMonitor(Monitor):
         self._passed: set[int] = set()  # steps that skip_outliers skipped
         self._told = False  # whether the loop calls ``monitor.step``
         self._broken: set[str] = set()  # the metrics of a noted divergence, until their values are finite again
+        self._rate: tuple[float | None, bool] = None, False  # the last step's learning rate, and whether it is recorded
         self._micro: list[torch.Tensor] = []  # losses of the step's micro-batches
         self._losses: list[float] = []
         self._held = ExitStack()
@@ -248,6 +249,11 @@ class LoopMonitor(Monitor):
             self.series.add_loss(loss)
         self.series.add_norm(taken.norm if taken.norm is not None else math.nan)
         self._end_step(step, skipped=taken.norm is None or not taken.stepped)
+        (before, recorded), (rate, self._rate) = self._rate, (taken.rate, (taken.rate, due))
+        if rate and before and not 1 / GROWTH <= rate / before <= GROWTH:  # a sudden change, between two records
+            rates = ((step - 1, before, recorded), (step, rate, due))
+            self._add([(at, -1, "model", "all", 0, RATE, value) for at, value, done in rates if not done])
+            self._rate = rate, True
         try:
             if due or (self.processes.size == 1 and self.instruments.on_cpu):
                 self._read(due, taken.rate)

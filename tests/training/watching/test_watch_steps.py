@@ -46,6 +46,19 @@ def test_a_learning_rate_is_that_of_the_step_though_the_schedule_went_on(tmp_pat
     assert not read_alarms(tmp_path / "run"), "the sixth update over the seventh step's rate is 100 times too large"
 
 
+def test_a_learning_rate_that_jumps_and_falls_back_between_two_records_is_recorded_on_both_sides(tmp_path):
+    model = NanoGpt()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    rates = {step: 1e-3 * (1 - step / 100) * (30 if step in (13, 14) else 1) for step in range(1, 26)}
+
+    def spoil(step, model):
+        optimizer.param_groups[0]["lr"] = rates[step]
+
+    loop(model, tmp_path / "run", 25, optimizer, spoil, every=10)
+    recorded = (1, 10, 12, 13, 14, 15, 20)
+    assert series(tmp_path / "run", "learning_rate") == pytest.approx({step: rates[step] for step in recorded})
+
+
 def test_the_gradient_of_a_closure_is_that_of_its_own_step(tmp_path):
     model, plain, norms = NanoGpt(), NanoGpt(), []
 
