@@ -156,3 +156,30 @@ def test_losses_of_a_generator_and_a_discriminator_rise_in_healthy_trainings(tmp
     assert any("judges only whether their losses are finite" in text for text in said) == opposed
     path.write_text("".join(line.format(step, NAN if step > 60 else loss) for step, loss in enumerate(losses)))
     assert "The loss is not finite from step 61 of 99 on." in lamina.diagnose(path).sentences
+
+
+def test_lines_of_lamina_watch_hold_no_series(tmp_path):
+    lines = [f"step {step} loss {3 - step / 100:.2f} grad_norm 1.0 lr 1e-3" for step in range(60)]
+    told = "lamina.watch: step 31, layer 3 (feed-forward): something changed its weights by 93% of their norm"
+    lines[31:31] = [
+        told,
+        f"2026-01-01 10:00:00 WARNING {told}",
+        "lamina.watch: step 32, the model: the loss went from 2 to 5",
+    ]
+    (tmp_path / "train.log").write_text("\n".join(lines))
+    assert "not used" not in str(read_history(tmp_path / "train.log"))
+
+
+@pytest.mark.parametrize("lags", [[0, 1, 2, 2, 3], [1, 1, 1, 1, 0, 3, 5]])
+def test_records_beside_a_bar_that_lags_are_at_multiples_of_a_constant(tmp_path, lags):
+    shown = {at: at - lags[at // 5 % len(lags)] for at in range(5, 165, 5)}
+    lines = [
+        f"  6%|6  | {bar}/160 [00:00<00:04, 30.26it/s]\r{{'loss': '{5 - at / 100:.3f}', 'grad_norm': '1.3'}}\n"
+        for at, bar in shown.items()
+    ]
+    path = tmp_path / "train.log"
+    path.write_text("\n".join(lines))
+    assert [*read_history(path).values(LOSS)] == [*range(5, 165, 5)]
+    exact = [line.replace(f"{bar}/160", f"{at + 2}/160") for line, (at, bar) in zip(lines, shown.items(), strict=True)]
+    path.write_text("\n".join(exact))
+    assert [*read_history(path).values(LOSS)] == [*range(7, 167, 5)]

@@ -92,6 +92,7 @@ _ROUNDING = 1e-3  # between two prints of a number
 _BREAKS = 3  # lines without a pair that end a record of several lines
 _SPECIAL = 5  # lines of a general form that count as much as one of another form
 _ENOUGH, _TRIED = 200, 2000  # lines that are enough if all are of one form, and lines that are tried
+_OURS = "lamina.watch: "  # begins our own lines, after the logger's prefix
 _ENDS = "train_runtime"  # Trainer's last dictionary sums the run up
 
 
@@ -102,7 +103,7 @@ def lines_of(text: str) -> Iterator[str]:
     text = _NO_VALUE.sub("", text) if any(word in text for word in ("N/A", "n/a", "None", "null")) else text
     for line in re.split(r"[\r\n]+", text):
         parts = _BAR_BEGINS.split(line) if line.count("%|") > 1 else (line,)  # bars whose returns a paste has lost
-        yield from (part for part in parts if part and not part.isspace())
+        yield from (part for part in parts if part and not part.isspace() and _OURS not in part)
 
 
 def form_of(lines: Iterable[str]) -> Form | None:

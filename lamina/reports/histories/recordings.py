@@ -325,6 +325,7 @@ def _clock(columns: Columns, lines: Ints) -> tuple[str, Ints]:
             early = lines[lines < at[0]]
             counted = of[0] - (of[1] - of[0]) * np.arange(len(early), 0, -1)
             steps[early] = np.where(counted >= 0, counted, of[0])
+            steps[lines] = _on_time(steps[lines])
         different = len(np.unique(steps[lines]))
         if 1 < different < len(lines) and epochs is not None and plain(name) != "progress_bar":
             epoch = np.floor(_carried(epochs, columns.rows)[lines])
@@ -348,6 +349,19 @@ def _clock(columns: Columns, lines: Ints) -> tuple[str, Ints]:
     count = np.zeros(columns.rows, np.int64)
     count[lines] = 1
     return "", np.cumsum(count)
+
+
+def _on_time(bar: Ints) -> Ints:
+    """Return the multiples of a constant at which a trainer printed records beside a progress bar that lags behind.
+
+    If the bar's steps do not fit such multiples, return the bar's steps.
+    """
+    apart = round((bar[-1] - bar[0]) / max(1, len(bar) - 1))
+    if len(bar) < _SHOWN or apart < 1:
+        return bar
+    steps = apart * (-(-bar[0] // apart) + np.arange(len(bar)))
+    lag = steps - bar
+    return steps if lag.min() == 0 and lag.max() <= apart else bar
 
 
 def _is_whole(values: Floats) -> bool:
