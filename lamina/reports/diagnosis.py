@@ -36,11 +36,10 @@ from lamina.reports.causes import (
     possible_causes,
     rate_jump,
 )
-from lamina.reports.loss_course import BEFORE, back_at, loss_rise, restarts, spikes_of
+from lamina.reports.loss_course import BEFORE, back_at, loss_rise, restarts, spikes_of, step_in, wander_of
 from lamina.reports.signs import Signs
 from lamina.training.monitor.alarms import EVENT, NOTABLE, Alarm, describe, place_in_words, read_alarms, says_where
 from lamina.training.monitor.batches import beginning_of, read_batches
-from lamina.training.monitor.rules import noise_of
 from lamina.training.monitor.writers import LOSS, NORM, RATE, Row, read_about, read_rows
 
 _GIVE = "Give the folder of a run, or another tool's record."
@@ -193,7 +192,8 @@ _ODDS = "Lamina counted these odds in records of small models that we broke on p
 EPOCH = "epoch"
 _JUMPED = next(cause for cause in CAUSES.values() if "rate: jumped" in cause.proofs)
 _MOST_OF_HISTORIES = 0.95  # odds: so few histories were judged that no more can be promised
-_STAIR = 8  # losses before and after the start of an epoch
+_STAIR = 8  # losses before and after the start of an epoch, at least
+_ERRORS = 5.0  # standard errors by which a fall stands out at the start of an epoch
 
 
 @dataclass(frozen=True)
@@ -516,20 +516,21 @@ def _rows(evidence: Evidence) -> list[str]:
 
 
 def epoch_stairs(evidence: Evidence) -> dict[int, int]:
-    """Return the first step of each epoch that begins with a fall of the loss."""
+    """Return the first step of each epoch that begins with a fall of the loss.
+
+    The fall must stand out of the loss's trend, noise and drift. The learning rate must not fall there.
+    """
     steps = sorted(step for step in evidence.losses if step in evidence.epochs)
     values = [evidence.losses[step] for step in steps]
-    epochs = {}
-    whole = [int(evidence.epochs[step] + 1e-6) for step in steps]
+    whole, epochs = [int(evidence.epochs[step] + 1e-6) for step in steps], {}
     begins = [0, *(at for at in range(1, len(steps)) if whole[at] > whole[at - 1]), len(steps)]
     for first, at, last in zip(begins, begins[1:], begins[2:], strict=False):
-        before, after = values[max(first, at - BEFORE) : at], values[at : min(at + BEFORE, last)]
-        if min(len(before), len(after)) < _STAIR:
+        count = min(2 * BEFORE, at - first, last - at)
+        rates = [evidence.rates.get(step, 0.0) for step in steps[max(0, at - 2) : at + 2]]
+        if count < _STAIR or rates[0] > 1.5 * rates[-1] or not all(map(math.isfinite, values[at - count : at + count])):
             continue
-        fell = statistics.median(before) - statistics.median(after)
-        noise = max(noise_of(before), noise_of(after))
-        trend = abs(statistics.median(before[: len(before) // 2]) - statistics.median(before[len(before) // 2 :]))
-        if fell > max(0.02, noise, 2 * trend):
+        slope, moved, error = step_in(values[at - count : at + count])
+        if -moved > max(0.02, _ERRORS * error, wander_of(values[:at]), abs(slope) * count):
             epochs[whole[at]] = steps[at]
     return epochs
 

@@ -108,6 +108,21 @@ def wander_of(losses: Sequence[float]) -> float:
     return _WANDERS * spread if spread > 1.5 * noise_of(finite) else 0.0
 
 
+def step_in(losses: Sequence[float]) -> tuple[float, float, float]:
+    """Fit a line with a step in the middle to losses.
+
+    Returns:
+        The line's slope per loss, the step, and the step's standard error.
+    """
+    count = len(losses)
+    number = np.arange(count)
+    columns = np.stack([np.ones(count), number, number >= count // 2], axis=1)
+    fitted, *_ = np.linalg.lstsq(columns, np.asarray(losses), rcond=None)
+    variance = float(np.square(losses - columns @ fitted).sum()) / (count - 3)
+    error = math.sqrt(variance * float(np.linalg.inv(columns.T @ columns)[2, 2]))
+    return float(fitted[1]), float(fitted[2]), error
+
+
 def restarts(rates: Mapping[int, float]) -> list[int]:
     """Return the steps at which the learning rate goes back up, as in cosine schedules with restarts."""
     steps, jumps, highest = sorted(rates), [], 0.0
