@@ -91,7 +91,7 @@ CAUSES = {
             ),
             changes=(
                 Change(
-                    text="train in bfloat16, which has float32's range (in Lamina's commands: --precision bf16)",
+                    text="train in bfloat16 instead of float16, because bfloat16 has float32's range",
                     setting="precision",
                     made="bf16",
                 ),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -30,19 +31,22 @@ from lamina.reports.causes import (
     OF_POLICIES,
     REMAINING,
     START,
+    STEPS,
     Cause,
     causes_of,
     open_changes,
     possible_causes,
     rate_jump,
 )
-from lamina.reports.loss_course import BEFORE, back_at, loss_rise, restarts, spikes_of, step_in, wander_of
+from lamina.reports.loss_course import BEFORE, back_at, loss_rise, restarts, rise_begins, spikes_of, step_in, wander_of
 from lamina.reports.signs import Signs
 from lamina.training.monitor.alarms import EVENT, NOTABLE, Alarm, describe, place_in_words, read_alarms, says_where
 from lamina.training.monitor.batches import beginning_of, read_batches
 from lamina.training.monitor.writers import LOSS, NORM, RATE, Row, read_about, read_rows
 
+_NO_STATE = "Trainer writes trainer_state.json with its first checkpoint: until then, give Trainer's printed log."
 _GIVE = "Give the folder of a run, or another tool's record."
+_AT_STEP = re.compile(r",?(?: visible)? (?:at|from) step \{step\}.*")  # in a cause's finding
 _STEP = re.compile(r"\bstep(?=s? \d)")  # the word before a step's number
 
 
@@ -87,21 +91,43 @@ class Evidence(Signs):
         """Return the loss's spikes (``spikes_of``), or {} if the loss rose and stayed up."""
         return spikes_of(self.losses) if self.rose is None and not self.opposed else {}
 
+    @cached_property
+    def rise(self) -> int | None:
+        """Return the step at which the rise of the loss begins, or None. An alarm may notice the rise later."""
+        told = any((alarm.step, alarm.rule, alarm.metric) == (self.rose, "rise", LOSS) for alarm in self.alarms)
+        return rise_begins(self.losses, self.rose) if told and self.rose is not None else self.rose
+
+    @cached_property
+    def anomaly(self) -> Alarm | None:
+        """Return the first anomaly: the first alarm, or the rise of the loss if this alarm came later in the rise."""
+        first, rise = self.first, self.rise
+        if first is None or rise is None or rise >= first.step or rise not in self.losses:
+            return first
+        back, counted = back_at(self.losses, rise), sorted(self.losses)
+        late = bisect_left(counted, first.step) - bisect_left(counted, rise) > STEPS
+        if first.step != self.rose and (late or (back is not None and back <= first.step)):
+            return first
+        before = [loss for step, loss in self.losses.items() if step < rise and math.isfinite(loss)][-BEFORE:]
+        usual, value = statistics.median(before or [math.nan]), self.losses[rise]
+        rule = "rise" if value > usual else "not_finite" if not math.isfinite(value) else ""
+        whole = {"layer": -1, "sublayer": "model", "role": "all", "metric": LOSS}
+        return Alarm(step=rise, rule=rule, **whole, value=value, usual=usual) if rule else first
+
     @property
     def lead(self) -> int | None:
-        """Return the number of steps from the first alarm to the rise of the loss.
+        """Return the number of steps from the first anomaly to the rise of the loss.
 
         The result is None if the loss did not rise, or if an earlier spike explains the rise.
         """
-        if self.rose is None or self.first is None or (self.passed_spike and self.rose < self.first.step):
+        if self.rise is None or self.anomaly is None or (self.passed_spike and self.rise < self.anomaly.step):
             return None
-        return self.rose - self.first.step
+        return self.rise - self.anomaly.step
 
 
 def _no_records(folder: Path) -> UserError:
     runs = in_order(one.name for one in folder.iterdir() if one.is_dir() and kind_of(one) is not None)[-8:]
     some = f", but it holds {', '.join(runs)}" * bool(runs)
-    return UserError(f"run: {str(folder)!r} has no records by layer{some}. {_GIVE}")
+    return UserError(f"run: {str(folder)!r} has no records by layer{some}. {_GIVE}{'' if some else f' {_NO_STATE}'}")
 
 
 def gather(folder: Path) -> Evidence:
@@ -168,7 +194,7 @@ def gather(folder: Path) -> Evidence:
 def failing_step(folder: Path) -> int | None:
     """Return the step of a run's first anomaly, or None without an anomaly or without records."""
     try:
-        first = gather(folder).first
+        first = gather(folder).anomaly
     except UserError:
         return None
     return None if first is None else first.step
@@ -189,9 +215,11 @@ _SMALL = (
     "(docs/loss-spiked.md)."
 )
 _ODDS = "Lamina counted these odds in records of small models that we broke on purpose (docs/loss-spiked.md)."
+_EQUAL_ODDS = "Two causes are equally likely"
 EPOCH = "epoch"
 _JUMPED = next(cause for cause in CAUSES.values() if "rate: jumped" in cause.proofs)
 _MOST_OF_HISTORIES = 0.95  # odds: so few histories were judged that no more can be promised
+_EQUAL = 3  # equal learning rates before a jump, which no schedule moves
 _STAIR = 8  # losses before and after the start of an epoch, at least
 _ERRORS = 5.0  # standard errors by which a fall stands out at the start of an epoch
 
@@ -225,7 +253,7 @@ def headline(evidence: Evidence) -> str:
 
 
 def _headline(evidence: Evidence) -> str:
-    first = evidence.first
+    first = evidence.anomaly
     if first is None and _jump(evidence) is not None:
         finding = _filled(_JUMPED.finding, evidence, _JUMPED)
         return finding[0].upper() + finding[1:]
@@ -234,11 +262,13 @@ def _headline(evidence: Evidence) -> str:
             return f"The loss spiked at step {spike} and {'is still high at the end' if back is None else 'came back'}"
         return "No problem found"
     if first is None:
-        return f"The loss rose at step {evidence.rose}"
-    (cause, _), *_ = causes_of(evidence)
+        return f"The loss rose at step {evidence.rise}"
+    (cause, _), *others = causes = causes_of(evidence)
     if cause != NOT_KNOWN:
         finding = _filled(CAUSES[cause].finding, evidence, CAUSES[cause])
         _, proved, _ = _recorded(evidence, CAUSES[cause])
+        if not proved and _are_equal(causes):
+            return f"{_EQUAL_ODDS}: {finding}; {_filled(CAUSES[others[0][0]].finding, evidence, CAUSES[others[0][0]])}"
         return finding[0].upper() + finding[1:] if proved else f"Likely cause: {finding}"
     return f"Anomaly at {describe(first)}"
 
@@ -246,7 +276,9 @@ def _headline(evidence: Evidence) -> str:
 def answer(evidence: Evidence) -> Answer:
     """Return the diagnosis for the evidence in a run's records."""
     said = _answer(evidence)
-    step = evidence.first.step if evidence.first else evidence.rose or next(iter(evidence.spikes), None)
+    step = evidence.anomaly.step if evidence.anomaly else evidence.rise or next(iter(evidence.spikes), None)
+    if step and evidence.unit == "record" and step in evidence.epochs:
+        said.notes.append(f"Record {step} is at epoch {evidence.epochs[step]:.4g}.")
     if step and evidence.watched and not evidence.imported:
         said.notes.append(f"Lamina counts steps from 1: a loop that counts from 0 prints step {step} as {step - 1}.")
     parts = (said.cause, said.evidence, said.changes, said.notes)
@@ -254,7 +286,7 @@ def answer(evidence: Evidence) -> Answer:
 
 
 def _answer(evidence: Evidence) -> Answer:
-    first, rose, spikes = evidence.first, evidence.rose, evidence.spikes
+    first, rose, spikes = evidence.anomaly, evidence.rise, evidence.spikes
     course = [*_back(evidence, spikes), _course(evidence)] if spikes else [_course(evidence), *_back(evidence, {})]
     course += [*_falls(evidence), *_notable(evidence, spikes)]
     if first is None and _jump(evidence) is not None:
@@ -264,13 +296,16 @@ def _answer(evidence: Evidence) -> Answer:
         finding = f"Lamina found {found} in the record." if evidence.imported else "No layer has an anomaly."
         more = "" if rose is None and not spikes else _more(evidence)
         changes = [f"Record {more} to see the steps between two records."] if more else []
+        if rose is not None and math.isfinite(evidence.losses.get(rose, math.nan)):
+            finding += " The record does not show why the loss rose."
+            changes.insert(0, f"To check: inspect {_unrecorded_rate(evidence)}{_high_batches(evidence, rose)}.")
         if spikes:
             step = next(iter(spikes))
-            changes.insert(0, f"To check: inspect the learning rate and {_batch(evidence, step)}.")
+            changes.insert(0, f"To check: inspect {_unrecorded_rate(evidence)}{_batch(evidence, step)}.")
         return Answer(cause=[], evidence=[*course, finding, *_rows(evidence)], changes=changes)
     causes, where = causes_of(evidence), describe(first, evidence.names)
-    texts = [f"The first anomaly is at {where}."]
-    if (spike := evidence.passed_spike) is not None:
+    texts = [f"The first anomaly{' after this' * (rose is not None and rose < first.step)} is at {where}."]
+    if (spike := evidence.passed_spike) is not None and spike.step < first.step:
         texts = [f"A spike at step {spike.step} passed by itself. The first anomaly after the spike is at {where}."]
     location, everywhere = evidence.place or first, _everywhere(evidence, first)
     inside = location.layer >= 0 or location.role != "all"
@@ -279,20 +314,26 @@ def _answer(evidence: Evidence) -> Answer:
     texts += [*_early(evidence, first), *_next(evidence, first, location), *everywhere]
     if causes[0][0] == NOT_KNOWN:
         record = f", and record {more}" if (more := _more(evidence)) else ""
-        look = f"To check: inspect the learning rate, the weights and {_batch(evidence, first.step)}{record}."
+        batches = _high_batches(evidence, first.step) if first.metric == LOSS else _batch(evidence, first.step)
+        look = f"To check: inspect {_unrecorded_rate(evidence)}{batches}{record}."
         told = [" ".join(course), " ".join(texts), *_rows(evidence)]
         return Answer(cause=[_not_known(evidence)], evidence=told, changes=[look])
     return _explained(evidence, causes, [course[0], *texts, *course[1:], *_rows(evidence)])
 
 
+def _unrecorded_rate(evidence: Evidence) -> str:
+    return "" if evidence.rates else "the learning rate and "
+
+
 def _not_known(evidence: Evidence) -> str:
     """Return a sentence with the causes that remain possible."""
-    remaining = [name for name, odds in possible_causes(evidence) if odds >= REMAINING and name != NOT_KNOWN]
-    if not remaining:
+    names = [name for name, odds in possible_causes(evidence) if odds >= REMAINING and name != NOT_KNOWN]
+    if not names:
         return "The cause is not known: no failure that Lamina knows fits the record."
-    return (
-        f"The cause is not known. Possible causes are: {', '.join(remaining)}, or a failure that Lamina does not know."
-    )
+    remaining = ", ".join(_AT_STEP.sub("", CAUSES[name].finding) for name in names)
+    apart = "A record without values by layer does not tell these causes apart" * (evidence.view in ("loss", "norm"))
+    told = f"{apart or 'Possible causes are'}: {remaining}, or a failure that Lamina does not know."
+    return f"The cause is not known. {told}"
 
 
 def _explained(evidence: Evidence, causes: Sequence[tuple[str, float]], texts: list[str]) -> Answer:
@@ -303,15 +344,22 @@ def _explained(evidence: Evidence, causes: Sequence[tuple[str, float]], texts: l
     for number, (name, odds) in enumerate(causes):
         cause = CAUSES[name]
         fact, decided, check = _recorded(evidence, cause)
-        usual = open_changes(cause, evidence.settings)[: _CHANGES - len(causes) + 1 - number]
+        settings = {**evidence.settings, **({"skip_outliers": "unknown"} if evidence.imported else {})}
+        usual = open_changes(cause, settings)[: _CHANGES - len(causes) + 1 - number]
         changes += [f"To change: {_filled(change, evidence)}." for change in decided or usual]
         checks.append(f"To check: {check or _filled(cause.check, evidence)}.")
-        studies += [findings[claim] for claim in cause.claims if claim in findings and not decided]
-        likely = "Or" if number else "Cause" if decided else "Likely cause"
+        own = not (decided or evidence.imported)  # the studies' models are unlike those of other tools
+        studies += [findings[claim] for claim in cause.claims if claim in findings and own]
+        likely = "Or" if number else "Cause" if decided else _EQUAL_ODDS if _are_equal(causes) else "Likely cause"
         share = f" (odds {min(odds, most):.0%})" if most and not decided else ""
         told.append(f"{likely}: {_filled(cause.finding, evidence, cause)}{share}. {fact or cause.meaning}")
     how_far = [] if all(text.startswith("Cause") for text in told) else [_ODDS if evidence.imported else _SMALL]
     return Answer(cause=told, evidence=texts, changes=changes + checks, notes=studies + how_far)
+
+
+def _are_equal(causes: Sequence[tuple[str, float]]) -> bool:
+    """Return whether two causes have the same odds in percent."""
+    return len(causes) > 1 and round(100 * causes[0][1]) == round(100 * causes[1][1])
 
 
 def _recorded(evidence: Evidence, cause: Cause) -> tuple[str, list[str], str]:
@@ -321,20 +369,7 @@ def _recorded(evidence: Evidence, cause: Cause) -> tuple[str, list[str], str]:
     """
     first = evidence.first
     if "rate: jumped" in cause.proofs and (jump := _jump(evidence)) is not None:
-        step, before, after = jump
-        back = next((at for at in sorted(evidence.rates) if at > step and evidence.rates[at] * JUMPED < after), None)
-        verb = "restore" if back is None else "keep"
-        shown = f"from step {step}" + ("" if back is None else f" until {evidence.rates[back]:.3g} at step {back}")
-        return (
-            f"The record shows that the learning rate went from {before:.3g} to {after:.3g} at step {step}.",
-            [
-                f"{verb} the learning rate {before:.3g} (the record shows {after:.3g} {shown})",
-                f"continue from a checkpoint before step {step}, because the later updates were too large and damaged "
-                f"the weights",
-            ],
-            f"train 50 steps from an earlier checkpoint at a learning rate of {before:.3g}: Lamina should raise no "
-            "alarm",
-        )
+        return _of_rate(evidence.rates, *jump)
     if first is None or not cause.proofs:
         return "", [], ""
     if cause.name in OF_POLICIES:
@@ -369,6 +404,33 @@ def _recorded(evidence: Evidence, cause: Cause) -> tuple[str, list[str], str]:
     return "", [], ""
 
 
+def _of_rate(rates: Mapping[int, float], step: int, before: float, after: float) -> tuple[str, list[str], str]:
+    """Return the fact, the changes and the check (``_recorded``) for a jump of the learning rate at a step."""
+    steps, factor = sorted(rates), after / before
+    earlier = steps[: bisect_left(steps, step)][-_EQUAL:]
+    level = all(rates[at] == before for at in earlier)  # else a schedule moves the rate
+    target = f"the learning rate {before:.3g}" if level else "the schedule's learning rate"
+    since = "" if level else f" at step {earlier[-1]}"
+    shown = f"{after:.3g} from step {step}" if level else f"{factor:.3g} times the rate of step {earlier[-1]}"
+    verb = "restore"
+    for last, at in pairwise(at for at in steps if at >= step):
+        fell = rates[last] / (rates[at] or math.inf)
+        if max(JUMPED, factor / 2) < fell < 2 * factor and rates[at] > before / JUMPED:  # a schedule falls more slowly
+            verb = "keep"
+            high = f"{rates[last]:.3g} until step {last}" if last > step else f"{after:.3g} at step {step}"
+            shown = f"{high}, but {rates[at]:.3g} at step {at}"
+            break
+    return (
+        f"The record shows that the learning rate went from {before:.3g}{since} to {after:.3g} at step {step}.",
+        [
+            f"{verb} {target} (the record shows {shown})",
+            f"continue from a checkpoint before step {step}, because the later updates were too large and damaged the "
+            "weights",
+        ],
+        f"train 50 steps from an earlier checkpoint at {target}: Lamina should raise no alarm",
+    )
+
+
 def _jump(evidence: Evidence) -> tuple[int, float, float] | None:
     """Return the learning rate's jump before the first anomaly, or before the loss rose if there is no anomaly.
 
@@ -383,27 +445,40 @@ def _jump(evidence: Evidence) -> tuple[int, float, float] | None:
 
 def _filled(text: str, evidence: Evidence, cause: Cause | None = None) -> str:
     """Fill a cause's text with the step and location of the first anomaly, or the step of a learning rate's jump."""
-    first, jump = evidence.first, _jump(evidence) if cause is not None and "rate: jumped" in cause.proofs else None
+    first, jump = evidence.anomaly, _jump(evidence) if cause is not None and "rate: jumped" in cause.proofs else None
     step = jump[0] if jump is not None else "" if first is None else first.step
     where = "" if first is None else place_in_words(evidence.place or first)
     text = text.replace("{batch}", _batch(evidence, first.step)) if first is not None else text
     return text.replace("{step}", str(step)).replace("{where}", where)
 
 
-def _batch(evidence: Evidence, step: int) -> str:
-    """Name the batch of a step. If the record has gaps, name all batches since the previous record."""
-    before = max((earlier for earlier in evidence.losses if earlier < step), default=step - 1)
-    return f"the batch of step {step}" if step - before <= 1 else f"the batches of steps {before + 1} to {step}"
+def _batch(evidence: Evidence, step: int, last: int | None = None) -> str:
+    """Name the batches from a step to the step ``last``. If the record has gaps, begin after the previous record."""
+    before, last = max((earlier for earlier in evidence.losses if earlier < step), default=step - 1), last or step
+    if evidence.unit == "record":
+        return f"the batches that step {step} covers" if last == step else f"the batches of steps {step} to {last}"
+    return f"the batch of step {step}" if last - before <= 1 else f"the batches of steps {before + 1} to {last}"
+
+
+def _high_batches(evidence: Evidence, rise: int) -> str:
+    """Name the batches of the first high losses after a rise, or only the rise's batch if the loss never fell again."""
+    before = [loss for step, loss in evidence.losses.items() if step < rise][-BEFORE:] or [0.0]
+    middle, last = (statistics.median(before) + evidence.losses[rise]) / 2, rise
+    for step in sorted(step for step in evidence.losses if step > rise):
+        if not evidence.losses[step] > middle:
+            return _batch(evidence, rise, last)
+        last = step
+    return _batch(evidence, rise)
 
 
 def _early(evidence: Evidence, first: Alarm) -> list[str]:
     """Return a sentence on how many steps before the loss the first anomaly came."""
     if (lead := evidence.lead) is None or first.metric == LOSS:
         return []
-    did = "rose" if math.isfinite(evidence.losses.get(evidence.rose or 0, 0.0)) else "was not finite"
+    did = "rose" if math.isfinite(evidence.losses.get(evidence.rise or 0, 0.0)) else "was not finite"
     if lead == 0:
         return [f"The loss {did} in the anomaly's step."]
-    early = f"{lead} step{'s' * (lead > 1)} before"
+    early = f"{lead} {evidence.unit}{'s' * (lead > 1)} before"
     return [f"The anomaly came {early if lead > 0 else 'after'} the loss {did}."]
 
 
@@ -440,7 +515,7 @@ def _more(evidence: Evidence) -> str:
 
 def _course(evidence: Evidence) -> str:
     """Return a sentence on what the loss did."""
-    rose, status = evidence.rose, "" if evidence.imported else f" (status: {evidence.status})"
+    rose, status = evidence.rise, "" if evidence.imported else f" (status: {evidence.status})"
     if not evidence.losses:
         return f"The record has no loss, so Lamina cannot tell whether the loss rose{status}."
     steps = sorted(evidence.losses)
@@ -463,9 +538,9 @@ def _course(evidence: Evidence) -> str:
 
 def _back(evidence: Evidence, spikes: Mapping[int, tuple[float, int | None]]) -> list[str]:
     """Return a sentence on where the loss came back down, or on the loss's spikes."""
-    if evidence.rose is not None:
-        back = back_at(evidence.losses, evidence.rose)
-        return [] if back is None else [f"The loss came back down at step {back}."]
+    if evidence.rise is not None:
+        back = back_at(evidence.losses, evidence.rise)
+        return [] if back is None else [f"The loss was back down by step {back}."]
     told = [
         f"step {step} (to {highest:.3g}, {'where the record ends' if back is None else f'back at step {back}'})"
         for step, (highest, back) in [*spikes.items()][:_SHOWN]
@@ -503,7 +578,8 @@ def _notable(evidence: Evidence, spikes: Collection[int]) -> list[str]:
 
 def _rows(evidence: Evidence) -> list[str]:
     """Quote the beginning of each row in the first anomaly's batch, or in the batches of spikes and notable batches."""
-    shown = [evidence.first] if evidence.first is not None and evidence.first.step in evidence.batches else []
+    firsts = (evidence.anomaly, evidence.first)
+    shown = [alarm for alarm in firsts if alarm is not None and alarm.step in evidence.batches][:1]
     steps = [alarm.step for alarm in shown or evidence.notable]
     steps = dict.fromkeys(step for step in (steps if shown else [*evidence.spikes, *steps]) if step in evidence.batches)
     texts = []

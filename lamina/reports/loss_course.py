@@ -7,17 +7,20 @@ import statistics
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
+from math import isfinite
 
 import numpy as np
 
 from lamina.training.monitor.alarms import Alarm
 from lamina.training.monitor.first_anomaly import AFTER, BEFORE, NOISES
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
-from lamina.training.monitor.rules import noise_of
+from lamina.training.monitor.rules import LAG, noise_of
 from lamina.training.monitor.writers import LOSS
 
 _EARLY = 1.5  # times the first losses
 _SLOW, _PATIENCE = 0.5, 20  # nats above its best, and steps for which a loss that has risen slowly stays there
+_ABOVE = 1.5  # noises above the usual level, from which on a loss belongs to a rise that an alarm noticed later
+_CALM = 5  # losses that are compared with those before a rise
 _NATS = 0.15  # least difference of losses that have risen
 _WANDERS = 3.0  # times the spread of losses that are far apart
 _RESTARTED = 1.0  # nats by which a loss may rise where the learning rate starts anew
@@ -31,14 +34,14 @@ def risen(before: Sequence[float], after: Sequence[float], *, wanders: float = 0
     The usual level is the median of the last 16 or of the last 5 losses, whichever is lower. ``wanders`` is the loss's
     usual drift (``wander_of``), which widens the margin.
     """
-    if len(after) < AFTER or min(after) <= min(filter(math.isfinite, before[-BEFORE:]), default=math.inf) + _NATS:
+    if len(after) < AFTER or min(after) <= min(filter(isfinite, before[-BEFORE:]), default=math.inf) + _NATS:
         return False  # at once, as of most losses
     return min(after) > _ceiling(before, _NATS, wanders)
 
 
 def _ceiling(before: Sequence[float], least: float, wanders: float) -> float:
     """Return the loss above which the loss has risen, or infinity for too few losses ``before``."""
-    finite = [loss for loss in before[-BEFORE:] if math.isfinite(loss)]
+    finite = [loss for loss in before[-BEFORE:] if isfinite(loss)]
     if len(finite) < BEFORE // 2:
         return math.inf
     usual = min(statistics.median(finite), statistics.median(finite[-5:]))  # a falling loss is below its median
@@ -79,19 +82,39 @@ def spikes_of(losses: Mapping[int, float]) -> dict[int, tuple[float, int | None]
     return spikes
 
 
-def back_at(losses: Mapping[int, float], rose: int) -> int | None:
-    """Return the step at which the loss is back down after its rise, or None.
+def rise_begins(losses: Mapping[int, float], alarm: int) -> int:
+    """Return the step at which the rise begins that an alarm noticed. The alarm adds up losses, so it comes later."""
+    steps = sorted(losses)
+    at = bisect_left(steps, alarm)
+    before = [
+        loss for step in steps[max(0, at - LAG - 2 * BEFORE) : max(0, at - LAG)] if isfinite(loss := losses[step])
+    ]
+    if len(before) < BEFORE // 2:
+        return alarm
+    ceiling = statistics.median(before[-BEFORE:]) + max(_NATS, _ABOVE * noise_of(before))
+    while at > 0 and losses[steps[at - 1]] > ceiling:
+        at -= 1
+    return steps[at]
 
-    The 3 losses from this step on and the last 3 losses of the record must all be low enough.
+
+def back_at(losses: Mapping[int, float], rose: int) -> int | None:
+    """Return a step at which the loss is back at its level before the rise, or None.
+
+    The loss of this step, the median of the 5 losses from this step on, and the median of the last 5 losses must lie
+    within the noise of this level.
     """
     steps = sorted(losses)
     at = bisect_left(steps, rose)
     values = [losses[step] for step in steps]
-    ceiling = _ceiling(values[:at], _NATS, wander_of(values[:at]))
-    if math.isinf(ceiling) or not max(values[-AFTER:]) <= ceiling:
+    before = [loss for loss in values[:at][-2 * BEFORE :] if isfinite(loss)]
+    if len(before) < BEFORE // 2 or not all(map(isfinite, values[-_CALM:])):
         return None
-    low = (at + number for number in range(len(values) - at - AFTER + 1))
-    return next((steps[number] for number in low if max(values[number : number + AFTER]) <= ceiling), None)
+    usual = min(statistics.median(before[-BEFORE:]), statistics.median(before[-_CALM:]))
+    low = usual + max(_NATS, noise_of(before))
+    if not statistics.median(values[-_CALM:]) <= low:
+        return None
+    after = (number for number in range(at + 1, len(values) - _CALM + 1) if values[number] <= low)
+    return next((steps[number] for number in after if statistics.median(values[number : number + _CALM]) <= low), None)
 
 
 def wander_of(losses: Sequence[float]) -> float:
@@ -99,7 +122,7 @@ def wander_of(losses: Sequence[float]) -> float:
 
     The result is 0 if neighboring losses differ as much as losses that are 16 records apart.
     """
-    finite = [loss for loss in losses[-4 * BEFORE :] if math.isfinite(loss)]
+    finite = [loss for loss in losses[-4 * BEFORE :] if isfinite(loss)]
     if len(finite) < 2 * BEFORE:
         return 0.0
     moved = [later - earlier for earlier, later in zip(finite, finite[BEFORE:], strict=False)]
@@ -152,7 +175,7 @@ def loss_rise(
     cuts = [0, *(bisect_left(steps, step) for step in restarts(rates)), len(steps)]
     for first, last in pairwise(cuts):
         before, after = (
-            [losses[step] for step in part if math.isfinite(losses[step])]
+            [losses[step] for step in part if isfinite(losses[step])]
             for part in (steps[max(0, first - BEFORE) : first], steps[first : min(last, first + 2 * BEFORE)])
         )
         if first and len(before) > AFTER and len(after) > AFTER and min(after) > statistics.median(before) + _RESTARTED:
@@ -170,10 +193,10 @@ def _rise_in(losses: Mapping[int, float], steps: Sequence[int], *, may_wander: b
     values = [losses[step] for step in steps]
     for number, step in enumerate(steps):
         before, after = values[max(0, number - BEFORE) : number], values[number : number + AFTER]
-        high = math.isfinite(values[number]) and risen(before, after)
+        high = isfinite(values[number]) and risen(before, after)
         if high and may_wander:
             high = risen(before, after, wanders=wander_of(values[:number]))
-        if high or not math.isfinite(values[number]):
+        if high or not isfinite(values[number]):
             return step if guard.above_since is None else steps[guard.above_since]
         try:
             guard.see_loss(number, values[number])

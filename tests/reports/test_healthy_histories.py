@@ -116,7 +116,7 @@ def test_a_rate_that_jumps_in_the_record_is_the_cause(tmp_path):
         line["learning_rate"] = 3e-3 if 1000 <= line["step"] < 1100 else 1e-4
     path.write_text(json.dumps({"log_history": log}))
     back = " ".join(lamina.diagnose(path).sentences)
-    assert "keep the learning rate 0.0001 (the record shows 0.003 from step 1000 until 0.0001 at step 1100)." in back
+    assert "keep the learning rate 0.0001 (the record shows 0.003 until step 1090, but 0.0001 at step 1100)." in back
     assert "warm-up" not in said  # no general advice where the record decides
     assert "odds" not in said
     assert "weights were as before" not in said

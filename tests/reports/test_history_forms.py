@@ -323,5 +323,5 @@ def test_a_loss_of_zero_beside_a_gradient_that_is_not_finite_is_not_finite(tmp_p
     assert "a loop that counts from 0" not in said
     assert "The loss is not finite from record 2" in said
     assert gather(tmp_path / "train.log-lamina").first.rule == "not_finite"
-    assert "Likely cause: values that are not finite from record 1 (odds " in said
+    assert "Two causes are equally likely: values that are not finite from record 1 (odds " in said
     assert "Or: values outside the number format" in said  # the precision is not recorded

@@ -140,7 +140,7 @@ def test_a_loss_that_rose_is_an_anomaly(tmp_path):
     path.write_text("step,loss\n" + "".join(f"{step},{loss}\n" for step, loss in enumerate(losses)))
     sentences = lamina.diagnose(path).sentences
     assert "The loss rose at step 9 of 68." in sentences
-    assert "Lamina found nothing else unusual in the record." in sentences
+    assert "Lamina found nothing else unusual in the record. The record does not show why the loss rose." in sentences
 
 
 def test_a_second_stage_with_shorter_epochs_is_another_run(tmp_path):

@@ -39,7 +39,7 @@ def write_diagnosis(path: Path, evidence: Evidence, source: Path) -> Path:
     rates = _course(evidence, "learning rate", evidence.rates)
     if rate_jump(evidence) is not None:
         html, rates = rates + html, ""
-    if (first := evidence.first) is not None and first.metric != LOSS:
+    if (first := evidence.anomaly) is not None and first.metric != LOSS:
         others = " of the first sub-layer with an anomaly (red), and of the same sub-layer in other layers (gray)"
         caption = f"{sentence(_quantity(first))}{others if first.layer >= 0 else ' of the model'}."
         html += figure(_series_figure(evidence, first), escape(caption))
@@ -104,9 +104,9 @@ def batches(evidence: Evidence) -> Section:
 def loss_chart(evidence: Evidence) -> str:
     """Draw the loss of every recorded step, with marks at the rise and at the first anomaly."""
     losses = evidence.losses
-    marks = " The red line marks the rise of the loss." * (evidence.rose is not None)
-    if (first := evidence.first) is not None:
-        at_once = first.step == evidence.rose
+    marks = " The red line marks the rise of the loss." * (evidence.rise is not None)
+    if (first := evidence.anomaly) is not None:
+        at_once = first.step == evidence.rise
         marks += " The first anomaly is in the same step." if at_once else " The orange line marks the first anomaly."
     course = _drawn(evidence, [("loss", _COLORS[2], *charts.series(losses))], "loss")
     return figure(course if losses else None, f"Training loss at every recorded step.{marks}")
@@ -183,7 +183,7 @@ def _series_figure(evidence: Evidence, first: Alarm) -> Figure | None:
 
 def _drawn(evidence: Evidence, lines: Sequence[Drawn], quantity: str) -> Figure:
     """Draw lines with marks at the rise and at the first alarm."""
-    steps = ((evidence.first.step if evidence.first else None, _COLORS[1]), (evidence.rose, _COLORS[0]))
+    steps = ((evidence.anomaly.step if evidence.anomaly else None, _COLORS[1]), (evidence.rise, _COLORS[0]))
     return _lines(lines, quantity, [(step, color) for step, color in steps if step is not None], evidence.unit)
 
 

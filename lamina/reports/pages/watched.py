@@ -30,11 +30,11 @@ def watched_report(folder: Path) -> Path:
         evidence = gather(folder)
     except UserError:  # there is nothing by layer
         evidence = None
-    study = read_run(folder, evidence.first.step if evidence and evidence.first else None)
+    study = read_run(folder, evidence.anomaly.step if evidence and evidence.anomaly else None)
     _, items, _ = sections.prepare(study)
     names = evidence.names if evidence else {}
     title = headline(evidence) if evidence else f"A training of {about.get('model', 'a model')}"
-    cause = "Cause, and what to change" if evidence and evidence.first else "What Lamina found"
+    cause = "Cause, and what to change" if evidence and evidence.anomaly else "What Lamina found"
     return write_page(
         folder,
         title=title,
