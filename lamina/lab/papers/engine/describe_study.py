@@ -7,12 +7,13 @@ from typing import cast
 from lamina.errors import UserError
 from lamina.lab.papers.engine.plan import StudyPlan
 from lamina.lab.papers.engine.settings import StudySettings
-from lamina.lab.papers.engine.study_run import records_are_of, store_of, study_plan
+from lamina.lab.papers.engine.study_run import record_name, records_are_of, store_of, study_plan
 from lamina.lab.papers.engine.verdicts import verdicts_of
 from lamina.lab.papers.judging.findings import in_words, seeds_text
 from lamina.lab.papers.study_catalog import StudyDefinition, Tuning, read_study
 from lamina.lab.papers.trials import measures
 from lamina.lab.papers.trials.jobs import TRIAL_JOBS
+from lamina.lab.papers.trials.store import recorded_keys
 from lamina.studies.running import usual_workers
 from lamina.studies.settings import MaxRateSettings
 from lamina.training.settings import PretrainSettings
@@ -57,7 +58,9 @@ def _trials(plan: StudyPlan, settings: StudySettings) -> list[str]:
         lines.append(f"  learning_rate: {', '.join(f'{rate:g}' for rate in rates)} ({how})")
     if measured := measures.names(scale.measures):
         lines.append(f"  measured: {', '.join(measured)}")
-    return [*lines, f"  trials needed so far: {len(trials)}, finished: {len(done)}"]
+    older = set(recorded_keys(settings.records_folder / record_name(settings))) - trials
+    recorded = f", recorded with settings of an earlier version: {len(older)}" if older else ""
+    return [*lines, f"  trials needed so far: {len(trials)}, finished: {len(done)}{recorded}"]
 
 
 def _tuned(tuning: Tuning, seeds: tuple[int, ...]) -> str:
