@@ -18,6 +18,12 @@ from lamina.placements.diagram import svg
 
 PICTURES = Path(__file__).resolve().parent / "placements"
 LAYERS = 4  # of a drawing
+_STATED = (
+    "keel",
+    "layernorm_scaling",
+    "mix_ln",
+    "peri_ln",
+)  # their papers state N(0, 0.02^2), other sources state none
 _ARXIV = r"([^, ][^,]*) \(arXiv (\d{4}\.\d{5})\)"  # a paper and its number
 
 
@@ -35,8 +41,9 @@ def _section(name: str) -> Iterator[str]:
     yield "\n".join(["```text", *placement.equation, "```"])
     yield f'`lamina.build(config, "{name}")`'
     yield placement.advice
+    told = placement.initialization != "normal" or name in _STATED
     facts = {
-        "Initializer": f"`{placement.initialization}`" if placement.initialization != "normal" else "",
+        "Initializer": f"`{placement.initialization}`" if told else "",
         "Evidence": _evidence(name),
     }
     yield ". ".join([linked(placement.source), *(f"**{fact}:** {text}" for fact, text in facts.items() if text)])
