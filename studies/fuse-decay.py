@@ -30,8 +30,8 @@ def _within(values: BySeed, expected: float, tolerance: float, name: str) -> Fin
 
 
 @claim(
-    says="Along L blocks without branches, the gradient shrinks by a factor of sigma^(2L) in Post-LN and by a factor "
-    "of sigma^L in FuseNorm. Here sigma is the standard deviation of a norm's input",
+    says="Along L blocks without branches, after the first block, the gradient shrinks by a factor of sigma^(2L) in "
+    "Post-LN and by a factor of sigma^L in FuseNorm. Here sigma is the standard deviation of a norm's input",
     paper="Eq 10: exponents 2 and 1",
 )
 def fuse_decay(trials: Trials) -> Finding:
