@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import verdict_words as said
 from verdict_words import NONE, code, table
@@ -32,6 +32,7 @@ _FORMS = tuple(
     )
 )
 _LABELS = {  # of older records, and today's labels for the same
+    "keel: product": "keel: product of the Jacobians after the first block",
     "Post-LN's log of the path over FuseNorm's": "log of Post-LN's path, divided by the log of FuseNorm's path",
     "log10 of the first state's gradient over the last's, ": "log10(first state's gradient / last state's gradient): ",
     "|log10 of deep over shallow| at": "absolute log10 of the gradient ratio (deep to first layers) at learning rate",
@@ -65,9 +66,36 @@ _LABELS = {  # of older records, and today's labels for the same
     "share of lost runs": "share of failed runs",
     "spread of log10": "standard deviation of log10",
 }
+_REPEATED = (  # both names as LEFT|RIGHT, and the second name in full
+    (r"(.+?)'s (.+)\|(.+)'s$", r"\3's \2"),
+    (r"(.+?)'s .+\|its (.+)", r"\1's \2"),
+    (r"log of (.+?)'s (.+)\|log of (.+)'s$", r"log of \3's \2"),
+    (r"(R\^2) of .+\|(of .+)", r"\1 \2"),
+    (r"(.+) trained\|(before training)", r"\1 \2"),
+    (r"(deep layers' angle), .+\|(learned)", r"\1, gains \2"),
+    (r"difference in .+\|in all$", r"difference in all layers"),
+    (r"(gain) (after \d+) steps\|after (\d+)$", r"\1 after \3 steps"),
+    (r"(gain) at [\d.]+ (\w+)\|at ([\d.]+)$", r"\1 at \3 \2"),
+    (r".+\|exactly$", r"exact value"),
+    (r".+\|none$", r"no difference between layers"),
+)
+_VALUES_AT = re.compile(rf"^(.+?),? ((?:{_NUMBER}, )+{_NUMBER}) at ([\d., ]+?)( \(.+\))?$")
 _LIST = re.compile(rf"({_NUMBER}), (?:{_NUMBER}, ){{8,}}({_NUMBER})")
 _HOW_RUNS_ENDED = re.compile(r"\d+ of \d+ runs |\S+ failed more often \(")
 _NOTHING = "not measured"
+_AS_A_LINE = re.compile(
+    r"^(?:in (?:them|these models), |(?P<where>without layer 0), the verdict is \"(?P<verdict>[^\"]+)\": )(?P<line>.+)$"
+)
+_LIMIT = re.compile(r"so (?:the limit may be higher: |tolerates more: )(.+)$")
+_QUANTITIES = (  # the measured quantity of a claim whose study does not name it, by the words of the claim
+    (r"solves more of GSM-8K", "score in arithmetic (%)"),
+    (r"\b(?:accuracy|score)\b", "mean score over all tasks (%)"),
+    (r"\breward\b", "reward"),
+    (r"\bloss(?:es)?\b", "loss"),
+)
+_NO_QUANTITY = re.compile(
+    r"seeds|runs? |does not train|spikes|tau|^gain|mean gain|[Ll]og|R\^2|: (?!difference|\S.* is lower in)"
+)
 _COLUMNS = ("difference or value:", "claimed", "95 % interval", "seeds:", "p:", "verdict")
 
 
@@ -89,14 +117,28 @@ class Comparison:
         return self.what if self.is_difference or not self.cells[0] else f"{self.what}: {self.cells[0]}"
 
 
-def read(line: str, quantity: str = "") -> Comparison:
-    """Read a line of a record; ``quantity``: the measured quantity, of which the line may give values alone."""
+def quantity_of(one: Json) -> tuple[str, bool]:
+    """Return the quantity that a claim compares, and whether the study names the quantity."""
+    if one.get("quantity"):
+        return str(one["quantity"]), True
+    says = str(one.get("says"))
+    return next((name for words, name in _QUANTITIES if re.search(words, says)), ""), False
+
+
+def read(line: str, quantity: str = "", *, named: bool = True) -> Comparison:
+    """Read a line of a record.
+
+    Args:
+        quantity: the measured quantity, of which the line may give values alone.
+        named: whether the study names the quantity. Otherwise, some lines are about another quantity.
+    """
     found, rest = _VERDICT.match(line), _todays(_VERDICT.sub("", line))
     fields: dict[str, str] = {"verdict": IN_WORDS[found[1]] if found else ""}
     for pattern in (_CLAIMED, _TESTED):
         if match := pattern.search(rest):
             fields |= {name: text for name, text in match.groupdict().items() if text}
             rest = rest[: match.start()]
+    quantity = "" if not named and _NO_QUANTITY.search(rest) else quantity
     match = next(filter(None, (form.match(rest) for form in _FORMS)), None)
     fields |= {name: text for name, text in match.groupdict().items() if text} if match else {"what": rest}
     more = [f"seeds that {fields['how']}"] if "how" in fields else []
@@ -107,8 +149,9 @@ def read(line: str, quantity: str = "") -> Comparison:
     value = _minus(fields.get("value", "")) + (f" ({fields['kind']})" if "kind" in fields else "")
     value = re.sub(r"\(at most (\S+ %) off\)", r"(largest error \1)", value)
     cells = (value, _minus(fields.get("claimed", "")), _minus(fields.get("interval", "")), fields.get("seeds", ""))
+    what = re.sub(r"(^|<br>)gain (?=\(|after|at)", r"\1Pre-LN's loss minus Keel's loss ", _by_line(said.plain(what)))
     return Comparison(
-        what=_by_line(said.plain(what)),
+        what=what,
         cells=tuple(map(said.plain, (*cells, fields.get("p", ""), fields["verdict"]))),
         is_difference=bool(match and re.search(r" vs |: .+ pairs$", fields["what"])),
     )
@@ -116,12 +159,23 @@ def read(line: str, quantity: str = "") -> Comparison:
 
 def _by_line(what: str) -> str:
     """Put the measured quantity and both compared settings on lines of their own."""
+    if (listed := _VALUES_AT.match(what)) and listed[2].count(",") == listed[3].count(","):
+        pairs = zip(listed[3].split(", "), listed[2].split(", "), strict=True)
+        return "<br>".join([f"{listed[1]}{listed[4] or ''}", *(f"at {at}: {value}" for at, value in pairs)])
     what = re.sub(r"^(?:(.+), )?(.+?) vs (.+): \2 is lower in (.+)$", _lower_in_pairs, what)
     sides = re.match(rf"^(?:(.+): )?(.+?),? ({_NUMBER}) vs (.+?),? ({_NUMBER}|0)$", what)
     if sides is None:
         return what
     quantity, left, first, right, second = sides.groups()
-    return "<br>".join(filter(None, [quantity, f"{left}: {first}", f"{right}: {second}"]))
+    return "<br>".join(filter(None, [quantity, f"{left}: {first}", f"{_whole(left, right)}: {second}"]))
+
+
+def _whole(left: str, right: str) -> str:
+    """Repeat in the second setting's name the words that a record writes only in the first setting's name."""
+    for form, written in _REPEATED:
+        if match := re.match(form, f"{left}|{right}"):
+            return match.expand(written)
+    return right
 
 
 def _lower_in_pairs(found: re.Match[str]) -> str:
@@ -133,7 +187,8 @@ def deciding(one: Json) -> Comparison:
     """Return the comparison that decided a claim: the comparison with the claim's margin, or else the first."""
     lines, margin = _lines(one), one.get("margin")
     shown = [] if margin is None else [line for line in lines if re.search(rf" {re.escape(f'{margin:.3g}')}[ ,]", line)]
-    return read((shown or lines)[0], str(one.get("quantity") or ""))
+    quantity, named = quantity_of(one)
+    return read((shown or lines)[0], quantity, named=named)
 
 
 def in_short(one: Json) -> str:
@@ -142,7 +197,9 @@ def in_short(one: Json) -> str:
         return code(said.command(one["study"], one["scale"]))
     if one["verdict"] == Verdict.NEEDS_SCALE:
         return "losses above a bigram table" if "bigram" in str(one.get("note")) else _joined(one)
-    return deciding(one).short
+    limits = [found[1] for found in map(_LIMIT.search, map(said.in_todays_words, _notes(one))) if found]
+    reached = f"<br>runs at the highest learning rate that we tried: {limits[0]}" if limits else ""
+    return deciding(one).short + reached
 
 
 def claims(verdicts: Sequence[Json]) -> str:
@@ -160,42 +217,57 @@ def claims(verdicts: Sequence[Json]) -> str:
 
 
 def compared(verdicts: Sequence[Json]) -> str:
-    """Return the table of the claims' comparisons, or "". A claim that needs larger models has one."""
+    """Return the table of the claims' comparisons, or ""."""
     rows = []
     for one in verdicts:
-        needs_scale, quantity = one["verdict"] == Verdict.NEEDS_SCALE, str(one.get("quantity") or "")
+        undecided, (quantity, named) = one["verdict"] == Verdict.NEEDS_SCALE, quantity_of(one)
         lines = [] if one["verdict"] == Verdict.NOT_RUN else _lines(one)
-        listed = [deciding(one)] if needs_scale and lines else [read(line, quantity) for line in lines]
-        for comparison in (each for each in listed if each.what != _NOTHING):
-            own = said.verdict(one) if len(lines) == 1 or needs_scale else comparison.cells[-1]
+        found = [read(line, quantity, named=named) for line in lines if line not in (_NOTHING, NONE)]
+        verdicts_here = [said.verdict(one) if len(found) == 1 or undecided else each.cells[-1] for each in found]
+        for note in filter(None, map(_AS_A_LINE.match, map(said.in_todays_words, _notes(one)))):
+            line = read(note["line"], quantity, named=named)
+            where = f"{note['where']}<br>" if note["where"] else ""
+            found.append(replace(line, what=where + line.what))
+            verdicts_here.append(said.in_words(note["verdict"]) if note["verdict"] else said.verdict(one))
+        for comparison, own in zip(found, verdicts_here, strict=True):
             rows.append([code(one["claim"]), comparison.what, *comparison.cells[:-1], own])
     headings = ["claim", "comparison", *_COLUMNS]
     used = [at for at in range(len(headings)) if any(row[at] for row in rows)]
+    claims_of = dict[tuple[str, ...], list[str]]()
+    for name, *cells in rows:
+        claims_of.setdefault(tuple(cells), []).append(name)
+    rows = [["<br>".join(dict.fromkeys(names)), *cells] for cells, names in claims_of.items()]
     return table([headings[at] for at in used], [[row[at] or NONE for at in used] for row in rows]) if rows else ""
 
 
 def noted(verdicts: Sequence[Json]) -> str:
-    """Return the notes on verdicts as a list, each note once and with the claims that it is about.
+    """Return the notes on verdicts as a table, each note once and with the claims that it is about.
 
-    The table of settings says how runs ended, so no note says it again.
+    The table of settings says how runs ended, and the table of comparisons has the comparisons, so no note says either.
     """
     about: dict[str, list[str]] = {}
     for one in verdicts:
         for note in said.notes(one) if one["verdict"] != Verdict.NOT_RUN else []:
-            if _HOW_RUNS_ENDED.search(note):
+            if _HOW_RUNS_ENDED.search(note) or _AS_A_LINE.match(note):
                 continue
-            about.setdefault(note, []).append(code(one["claim"]))
-    return "\n".join(f"- {', '.join(names)}: {note}" for note, names in about.items())
+            names = about.setdefault(said.sentence(note), [])
+            names += [code(one["claim"])] if code(one["claim"]) not in names else []
+    return table(["claim", "note"], [["<br>".join(names), note] for note, names in about.items()]) if about else ""
+
+
+def _notes(one: Json) -> list[str]:
+    return [note for note in str(one.get("note") or "").split("; ") if note]
 
 
 def _joined(one: Json) -> str:
-    return ";<br>".join(said.notes(one)) or NONE
+    return "<br>".join(map(said.sentence, said.notes(one))) or NONE
 
 
 def _todays(line: str) -> str:
     """Return a line in today's words. A long list shows only its first and last entry."""
     for recorded, label in _LABELS.items():
         line = line.replace(recorded, label)
+    line = re.sub(r"^(.+?) (?:-, )+- at (.+)$", r"\1 at \2: not measured", line)
     line = _LIST.sub(r"\1, …, \2", said.in_todays_words(line))
     return re.sub(r"^(.+?) vs (.+), failed runs ranked last: lower in", r"\1 vs \2: \1 is lower in", line)
 

@@ -25,12 +25,12 @@ REFERENCE = "pre_ln"
 _TREND_AT = 10.0  # tokens per parameter, which all sizes have
 _LEAST_SIZES = 2
 _SAYS = """\
-Each point is a mean over seeds. Each placement trains at the best learning rate of its sweep at size S1. A run gives
-four losses: one at its end, and three from copies whose learning rate decays earlier. [The
+Each point is a mean over seeds. We chose each placement's learning rate by a sweep at size S1. Each run gives a loss at
+the end. Copies of the run, whose learning rate decays earlier, give three more losses. [The
 registration](../../studies/preregistration/ladder.md) has the design, the primary comparison, and all later changes.
-**The results hold only for the sizes that ran, so the curves end there.** If you extend a trend to 100M parameters, its
-error is as large as most differences. The interval of a trend treats the seeds of one size as independent pairs. The
-interval does not cover other texts and model shapes. Parameter counts exclude the embeddings."""
+**The results apply only to the sizes that ran, so the curves end there.** If you extend a trend to 100M parameters, the
+trend's error is as large as most differences. The interval of a trend treats the seeds of one size as independent
+pairs. The interval does not cover other texts and model shapes. Parameter counts exclude the embeddings."""
 
 
 def losses(records: Path) -> Frame:
@@ -142,7 +142,7 @@ def section(trials: Frame, figures: Sequence[Drawing]) -> str:
                 for one in figures
                 for part in (f"**{one.title}**", f"![{one.title}](figures/{one.name}.svg)", one.caption)
             ),
-            "**Loss minus Pre-LN's loss (nats per token, with 95 % intervals)**",
+            "**Each placement's loss minus Pre-LN's loss (nats per token, with 95 % intervals)**",
             table(["size", "tokens per parameter:", *(f"{code(arm)}:" for arm in arms)], cells),
             "**How the difference changes with compute, and how much compute a loss needs**",
             _trends(trials, arms),

@@ -10,10 +10,14 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 
+import against_pre_ln
 import comparisons
 import pandas as pd
 import verdict_words as said
+from against_pre_ln import Difference
+from study_tables import left_out_seeds, more_tables
 from verdict_words import NONE, code, number, plain, table
 
 from lamina.core.frames import Frame
@@ -23,15 +27,16 @@ from lamina.core.yaml_files import read_mapping
 from lamina.jobs.files import write_text
 from lamina.jobs.names import CLAIMS, RESULTS
 from lamina.lab.papers.judging.checks import TRAINED, optimum, values_of
+from lamina.lab.papers.judging.claims import judgeable
 from lamina.lab.papers.judging.findings import Verdict
 from lamina.lab.papers.judging.trials import Trials
 from lamina.lab.papers.pages.drawing import Drawing
-from lamina.lab.papers.pages.folder import OURS, StudyFolder, arms, read_folder
+from lamina.lab.papers.pages.folder import OURS, StudyFolder, arms, read_folder, value_of
 from lamina.lab.papers.pages.lines import arms_title
 from lamina.lab.papers.pages.matplotlib_figures import FIGURES, write
 from lamina.lab.papers.pages.page import plot
 from lamina.lab.papers.pages.study_figures import AT_BEST, LOST, RANGE, SPREAD, chosen
-from lamina.lab.papers.study_catalog import StudyDefinition
+from lamina.lab.papers.study_catalog import STAGE, Scale, StudyDefinition
 from lamina.reports.ranking import listed
 from lamina.reports.records import rows_of
 
@@ -90,8 +95,15 @@ def paper_page(
     verdicts: Sequence[Json],
     folders: Mapping[str, Mapping[str, StudyFolder]],
     figures: Mapping[str, Mapping[str, list[Drawing]]],
+    differences: Sequence[Difference] = (),
+    links: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
-    """Return the page of a paper's claims; ``folders`` and ``figures`` are by study and scale."""
+    """Return the page of a paper's claims; ``folders`` and ``figures`` are by study and scale.
+
+    Args:
+        differences: all studies' differences to Pre-LN.
+        links: by study, where its details are.
+    """
     _, title, number_ = PAPERS[paper]
     names = {study.name for study in studies}
     own = [one for one in verdicts if one["study"] in names]
@@ -104,13 +116,17 @@ def paper_page(
         [
             _GENERATED,
             heading,
-            f"{source}{said.counts(own)} {on_scale(ran)}".strip(),
+            f"{source}{on_scale(ran)}".strip(),
             _HOW,
+            *against_pre_ln.section(paper, differences, {study: _here(link_, paper) for study, link_ in links.items()}),
+            "## Which claims do our models support?",
+            *said.counts(own),
             *_claims_table("what we measured", with_result),
             "Main claims are in bold. Below a main claim, the table lists the parts of the claim that our models could "
             "decide. If a claim has several comparisons, the table shows the deciding comparison. The details show all "
-            "comparisons, and what the papers report.",
-            *(["## Claims without a result", _BIGRAM, *_claims_table("reason", without)] if without else []),
+            "measured comparisons, and what the papers report.",
+            *(["## Claims without a result", f"{_BIGRAM} {_too_short(without, folders)}".strip()] if without else []),
+            *(_claims_table("reason", without)),
             *(["## Run a study again", _again(ran[0], not_ran)] if ran else []),
             "## Details",
             _READ[0],
@@ -119,10 +135,40 @@ def paper_page(
                 part
                 for study in studies
                 for part in study_section(
-                    study, own, folders.get(study.name, {}), figures.get(study.name, {}), not_ran=not_ran
+                    study,
+                    own,
+                    folders.get(study.name, {}),
+                    figures.get(study.name, {}),
+                    not_ran=not_ran,
+                    losses=[] if paper == _FIELD else [one for one in differences if one.placement == paper],
                 )
             ),
         ]
+    )
+
+
+def _here(link_: str, paper: str) -> str:
+    """Shorten a link to a study on the same page."""
+    return link_.removeprefix(f"{PAPERS[paper][0]}.md")
+
+
+def _too_short(claims: Sequence[Json], folders: Mapping[str, Mapping[str, StudyFolder]]) -> str:
+    """Say how little text the models have read whose size cannot decide a claim, or ""."""
+    names = {one["study"] for one in claims if one["verdict"] == Verdict.NEEDS_SCALE and said.is_whole(one)}
+    shares, most = [], 0.0
+    for folder in (folder for name in sorted(names) for folder in folders.get(name, {}).values()):
+        rows = folder.first_stage
+        rows = rows[rows["tokens"].notna() & rows["bigram_entropy"].notna()] if "bigram_entropy" in rows else rows[:0]
+        if len(rows):
+            shares.append(float((rows["tokens"] / rows["parameters"]).max()))
+            most = max(most, float(rows["tokens"].max()))
+    below = sum(share < 1 for share in shares)
+    if not below:
+        return ""
+    return (
+        f"In {below} of {len(shares)} studies without a result, the models read less than one token per parameter. No "
+        f"model in these studies reads more than {_span([most])} tokens. These runs are too short to decide the "
+        "claims, so the verdict says nothing about the placements."
     )
 
 
@@ -157,31 +203,36 @@ def study_section(
     folders: Mapping[str, StudyFolder],
     figures: Mapping[str, list[Drawing]],
     not_ran: Collection[str] = (),
+    losses: Sequence[Difference] = (),
 ) -> list[str]:
     """Return the parts of a study's section, folded below its heading; ``folders`` and ``figures`` are by scale.
 
-    ``not_ran``: the scales at which no study of the page ran.
+    Args:
+        not_ran: the scales at which no study of the page ran.
+        losses: differences between the losses of the page's placement and of Pre-LN.
     """
-    own = [
-        one
-        for one in verdicts
-        if one["study"] == study.name and (said.is_whole(one) or one["verdict"] not in _NO_RESULT)
-    ]
-    source = "" if study.source == OURS else f" Source: {plain(study.source)}."
+    own = [one for one in verdicts if one["study"] == study.name and one["verdict"] != Verdict.NOT_RUN]
+    own += [one for one in verdicts if one["study"] == study.name and one not in own and said.is_whole(one)]
+    source = "" if study.source == OURS else f"The claims come from {said.source(study.source)}."
     inside, later, undecided = [], [], dict[str, list[str]]()
     for name, scale in study.scales.items():
         here = [one for one in own if one["scale"] == name]
         if name in folders:
             earlier = folders[name].definition_of_scale != read_mapping(study.file)["scales"][name]
-            inside += _ran(folders[name], here, figures.get(name, []), earlier=earlier)
+            inside += _ran(folders[name], here, figures.get(name, []), scale, earlier=earlier)
         elif scale.needs:
             undecided.setdefault(scale.needs, []).append(code(f"--scale {name}"))
         elif here or name not in not_ran:
-            later.append(f"We have not run this study at `--scale {name}` yet: {code(said.command(study.name, name))}.")
-    later += [f"{listed(scales)} cannot decide this study: {plain(needs)}." for needs, scales in undecided.items()]
+            run = code(said.command(study.name, name))
+            later.append(f"We have not run this study at `--scale {name}` yet. To run the study, use {run}.")
+    later += [
+        f"{listed(scales)} cannot decide this study, because {plain(needs)}." for needs, scales in undecided.items()
+    ]
+    about = [source, *against_pre_ln.sentences(study.name, losses)]
     return [
         f"### {study.name}",
-        f"{plain(study.title)}{'' if study.title.endswith('?') else '.'}{source}",
+        f"**{plain(study.title)}**",
+        *([" ".join(filter(None, about))] if any(about) else []),
         '<details markdown="1">\n<summary>All numbers and figures</summary>',
         *inside,
         *later,
@@ -199,8 +250,8 @@ def on_scale(folders: Sequence[StudyFolder]) -> str:
         if parameters and tokens:
             count = len({key for rows in tables for key in rows["key"]})
             where = "" if scale == "cpu" else f" at scale {scale}"
-            sizes = f"a model of {_span(parameters)} parameters on {_span(tokens)} tokens"
-            sentences.append(f"We ran {count:,} trials{where}. Each trial trains {sizes}.")
+            sizes = f"{_span(parameters)} parameters and read {_span(tokens)} tokens"
+            sentences.append(f"We ran {count:,} trials{where}. The trained models have {sizes}.")
     return " ".join(sentences)
 
 
@@ -219,10 +270,25 @@ def _claims_table(heading: str, claims: Sequence[Json]) -> list[str]:
     return [table(["claim", "verdict", heading], rows)] if rows else []
 
 
+def _compared(folder: StudyFolder, scale: Scale) -> Frame:
+    """Return the tuned runs that claims may read."""
+    rows = judgeable(folder.results, list(scale.axis_names), scale.tuning_seeds, scale.seeds)
+    return rows[rows["tuned"].astype(bool)]
+
+
 def _ran(
-    folder: StudyFolder, verdicts: Sequence[Json], drawings: Sequence[Drawing], *, earlier: bool = False
+    folder: StudyFolder,
+    verdicts: Sequence[Json],
+    drawings: Sequence[Drawing],
+    scale: Scale,
+    *,
+    earlier: bool = False,
 ) -> list[str]:
-    """Return the parts of a scale with a record. ``earlier``: its trials are not those that the study now asks for."""
+    """Return the parts of a scale with a record.
+
+    Args:
+        earlier: whether the trials are not the trials that the study now asks for.
+    """
     now = code(said.command(folder.name, folder.scale))
     old = f"**These trials used an earlier design.** To train trials of the present design, run {now}."
     parts = ["" if folder.scale == "cpu" else f"**At scale {folder.scale}**", old if earlier else ""]
@@ -233,30 +299,60 @@ def _ran(
         for above in _SAID:
             caption = caption.replace(above, "")
         parts += [f"![{plain(drawing.title)}]({FIGURES}/{drawing.name}.svg)", plain(caption)]
-    parts += [*resolution(folder), _arms(folder), _provenance(folder, verdicts)]
+    left_out = left_out_seeds(folder.tuned, _compared(folder, scale)) if verdicts else ""
+    unit = against_pre_ln.unit_of(scale.settings)
+    parts += [*resolution(folder), *_arms(folder, left_out, unit), *more_tables(folder), _provenance(folder, verdicts)]
     return [part for part in parts if part]
 
 
-def _arms(folder: StudyFolder) -> str:
-    """The table of arms: each at its rate, its mean and spread, and how its trials ended."""
+_OF_A_STAGE = {
+    "score": "mean score over all tasks (%)",
+    "eval_reward": "held-out reward",
+    "eval_loss": "loss on held-out text (nats per token)",
+}
+
+
+def _arms(folder: StudyFolder, left_out: str, unit: str) -> list[str]:
+    """The tables of arms, one for each job. ``left_out``: a sentence above the first table, ``unit``: of a loss."""
     rows = arms(folder)
     if rows.empty:
-        return ""
+        return []
+    if STAGE not in folder.axes:
+        title = arms_title(folder).replace("eval loss (nats per token)", f"loss on held-out text ({unit})")
+        return ["**The settings**", left_out, _arms_of_a_job(folder, rows, title)]
+    parts = [left_out]
+    for stage, ran in folder.tuned.groupby(STAGE, sort=False):
+        suffix = f", {stage}"
+        own = rows[rows["label"].str.endswith(suffix)]
+        own = own.assign(label=own["label"].str.removesuffix(suffix))
+        column = value_of(ran, folder.value)
+        unit = (
+            "loss on held-out pairs of answers (nats)"
+            if stage in ("reward", "dpo")
+            else _OF_A_STAGE.get(column, column)
+        )
+        parts += [f"**The settings after the job {code(stage)}**", _arms_of_a_job(folder, own, unit)]
+    return parts
+
+
+def _arms_of_a_job(folder: StudyFolder, rows: Frame, title: str) -> str:
+    """The table of arms: each at its rate, its mean and spread, and how its trials ended."""
     several, widths = folder.results["learning_rate"].nunique() > 1, tolerances(folder)
+    widths = widths if set(map(str, rows["label"])) & set(widths) else {}
     cells = [
         {
             "setting": plain(row["label"]),
             "best learning rate:" if several else "learning rate:": number(row["learning_rate"], "g"),
-            f"{arms_title(folder)}, mean ± std:": _with_spread(
-                row["mean"], row["std"], ".4f" if abs(row["mean"]) >= 0.1 else ".3g"
-            ),
+            f"{title}, mean ± std:": _with_spread(row["mean"], row["std"], ".4f" if abs(row["mean"]) >= 0.1 else ".3g"),
             "runs in the mean:": f"{row['trained']}",
             "how all runs ended": plain(row["ended"] or NONE),
             **({_TOLERANCE: widths.get(str(row["label"]), NONE)} if widths else {}),
         }
         for row in rows_of(rows)
     ]
-    return "**The settings**\n\n" + table(list(cells[0]), [[*each.values()] for each in cells])
+    if not any(row["trained"] for row in rows_of(rows)):  # a study of models before training
+        cells = [{name: each[name] for name in ("setting", "how all runs ended")} for each in cells]
+    return table(list(cells[0]), [[*each.values()] for each in cells])
 
 
 def tolerances(folder: StudyFolder) -> dict[str, str]:
@@ -293,8 +389,9 @@ def _provenance(folder: StudyFolder, verdicts: Sequence[Json]) -> str:
         machines[(one.get("gpus") or [one["processor"]])[0]] += one["trials"]
     trained = " and ".join(f"{count} on {plain(name)}" for name, count in machines.most_common())
     apart = f" We trained {trained}." if set(machines) - {first.get("machine")} else ""
-    judged = f" ({', '.join(facts)})" if facts else ""
-    return f"{len(folder.results):,} trials{judged}.{apart}"
+    judged = f" We judged the claims on {facts[0]} ({', '.join(facts[1:])})." if len(facts) > 1 else ""
+    judged = judged if verdicts else judged.replace("judged the claims", "recorded the trials")
+    return f"The record has {len(folder.results):,} trials.{judged}{apart}"
 
 
 PAIRS = 5
@@ -454,16 +551,19 @@ def write_results(
     kept: set[Path] = {folder / f"{FIGURES}/{name}" for name in re.findall(rf"\({FIGURES}/([^)]+)\)", ladder)}
     folders: dict[str, dict[str, StudyFolder]] = {}
     figures: dict[str, dict[str, list[Drawing]]] = {}
+    found: list[Difference] = []
     for study in studies:
         folders[study.name] = ran = read_folders(study, records)
+        found += [each for one in ran.values() for each in against_pre_ln.differences(study, one)]
         figures[study.name] = {scale: chosen(one)[0][:_FIGURES_OF_A_PAGE] for scale, one in ran.items()}
         for drawing in (drawing for every in figures[study.name].values() for drawing in every) if draw else ():
             kept |= write_drawing(drawing, folder)
+    links = {study.name: link(study) for study in studies}
     for paper, (name, *_) in PAPERS.items():
         if own := [study for study in studies if paper_of(study) == paper]:
             last = [ladder] if ladder and paper == _FIELD else []
             pages[folder / f"{name}.md"] = (
-                "\n\n".join([paper_page(paper, own, verdicts, folders, figures), *last]) + "\n"
+                "\n\n".join([paper_page(paper, own, verdicts, folders, figures, found, links), *last]) + "\n"
             )
     for path, text in pages.items():
         write_text(path, text)

@@ -170,7 +170,7 @@ def depth_speed(name: str) -> str:
 
 def claims_sentence() -> str:
     """How many claims of papers have which verdict."""
-    return said.counts(all_verdicts())
+    return said.counts(all_verdicts())[0]
 
 
 def _unmeasured(name: str) -> str:

@@ -12,6 +12,13 @@ from lamina.reports.ranking import listed
 
 NONE = "–"
 _UNDECIDED = (Verdict.NOT_RUN, Verdict.NEEDS_SCALE, Verdict.INCONCLUSIVE)
+_SOURCES = (  # a study's source, and its words on the page
+    (r"^The ", "the "),
+    (r"^Section", "the paper's Section"),
+    (r"^Keel's summary", "a summary of the Keel paper"),
+    (r"^KEEL's perplexity after", "the paper's perplexity after"),
+    (r"^KEEL ", "the Keel paper, "),
+)
 _ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;", "|": "&#124;", "[": "&#91;", "]": "&#93;", "`": "&#96;"}
 
 
@@ -45,14 +52,17 @@ def _bigrams(found: re.Match[str]) -> str:
     tables = re.findall(r" [\d.]+ \(([\d.]+)\)(?=, |$)", found[1])
     table = " to ".join(dict.fromkeys((min(tables), max(tables))))
     settings = "setting has a loss" if len(tables) == 1 else "settings have a loss"
-    return f"{len(tables)} {settings} above the loss of a bigram table ({table})"
+    return f"{len(tables)} {settings} above the loss of a bigram table, which is {table} nats"
 
 
 def _narrow_and_wide(found: re.Match[str]) -> str:
     ends = re.findall(r"([\d.e-]+): (\w+ and \w+)", found[1])
     parts = {end: listed([rate for rate, other in ends if other == end]) for _, end in ends}
-    said = [f"{rates} ({end.replace(' and ', ', ')})" for end, rates in parts.items()]
-    return f"ends at each learning rate (narrow model, wide model): {', '.join(said)}"
+    said = []
+    for end, rates in parts.items():
+        narrow, wide = end.split(" and ")
+        said.append(f"at the learning rates {rates}, the narrow model {narrow} and the wide model {wide}")
+    return ". ".join(text[:1].upper() + text[1:] for text in said)
 
 
 _OLDER = (  # words of older records, and today's words for the same
@@ -68,16 +78,19 @@ _OLDER = (  # words of older records, and today's words for the same
         r"^(.+): the policy has not moved: its reward's gain is from (\S+) \(95 %\)",
         r"in the setting \1, the reward has not clearly risen (the 95 % interval of the rise starts at \2)",
     ),
-    (r"^decided at scale (\w+)", r"this claim needs scale \1"),
+    (r"^decided at scale (\w+): ", r"this claim needs scale \1, because "),
+    (r"^diverged: (\S+) (\d+), (\S+) (\d+) runs", r"\2 runs of \1 and \4 runs of \3 diverged"),
+    (r"^fewer than 3 pairs of seeds", "the comparison has fewer than 3 pairs of runs"),
+    (r"^fewer than 3 seeds with all of (.+)", r"fewer than 3 seeds have runs with all of these values: \1"),
     (
         r"^seeds were added after a look: p corrected over (.*?)( and \d+) looks, (\S+)",
-        r"seeds were added after a judgment, so p is corrected for \1\2 judgments: \3",
+        r"we added seeds after a judgment. Corrected for \1\2 judgments, p is \3",
     ),
     (
         r"^'(.+)' only before Holm's correction over (.+): p (\S+), corrected (\S+)",
         lambda found: (
-            f'the verdict is "{in_words(found[1])}" only before Holm\'s correction for {found[2]}: '
-            f"p is {found[3]} before the correction, and {found[4]} after it"
+            f'before Holm\'s correction for {found[2]}, the verdict is "{in_words(found[1])}". The correction raises p '
+            f"from {found[3]} to {found[4]}"
         ),
     ),
     (r"( and \d+) looks", r"\1 judgments"),
@@ -91,9 +104,9 @@ _OLDER = (  # words of older records, and today's words for the same
     ),
     (
         r"^still falling at the end of the warm-up, so tolerates more",
-        "the loss still falls at the end of the warm-up, so the limit may be higher",
+        "the loss still falls at the highest learning rate that we tried, so the limit may be higher",
     ),
-    (r"^no run that has learned", "no run has learned"),
+    (r"^no run that has learned: (\S+), (\S+)", r"no run of \1 and \2 learned more than token frequencies"),
     (r"runs that failed last", "failed runs ranked last"),
     (r" (\S+) against (\S+): off by at most (\S+ %)", r" \1, expected \2 (at most \3 off)"),
     (r"(?<=\d)%", " %"),
@@ -104,9 +117,9 @@ _OLDER = (  # words of older records, and today's words for the same
     (r"\bat end\b", "after training"),
     (r": (falling|rising) with tau\b", r" (\1, by Kendall's tau)"),
     (r"^(\d+ runs) here, (\d+) at gate A", r"\1 of this study and \2 of fused-keel-a"),
-    (r"^(\S+) trains at \[(.+)\] rates by seed", r"number of learning rates at which \1 trains, by seed: \2"),
+    (r"^(\S+) trains at \[(.+)\] rates by seed", r"\1 trains at this number of learning rates, by seed: \2"),
     (r"^narrow and wide at (.+)", _narrow_and_wide),
-    (r"^best rate ", "best learning rates: "),
+    (r"^best rate ", "the best learning rates are "),
     (r"^in them, ", "in these models, "),
     (r"^at a KL of", "the comparison is at a KL of"),
 )
@@ -153,12 +166,25 @@ def is_on_top(one: Json) -> bool:
     return is_whole(one) or one["verdict"] not in _UNDECIDED
 
 
-def counts(verdicts: Sequence[Json]) -> str:
-    """Count the main claims by verdict. Each counts once, at the scale where it was decided."""
-    whole = best(filter(is_whole, verdicts))
-    words = [verdict(one) for one in whole]
-    counted = [f"{word} (**{words.count(word)}**)" for word in dict.fromkeys(IN_WORDS.values()) if word in words]
-    return f"Verdicts on {len(whole)} main claims: {listed(counted)}." if whole else "There is no claim yet."
+def counts(verdicts: Sequence[Json]) -> list[str]:
+    """Count the main claims by verdict, in a table. Each counts once, at the scale where it was decided."""
+    words = [verdict(one) for one in best(filter(is_whole, verdicts))]
+    counted = [[word, str(words.count(word))] for word in dict.fromkeys(IN_WORDS.values()) if word in words]
+    return [table(["verdict", "main claims:"], [*counted, ["all", str(len(words))]])] if words else []
+
+
+def sentence(note: str) -> str:
+    """Write a note as a sentence: with a capital, unless it begins with a setting's name, and with a full stop."""
+    first = note[:1] if re.match(r"\w*_|\w+=", note) else note[:1].upper()
+    return f"{first}{note[1:]}{'' if note.endswith('.') else '.'}"
+
+
+def source(text: str) -> str:
+    """Say where the claims of a study come from, escaped."""
+    parts = text.split("; ")
+    for short, full in _SOURCES:
+        parts = [re.sub(short, full, part) for part in parts]
+    return plain(listed(parts))
 
 
 def best(verdicts: Iterable[Json]) -> list[Json]:

@@ -247,10 +247,47 @@ def test_a_claim_shows_the_comparison_that_has_its_margin():
     claim = {"claim": "x", "study": "x", "verdict": "needs scale", "parts": lines, "note": "lost; lost more"}
     assert comparisons.deciding({**claim, "margin": 0.3}).what == "a 1 vs c"
     assert comparisons.deciding({**claim, "margin": None}).what == "a 1 vs b"
-    shown = comparisons.compared([{**claim, "margin": 0.3}]).splitlines()
-    assert shown[2:] == ["| `x` | a 1 vs c | 0.3 | −1 to 1 | 5 | 1 | cannot tell at this size |"]
-    notes = comparisons.noted([claim, {**claim, "claim": "x/y", "note": "lost"}])
-    assert notes.splitlines() == ["- `x`, `x/y`: lost", "- `x`: lost more"]
+    line = 'without layer 0, the verdict is "opposite": a 2 vs b 1: difference 1 (95 % 0 to 2, 5 seeds, p 1)'
+    part = {**claim, "claim": "x/y", "note": line}
+    shown = comparisons.compared([claim, part]).splitlines()
+    whole = [
+        f"| `x`<br>`x/y` | a 1 vs {name} | {gap} | −1 to 1 | 5 | 1 |" for name, gap in (("b", "−0.2"), ("c", "0.3"))
+    ]
+    assert shown[2:4] == [f"{row} cannot tell at this size |" for row in whole]
+    assert shown[4] == "| `x/y` | without layer 0<br>a: 2<br>b: 1 | 1 | 0 to 2 | 5 | 1 | opposite |"
+    notes = comparisons.noted([claim, {**claim, "claim": "x/y", "note": f"lost; {line}"}])
+    assert notes.splitlines()[2:] == ["| `x`<br>`x/y` | Lost. |", "| `x` | Lost more. |"]
+
+
+WHOLE = {
+    "pre_ln's deepest third 1 vs its first third 2: difference 1": "pre_ln's last third of layers: 1<br>"
+    "pre_ln's first third of layers: 2",
+    "mix_ln's deepest third 1 vs pre_ln's 2: difference 1": "mix_ln's last third of layers: 1<br>"
+    "pre_ln's last third of layers: 2",
+    "gain after 50 steps 1 vs after 200 2: difference 1": "Pre-LN's loss minus Keel's loss after 50 steps: 1<br>"
+    "Pre-LN's loss minus Keel's loss after 200 steps: 2",
+    "x's growth 3 vs exactly 1: difference 2": "x's growth: 3<br>exact value: 1",
+    "loss 2.5, 2.6 at 8, 16: falling with tau -0.5": "loss (falling, by Kendall's tau)<br>at 8: 2.5<br>at 16: 2.6",
+}
+
+
+@pytest.mark.parametrize("line", WHOLE)
+def test_each_line_of_a_cell_names_the_value(line):
+    assert loaded("docs/comparisons.py").read(line).what == WHOLE[line]
+
+
+def test_a_claim_that_names_no_quantity_compares_the_quantity_of_its_words():
+    comparisons, claim = loaded("docs/comparisons.py"), {"claim": "x", "study": "x", "verdict": "holds", "note": ""}
+    line = "a 2 vs b 1: difference 1 (95 % 0 to 2, 5 seeds, p 1)"
+    told = [("A has a lower loss than B", "loss<br>"), ("A's accuracy rises", "mean score over all tasks (%)<br>")]
+    for says, start in [*told, ("A is deeper than B", "")]:
+        assert comparisons.deciding({**claim, "says": says, "parts": [line]}).what == f"{start}a: 2<br>b: 1"
+    count = {
+        **claim,
+        "says": "A has a lower loss",
+        "parts": ["a: 5 of 8 seeds trained (5 finished), share 95 % 24% to 91%"],
+    }
+    assert comparisons.deciding(count).what == "a, seeds that trained"
 
 
 @pytest.mark.slow  # every table and figure is made again
