@@ -1,6 +1,6 @@
 """The commands as Python functions. Each function does the same as its command, and writes the report page.
 
-A function takes the command's settings as keyword arguments. The import loads no heavy package.
+The functions take the commands' settings as keyword arguments. Importing this module loads no heavy package.
 """
 
 from __future__ import annotations

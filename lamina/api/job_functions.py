@@ -33,7 +33,7 @@ _REPORTED = (RESULT, RESULTS, TRANSFER)  # an interrupted job with one of them g
 
 @cache
 def function_of(row: JobRow) -> Callable[..., Any]:
-    """Return the Python function of a job.
+    """Create the Python function of a job, such as ``lamina.pretrain``.
 
     The function takes the settings as keyword arguments, under Lamina's names or other tools' names. Values may be
     lists, paths or datasets. The function also takes ``resume``, ``overwrite``, ``bar`` and the job's own flags.
@@ -86,7 +86,6 @@ def _modes(row: JobRow) -> list[inspect.Parameter]:
 
 
 def _signature(row: JobRow, record: type[Settings], modes: list[inspect.Parameter]) -> inspect.Signature:
-    """Return the signature of a job's function: the settings as keywords, then the other parameters ``modes``."""
     settings = []
     for name in record.names():
         kind, wanted = record.kind(name), taken(record.check_of(name))

@@ -59,16 +59,16 @@ def generate(
     Args:
         model: a folder with a saved model, or a run's folder.
         prompt: the text to continue, or a list of messages to answer (mappings with ``role`` and ``content``).
-        chat: whether to treat a text prompt as a user message, and answer it.
-        system: the system message, if ``chat`` is set.
+        chat: whether to answer a text prompt as a user message, instead of continuing the text.
+        system: the system message, if ``chat`` is true.
         max_new_tokens: the maximum number of new tokens. A model with learned positions may stop earlier, at its last
             position.
         temperature: the sampling temperature. 0 always takes the likeliest token.
         top_p: the total probability of the likeliest tokens to sample from, above 0 and at most 1 (None: the model's
             default).
-        stop: texts that end the answer. The result does not contain them.
+        stop: texts that end the answer. The result does not contain the text that ended the answer.
         seed: the seed of the sampling.
-        trust_remote_code: whether to run the model's own Python code, if it has any.
+        trust_remote_code: whether to run the model's own Python code, if the model has any.
 
     Raises:
         UserError: (a ValueError) for an invalid value, a folder without a model, or a prompt that fills the model's
@@ -207,7 +207,7 @@ def emit(
     whole_number("num_layers", num_layers)
     if with_test and output is None:
         raise UserError(
-            "with_test: Lamina writes the test beside the output file, but you named no file. Add --output NAME.py."
+            "with_test: Lamina writes the test beside the output file, but output is not given. Add --output NAME.py."
         )
     from lamina.ports import emit as run
 
@@ -251,9 +251,9 @@ def prune(
 
             - "angular_distance": the contiguous block of layers that changes the direction of the hidden states least
               (Gromov et al. 2024)
-            - "layer_drop": the layers whose removal, one layer at a time, increases the loss least
+            - "layer_drop": the layers that increase the loss least when Lamina removes each layer alone
             - PROBE.METRIC: the layers with the lowest values of any other metric
-        drop: the number of layers to remove by the measure.
+        drop: the number of layers to remove, with ``by``.
         overwrite: whether to delete the files that Lamina wrote into ``output`` first.
         text_settings: settings of `lamina probe`: corpus, tokenizer, sequences, sequence_length, batch_size, device.
 
@@ -262,7 +262,7 @@ def prune(
             output folder with files.
     """
     if (by is None) == (not layers) or (by is None) != (drop is None):
-        raise UserError("layers: none given. Give layers, or by and drop.")
+        raise UserError("layers: give either layers, or both by and drop.")
     source, folder = path("model", model), Path(path("output", output))
     if drop is not None:
         whole_number("drop", drop)
@@ -292,7 +292,7 @@ def graft(
     overwrite: bool = False,
     **text_settings: object,
 ) -> Grafting:
-    """Put another norm placement on a trained decoder, as `lamina graft` does.
+    """Change the norm placement of a trained decoder, as `lamina graft` does.
 
     Lamina keeps the weights, and fits the new norms' gains on one half of a text so that each sub-layer's output
     changes little. Lamina measures the loss before and after on the other half. To reduce the remaining difference,
@@ -351,10 +351,10 @@ def placement_of(model: nn.Module | PreTrainedConfig | str | PathLike[str], *, l
 
 
 def diagnose(run: str | PathLike[str], against: str | PathLike[str] | None = None, *, which: str = "") -> Diagnosis:
-    """Find the likely cause of a run's failure, its step and layer, and what to change, and write them to a page.
+    """Find out why a run failed: the likely cause, its step and layer, and what to change. Write the answer to a page.
 
     If the records come from another tool, Lamina writes the converted records and the page into the folder NAME-lamina
-    beside the originals. If packages for the page are missing, the last returned sentence names them.
+    beside the originals. If packages for the page are missing, the last returned sentence names these packages.
 
     Args:
         run: the folder of a run, a folder with a subfolder for each pipeline stage, or another tool's history (a file,

@@ -41,7 +41,7 @@ class _HasPage:
 
 
 class Comparison(_HasPage):
-    """The runs of a job and its report page. You can use a Comparison like its DataFrame ``results``.
+    """The results of a job with several runs. You can use a Comparison like the DataFrame ``results``.
 
     Attributes:
         results: the table of results.csv, with a row for each run.
@@ -104,7 +104,6 @@ class StudyOutcome(_HasPage):
 
     @classmethod
     def of(cls, results: pd.DataFrame, folder: Path) -> StudyOutcome:
-        """Return the outcome of a study from its results and the verdicts in its folder."""
         return cls(results=results, claims=read_claims(folder) or [], folder=folder)
 
     def __repr__(self) -> str:

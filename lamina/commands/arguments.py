@@ -47,19 +47,20 @@ _SWITCH = {"true": True, "false": False}
 
 @dataclass(frozen=True)
 class Argument:
-    """A command-line option: its flags, its help, and how to convert its text to a value.
+    """A command-line option with its flags, its help text and the type of its value.
 
     Attributes:
         name: the name of the setting or option.
         kind: the type of the value. If the type is a mapping, each use of the flag adds one entry ``KEY=VALUE``.
         flags: the option's flags, or an empty tuple for a positional argument.
-        default: the default for the help. An omitted option has this value, but an omitted setting has no value.
+        default: the default to show in the help. The parser returns the default of an omitted option, but no value for
+            an omitted setting.
         metavar: the placeholder in the help, such as FILE (default: a placeholder for the type).
         is_setting: whether the option is a field of the command's settings class.
         is_needed: whether the command requires this positional argument.
         is_list: whether the option takes all words up to the next flag.
-        adds: whether a repeated flag adds a value, or replaces the earlier value.
-        files: the source files of another library that declare the types of its options.
+        adds: whether a repeated flag adds a value instead of replacing the earlier value.
+        files: the source files of another library in which Lamina finds the types of that library's options.
         key: the name of another library's option that the flag sets, or "" for Lamina's options.
         alone: the option's value, as text, if no word follows the flag.
     """
@@ -80,17 +81,15 @@ class Argument:
 
     @property
     def kinds(self) -> tuple[object, ...]:
-        """Return the types that the option's value may have. A Literal counts as text, because the settings
-        check it.
-        """
+        """The types that the option's value may have. Literals count as text, because the settings check them."""
         kinds = get_args(self.kind) if get_origin(self.kind) in (Union, UnionType) else (self.kind,)
         return tuple(str if get_origin(kind) is Literal else get_origin(kind) or kind for kind in kinds)
 
     def take(self, values: Json, flag: str, inner: str, text: str | None, left: list[str]) -> None:
-        """Read the option's value from the command line into ``values``. Raises UserError.
+        """Read the option's value from the command line into ``values``. Raises UserError for an invalid value.
 
         Args:
-            values: the mapping for the values.
+            values: the values so far, by option name.
             flag: the flag on the command line, with ``--no-`` for a switch that the user turns off.
             inner: the text after the dot in the flag, for an entry of a mapping.
             text: the text after an equals sign, or None without an equals sign.
@@ -124,9 +123,10 @@ class Argument:
         values[self.name] = [*values[self.name], value] if self.adds else value
 
     def read(self, text: str, says: str) -> object:
-        """Read a text as a value of the option's type. ``says`` is the beginning of error messages.
+        """Convert a text to the option's type. ``says`` is the beginning of error messages.
 
-        This method reads the values in a mapping as YAML, except for options that another library declares as text.
+        If the option is a mapping, this method reads the mapping's values as YAML, except for options that another
+        library declares as text.
         """
         kinds = self.kinds
         if NoneType in kinds and text in ("null", "None"):
@@ -152,7 +152,7 @@ class Argument:
 
     @property
     def shown(self) -> tuple[str, str]:
-        """Return the shortest flag and its value's placeholder, for the help."""
+        """The shortest flag and the placeholder for its value, for the help text."""
         if not self.flags:
             return self.name.upper(), ""
         flag, kinds = min(self.flags, key=len), self.kinds
@@ -164,7 +164,6 @@ class Argument:
         return flag, ".KEY VALUE" if dict in kinds else " X" if float in kinds else " N"
 
     def help_rows(self) -> Iterator[str]:
-        """Yield the lines of the help text about this option."""
         narrowest, without, widest = WIDTHS
         width = min(max(shutil.get_terminal_size((without, 24)).columns, narrowest), widest)
         about = self.about
@@ -182,7 +181,7 @@ class Argument:
 
 
 class Parser:
-    """A command's parser, which also accepts YAML files, and the names that other tools give to settings.
+    """The parser of one command. The parser also reads YAML files, and accepts other tools' names for settings.
 
     Args:
         command: the command's name, of one or two words.
@@ -196,10 +195,10 @@ class Parser:
         self.arguments: list[Argument] = []
 
     def add_settings(self, record: type[Settings], positional: Sequence[str] = ()) -> None:
-        """Add a flag for each field of a settings class (``--num-layers`` for ``num_layers``), and ``--config`` for a
-        YAML file.
+        """Add a flag for each field of a settings class, and the flag ``--config`` for a YAML file.
 
-        The fields in ``positional`` have no flag. A name that ends in "..." takes any number of words.
+        The field ``num_layers`` gets the flag ``--num-layers``. The fields in ``positional`` get no flag. If a name in
+        ``positional`` ends in "...", the field takes any number of words.
         """
         self.record = record
         self.add_flag("--config", "a YAML file with any of these settings", metavar="YAML")
@@ -239,7 +238,7 @@ class Parser:
         self.arguments.append(Argument(name, kind, about, flags, default, metavar, adds=default == []))
 
     def add_text_flags(self) -> None:
-        """Add the flags of `lamina probe` for the text to measure on."""
+        """Add flags for the text to measure on, as in `lamina probe`."""
         self.add_flag("--corpus", "embedded, a .txt/.jsonl file, a folder, hf:NAME", "embedded", "TEXT")
         self.add_flag("--tokenizer", "tokenizer to use if the model has none", metavar="TEXT")
         self.add_flag("--sequences", "number of text blocks", 64)
@@ -250,7 +249,7 @@ class Parser:
         self.add_flag("--overwrite", "first delete the files that Lamina wrote into the output folder", False)
 
     def add_output_modes(self, resume: str) -> None:
-        """Add ``--overwrite``. If ``resume`` is not empty, also add ``--resume`` with this help text."""
+        """Add ``--overwrite``. If ``resume`` is not empty, also add ``--resume`` with the help text ``resume``."""
         if resume:
             about = f"{resume}; --resume=auto starts a new job if the output folder is empty"
             self.arguments.append(Argument("resume", Resume, about, ("--resume",), False, "[=auto]", alone="yes"))
@@ -324,7 +323,7 @@ class Parser:
         return UserError(f"unknown option {shortened(flag, 80)}{hint} (see `{self.prog} --help{full}`)")
 
     def _argument(self, flag: str) -> Argument | None:
-        """Return the option of a flag, which may be another library's name for the option."""
+        """Find the option of a flag. The flag may have another library's name for the option."""
         by_flag = {ours: argument for argument in self.arguments for ours in argument.flags}
         if flag in by_flag or not flag.startswith("--"):
             return by_flag.get(flag)
@@ -341,7 +340,7 @@ class Parser:
         raise SystemExit(0)
 
     def format_help(self, *, in_full: bool = False) -> str:
-        """Return the help text with the main settings. With ``in_full``, return all settings in groups."""
+        """Return the help text with the main settings, or with all settings in groups if ``in_full`` is true."""
         main = () if in_full or self.record is None else self.record.main
         rows: dict[str, list[tuple[int, str]]] = {group: [] for group in ORDER}
         hidden = 0
@@ -365,7 +364,7 @@ class Parser:
 
 
 def _is_value(word: str) -> bool:
-    """Return whether the word after a flag is its value. A value may be a negative number or contain spaces."""
+    """Return whether a word is a value and not a flag. A value may be a negative number, or contain spaces."""
     return not word.startswith("-") or word == "-" or " " in word or re.fullmatch(_NEGATIVE, word) is not None
 
 

@@ -26,8 +26,8 @@ def run(argv: list[str]) -> int:
             f"{row['heads']:>5} {vocabulary:>10} {_short(row['total']):>8} {_short(row['active']):>8}  {row['source']}"
         )
     show(
-        "\ntotal: all parameters of transformers' model, with embeddings and head. active: the total with only\n"
-        "the routed experts that a token uses. Any folder with a transformers config.json is also a backbone.\n"
+        "\ntotal: all parameters of transformers' model, with embeddings and output head. active: the same, but only\n"
+        "with the experts that one token uses. Any folder with a transformers config.json is also a backbone.\n"
         f"Lamina's tests compare these families with transformers on the same weights: {', '.join(ADAPTERS)}.\n"
         "Other families work if the layers have self_attn and mlp, or if you name the layers' modules (docs/own.md)."
     )

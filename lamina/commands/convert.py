@@ -38,7 +38,7 @@ def parser() -> Parser:
     )
     flags.add_flag("--from", f"the trainer that wrote SOURCE: {trainers}", metavar="TRAINER")
     flags.add_flag(
-        "--placement", "the model's placement (only with --from, if the checkpoint does not name it)", metavar="NAME"
+        "--placement", "the model's placement (only with --from, if the checkpoint names no placement)", metavar="NAME"
     )
     flags.add_flag("--dtype", f"{', '.join(DTYPES)} (auto: the checkpoint's dtype)", "auto", "WORD")
     flags.add_flag("--overwrite", "first delete the files that Lamina wrote into OUTPUT", False)
@@ -58,7 +58,7 @@ def run(argv: list[str]) -> int:
     show(f"{before} -> {after}, {record['num_layers']} layers, {record['dtype']}")
     foreign = record["to"] not in ("lamina", "transformers")
     if options.came_from or foreign:
-        show("Lamina used every tensor exactly once and changed none")
+        show("Lamina converted every tensor exactly once, without changing its values")
     elif record["largest_difference"] is None:
         show("largest difference of the logits: not measured (--no-verify)")
     else:

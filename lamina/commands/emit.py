@@ -29,7 +29,7 @@ def parser() -> Parser:
         EXAMPLES,
         "PLACEMENT ",
     )
-    flags.add_word("placement", "a placement, name(option=value, ...), or a file (Lamina executes a .py file)")
+    flags.add_word("placement", "a placement: a name, name(option=value, ...), or a file (Lamina executes a .py file)")
     flags.add_flag("--to", f"the trainer: {', '.join(TARGETS)}", metavar="TRAINER")
     flags.add_flag("--num-layers", "the number of blocks", kind=int)
     flags.add_flag("--init", "the initializer in the file (default: recommended)", "recommended", "NAME")

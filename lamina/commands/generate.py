@@ -39,7 +39,6 @@ def parser() -> Parser:
 
 
 def run(argv: list[str]) -> int:
-    """Load the model, then continue the prompt or start a conversation."""
     options = parser().parse(argv)
     names = ("max_new_tokens", "temperature", "top_p", "stop", "seed", "trust_remote_code")
     sampling = {name: getattr(options, name) for name in names}

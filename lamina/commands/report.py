@@ -20,7 +20,7 @@ EXAMPLES = """
 
 
 def parser() -> Parser:
-    flags = Parser("report", "Write the report page of an output folder again.", EXAMPLES, "FOLDER ")
+    flags = Parser("report", "Rewrite the report page of an output folder.", EXAMPLES, "FOLDER ")
     flags.add_word("folder", "the output folder of any command, of lamina.watch or of lamina.LayerMonitor")
     flags.add_flag("--screenshot", "also take a screenshot of the page (needs Chromium or Chrome)", metavar="PNG")
     flags.add_flag("--height", "the screenshot's height in pixels, from the top of the page", 2300)
@@ -34,7 +34,6 @@ def parser() -> Parser:
 
 @renamed_setting("folder")
 def run(argv: list[str]) -> int:
-    """Write report.html and, if the user asks for it, take a screenshot of the page."""
     options = parser().parse(argv)
     whole_number("height", options.height)
     number("every", options.every, 1.0)

@@ -16,7 +16,6 @@ CODES = {"interrupted": 130, "failed": 1}  # by the status of a result
 
 
 def parser(name: str) -> Parser:
-    """Return a command's parser."""
     if name in JOBS and not JOBS[name].own_command:
         return parser_of(JOBS[name])
     return importlib.import_module(f"lamina.commands.{name}").parser()

@@ -28,9 +28,10 @@ _SEEDS = 2**63 - 1
 
 
 class TokenBlock(TypedDict):
-    """A training example: ``input_ids`` [sequence_length], and the same tensor as ``labels``, which the model shifts.
+    """A training example of two tensors [sequence_length].
 
-    A padded block also has an ``attention_mask``, which is 1 for tokens and 0 for padding.
+    To predict the next token, ``labels`` equals ``input_ids``, because the model shifts the labels. A padded block also
+    has an ``attention_mask``, which is 1 for tokens and 0 for padding.
     """
 
     input_ids: torch.Tensor
@@ -39,7 +40,7 @@ class TokenBlock(TypedDict):
 
 
 class PartShare(TypedDict):
-    """How many blocks a corpus contributes to a mix of corpora. A streamed corpus has no ``epochs``."""
+    """The number and the fraction of a mix's blocks that come from one corpus. A streamed corpus has no ``epochs``."""
 
     wanted: float
     share: float
@@ -51,15 +52,15 @@ class ItemSource(Dataset[T], Generic[T], ABC):
     """A source of numbered training examples. An item is a mapping from the model's arguments to tensors.
 
     Attributes:
-        in_order: true for a stream or a mix of corpora, whose item ``i`` is the i-th training example of a run. Such a
-            source never ends. False for a finite set, which the run shuffles.
+        in_order: whether item ``i`` is the i-th training example of a run. True for a stream or a mix of corpora, which
+            never end. False for a finite set, which the run shuffles.
     """
 
     in_order: bool = False
 
     @property
     def lengths(self) -> np.ndarray | None:
-        """Return the number of tokens in each item, without padding. Return None if no item has padding."""
+        """The number of tokens in each item without padding, or None if no item has padding."""
         return None
 
     @abstractmethod
@@ -70,32 +71,29 @@ class ItemSource(Dataset[T], Generic[T], ABC):
 
     @abstractmethod
     def sample(self, count: int) -> torch.Tensor:
-        """Return the main input [items, ...] of up to ``count`` evenly spaced items, the same items in every call."""
+        """Return the inputs of up to ``count`` evenly spaced items, [items, ...]. Every call selects the same items."""
 
     def for_run(self, seed: int) -> ItemSource[T]:
         """Return the items in the order in which a run with this seed reads them."""
         return self
 
     def realized(self, spans: Sequence[tuple[int, int]]) -> dict[str, PartShare]:
-        """Return each corpus's share of the items in some index ranges (start, end). Return {} for a single corpus."""
+        """Return the number of items from each corpus in the ranges (start, end), or {} for a single corpus."""
         return {}
 
     def state_dict(self, index: int) -> object:
-        """Return the state from which a resumed run reads item ``index``, in JSON types, or None for no state."""
+        """Return the state from which a resumed run can read item ``index``, as JSON, or None if no state is needed."""
         return None
 
     def load_state_dict(self, state: object, *, verbose: bool = True) -> None:
-        """Continue from the state of ``state_dict``, or from the beginning for None. With ``verbose``, log each new
-        epoch.
-        """
+        """Continue from ``state``, or from the beginning if ``state`` is None. With ``verbose``, log each new epoch."""
 
 
 class BlockSource(ItemSource[TokenBlock], ABC):
-    """A source of token blocks. ``source[i]`` is a :class:`TokenBlock`, and ``sample`` returns [blocks,
-    sequence_length].
+    """A source of token blocks. ``sample`` returns the token ids of several blocks, [blocks, sequence_length].
 
     Attributes:
-        parts: the sources of the corpora in a mix, with their shares. A single corpus is its only part.
+        parts: the share and the source of each corpus in a mix. A single corpus has one part with the share 1.
         known: the token ids in memory or in the cache, [blocks, sequence_length] of unsigned integers.
     """
 
@@ -123,9 +121,9 @@ class BlockSource(ItemSource[TokenBlock], ABC):
 
     @abstractmethod
     def rows(self, indices: Sequence[int]) -> np.ndarray:
-        """Return the token ids of some blocks, [blocks, sequence_length], without repeating a block.
+        """Return the token ids of the blocks ``indices``, [blocks, sequence_length]. Repeated indices count once.
 
-        A run reads a stream only once, so for a stream this method returns the known text instead.
+        A run reads a stream only once, so for a stream this method returns ``known`` instead.
         """
 
 
@@ -148,7 +146,7 @@ class ArrayBlocks(BlockSource):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[TokenBlock]:
-        """Return several items with a single copy, for the DataLoader."""
+        """Return several items for the DataLoader, from one copy of their rows."""
         rows = torch.from_numpy(self.array[np.asarray(indices, dtype=np.int64)].astype(np.int64))
         return [{"input_ids": row, "labels": row} for row in rows]
 
@@ -165,8 +163,8 @@ class Stats:
     """Statistics of the training split and the eval split.
 
     Attributes:
-        unigram_entropy: the loss in nats on the eval split of a model that knows only the target frequencies of the
-            training split, with add-one smoothing. Targets are tokens or classes.
+        unigram_entropy: the eval loss, in nats, of a model that knows only how often each token or class occurs in the
+            training split, with add-one smoothing.
         fingerprint: a hash of the data and of the settings that decide the items.
     """
 
@@ -195,13 +193,13 @@ class BlockStats(Stats):
 
     @property
     def bytes_per_token(self) -> float:
-        """Return the eval split's UTF-8 bytes per token."""
+        """The number of UTF-8 bytes per token in the eval split."""
         return self.eval_bytes / self.eval_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class Splits(Generic[T]):
-    """The two splits of a corpus or an image set, and perhaps a second corpus for evaluation."""
+    """The training split and the eval split of a text or an image set, and optionally a second text for evaluation."""
 
     train: ItemSource[T]
     eval: ItemSource[T]
@@ -242,7 +240,7 @@ def perplexity(loss: float) -> float:
 def bits_per_byte(loss_per_token: float, stats: BlockStats) -> float:
     """Return bits per UTF-8 byte, which are comparable across tokenizers: ``loss * eval_tokens / (eval_bytes * ln 2)``.
 
-    Each of these approximations changes the result by less than one percent for blocks of useful length:
+    The result has three approximations. Each changes the result by less than 1 % for blocks of useful length:
 
     - No model predicts the first token of a block. Lamina assumes the mean loss for this token.
     - End-of-text tokens cost bits but have no bytes.
@@ -270,9 +268,10 @@ def smoothed(counts: np.ndarray) -> np.ndarray:
 
 
 def unigram_entropy(train: np.ndarray, held_out: np.ndarray, vocab_size: int) -> float:
-    """Return the cross-entropy, in nats per token, of held-out tokens under the training split's smoothed frequencies.
+    """Return the cross-entropy of held-out tokens under the smoothed token frequencies of the training split.
 
-    ``train`` and ``held_out`` are token ids [blocks, sequence_length]. Ids from ``vocab_size`` on are padding.
+    The result is in nats per token. ``train`` and ``held_out`` are token ids [blocks, sequence_length]. Ids of
+    ``vocab_size`` or more are padding.
     """
     train_counts, eval_counts = count_tokens(train, vocab_size), count_tokens(held_out, vocab_size)
     log_probability = np.log(train_counts + 1) - np.log(train_counts.sum() + vocab_size)
@@ -317,8 +316,8 @@ def pair_entropy(train: np.ndarray, held_out: np.ndarray, vocab_size: int) -> fl
 class DrawnItems(ItemSource[T]):
     """Items of another source, each with a random change, such as masked tokens.
 
-    The random numbers depend only on the seed and the item's position in the run. So a resumed run, a run after a
-    rollback and a run of several processes draw the same numbers as an undisturbed run.
+    The random numbers depend only on the seed and the item's position in the run. Resumed runs, runs after a rollback
+    and runs of several processes therefore draw the same numbers as any other run.
 
     Args:
         source: the items before the change.
@@ -336,7 +335,7 @@ class DrawnItems(ItemSource[T]):
         return torch.Generator().manual_seed((self.seed * 1_000_003 + position * 7_919 + 17) % _SEEDS)
 
     def number(self, position: int) -> int:
-        """Return the index in the source of the item at a position of the run."""
+        """Convert a position in the run to the item's index in the source."""
         if not self.training or self.source.in_order:
             return position
         turn, index = divmod(position // self.repeats, len(self.source))
@@ -407,7 +406,7 @@ class MixedBlocks(BlockSource):
         return part, int(self._orders[part][1][offset])
 
     def where(self, index: int) -> tuple[int, int]:
-        """Return the corpus of block ``index``, and how many blocks of that corpus come earlier."""
+        """Return the corpus of block ``index``, and the number of earlier blocks from the same corpus."""
         if index < 0:
             index += self.length
         if not 0 <= index < self.length:
@@ -480,7 +479,7 @@ def _share_of(blocks: int, share: Fraction) -> int:
 def mix(parts: Sequence[Part], blocks: Sequence[Blocks]) -> Blocks:
     """Mix the training splits and the eval splits of several corpora. Return a single corpus unchanged.
 
-    The length of ``train`` is the sum of the corpora's lengths. The eval split repeats no block.
+    The mixed training split is as long as all training splits together. The eval split repeats no block.
     """
     if len(blocks) == 1:
         return blocks[0]
@@ -509,7 +508,7 @@ def mix(parts: Sequence[Part], blocks: Sequence[Blocks]) -> Blocks:
 
 
 def _entropy(parts: Sequence[Part], blocks: Sequence[Blocks]) -> float:
-    """Return the cross-entropy, in nats, of a mix's held-out tokens under its smoothed train frequencies."""
+    """Return the unigram entropy of a mix of corpora, in nats per token."""
     train, held_out = np.zeros(1), np.zeros(1)
     for part, part_blocks in zip(parts, blocks, strict=True):
         share, vocab_size = float(part.share), part_blocks.stats.vocab_size

@@ -37,7 +37,7 @@ def cache_root(cache_dir: Path | str | None = None) -> Path:
 def is_whole(folder: Path) -> bool:
     """Return whether the files of a folder are unchanged since Lamina wrote them. Log a warning for a damaged folder.
 
-    A process reads the files again only if the size or time of a file has changed.
+    Lamina hashes the files again only if the size or the modification time of a file has changed.
     """
     if not folder.exists():
         return False
@@ -58,7 +58,7 @@ def is_whole(folder: Path) -> bool:
 
 
 def publish(folder: Path, write: Callable[[Path], object]) -> None:
-    """Create a complete folder in the cache, unless it exists. Replace a damaged folder.
+    """Create a folder in the cache, or replace a damaged folder. Leave a complete folder unchanged.
 
     ``write`` fills a temporary folder, which Lamina then renames. Several processes may create the same folder at once.
     Raises UserError if the cache is not writable, and OSError for other errors of the disk.

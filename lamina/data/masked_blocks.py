@@ -12,16 +12,16 @@ REPLACED, RANDOM = 0.8, 0.1  # of the chosen tokens: BERT's shares; the rest sta
 
 
 class MaskedBlocks(DrawnItems[TokenBlock]):
-    """Token blocks in which transformers masks random tokens for prediction, as in BERT.
+    """Token blocks in which random tokens are masked, as in BERT. The model learns to predict these tokens.
 
-    80 % of the chosen tokens become the mask token, 10 % become a random token, and 10 % stay unchanged. The labels of
-    all other tokens are -100. Lamina never chooses special tokens.
+    Of the tokens to predict, 80 % become the mask token, 10 % become a random token, and 10 % stay unchanged. All other
+    tokens have the label -100. Lamina never masks special tokens.
 
     Args:
-        source: blocks of text.
+        source: the blocks before masking.
         tokenizer: a tokenizer with a mask token (see :func:`with_mask_token`).
-        mask_ratio: the probability of choosing a token (ModernBERT: 0.3, BERT: 0.15).
-        seed: the seed of the order and of the masks.
+        mask_ratio: the probability that a token is masked (ModernBERT: 0.3, BERT: 0.15).
+        seed: the seed for the order of the blocks and for the masks.
         training: see :class:`DrawnItems`.
     """
 
@@ -45,7 +45,7 @@ class MaskedBlocks(DrawnItems[TokenBlock]):
         return MaskedBlocks(self.source.for_run(seed), self.tokenizer, self.mask_ratio, seed, training=True)
 
     def __getitem__(self, index: int) -> TokenBlock:
-        """Mask at least one token of a block [sequence_length], because a loss over no tokens is undefined."""
+        """Return a block with at least one masked token, because a loss over no tokens is undefined."""
         block = self.source[self.number(index)]
         ids = block["input_ids"]
         special = torch.isin(ids, self.special)

@@ -47,7 +47,7 @@ _META, _TRAIN, _EVAL = "meta.json", "train.bin", "eval.bin"
 
 
 class PackedBlocks(ArrayBlocks):
-    """Token blocks in a memory-mapped file, [num_blocks, sequence_length]. A pickled object holds only the path."""
+    """Token blocks in a memory-mapped file, [num_blocks, sequence_length]. Pickling stores only the file's path."""
 
     def __init__(self, path: Path | str, dtype: str, num_blocks: int, sequence_length: int):
         self.path = Path(path)
@@ -57,7 +57,6 @@ class PackedBlocks(ArrayBlocks):
 
     @property
     def array(self) -> np.ndarray:
-        """The token ids, [num_blocks, sequence_length] of uint16 or uint32, read-only."""
         if self._array is None:
             self._array = np.memmap(self.path, dtype=self.dtype, mode="r", shape=self.shape)
         return self._array
@@ -70,9 +69,9 @@ class PackedBlocks(ArrayBlocks):
 
 
 class PaddedBlocks(PackedBlocks):
-    """Padded blocks with one document each.
+    """Token blocks with one document each, padded to the same length.
 
-    Padding has the id ``padding`` in the file. For padding, the model gets the token ``filler`` with the label -100.
+    The file marks padding with the id ``padding``. The model reads padding as the token ``filler`` with the label -100.
     """
 
     padding: int
@@ -92,7 +91,7 @@ class PaddedBlocks(PackedBlocks):
         return self.path.with_suffix(".lengths.npy")
 
     def write_lengths(self) -> None:
-        """Save the rows' lengths beside the file, so that a run need not read all rows to get them."""
+        """Save the number of tokens in each row beside the file, so that a run need not count them again."""
         np.save(self._lengths_file, self.lengths)
 
     @property
@@ -106,7 +105,7 @@ class PaddedBlocks(PackedBlocks):
         return self._lengths
 
     def sample(self, count: int) -> torch.Tensor:
-        """Return up to ``count`` blocks without padding, from the joined texts of evenly spaced rows."""
+        """Return up to ``count`` full blocks, which Lamina cuts from the joined texts of evenly spaced rows."""
         length = self.shape[1]
         rows = self.array[spread(len(self), math.ceil(2 * count * length / self.lengths.mean()))]
         text = rows[rows != self.padding].astype(np.int64)
@@ -134,22 +133,22 @@ def prepare_blocks(
     padded: bool = False,
     progress: bool = True,
 ) -> tuple[Blocks, PreTrainedTokenizerFast]:
-    """Tokenize a corpus, hold out a part, and cut both parts into blocks. Later calls read the blocks from the cache.
+    """Tokenize a corpus, hold out a part of the text, and cut the text into blocks. Later calls read the cached blocks.
 
     Lamina cuts the corpus at line ends into pieces of 1,024 to 65,536 characters. A tiny corpus has shorter pieces.
     Lamina holds out every n-th piece, so the eval split is spread over the whole corpus, and no training block contains
-    eval text. An end-of-text token separates texts that do not adjoin in the corpus. If the corpus is small, Lamina
+    eval text. An end-of-text token separates texts that are not adjacent in the corpus. If the corpus is small, Lamina
     holds out more than ``eval_fraction`` to fill at least one block.
 
     Args:
-        corpus: see :meth:`lamina.data.Corpus.parse`.
-        tokenizer_spec: see :func:`lamina.data.load_tokenizer`.
+        corpus: see :meth:`lamina.data.corpus.Corpus.parse`.
+        tokenizer_spec: see :func:`lamina.data.tokenizers.load_tokenizer`.
         sequence_length: tokens per block.
         eval_fraction: the held-out fraction of the text, above 0 and up to 0.5.
         text_field: the field of .jsonl rows that holds the text.
         cache_dir: the cache's folder (default: ``$LAMINA_CACHE`` or ``~/.cache/lamina``).
-        padded: whether each document gets a block of its own, cut or padded to ``sequence_length``. Lamina holds out a
-            whole document if its beginning is in a held-out piece.
+        padded: whether each document fills one block, cut or padded to ``sequence_length``. Lamina then holds out a
+            whole document if the document begins in a held-out piece.
         progress: whether to show a progress bar on a terminal after two seconds.
 
     Raises:
@@ -180,7 +179,7 @@ class _Packing:
     progress: bool
 
     def blocks(self, corpus: SingleCorpus, root: Path, eval_fraction: float, trained: bool) -> Blocks:
-        """Return a corpus's blocks from the cache in ``root``, or prepare them first.
+        """Return a corpus's blocks from the cache in ``root``. If the cache lacks the blocks, prepare them first.
 
         ``trained`` is true if Lamina trained the tokenizer on the corpus's training split.
         """
@@ -219,7 +218,7 @@ class _Packing:
         return [_opened(path, self.encoder, self.sequence_length, padded=self.padded) for path in paths]
 
     def _pack(self, draft: Path, corpus: SingleCorpus, fraction: float) -> tuple[Packed, float]:
-        """Write and return a corpus's blocks, with the held-out fraction, which Lamina increases for a small corpus."""
+        """Write a corpus's blocks. Return the files and the held-out fraction, which is higher for a small corpus."""
         total, length = count_chars(corpus), self.sequence_length
         options = {"total_chars": total, "padded": self.padded, "progress": self.progress}
         while True:
@@ -247,7 +246,7 @@ def _cached(root: Path, key: str, write: Callable[[Path], Json]) -> tuple[Path, 
 
 @dataclass
 class SplitFile:
-    """The file of a split's tokens, with its counts of tokens and of UTF-8 bytes of text."""
+    """The open file for the tokens of one split, with the number of tokens and of UTF-8 bytes of text."""
 
     file: BinaryIO
     joiner: TokenJoiner
@@ -264,7 +263,7 @@ class SplitFile:
         self.tokens += int(np.count_nonzero(ids < self.joiner.encoder.vocab_size))
 
     def finish(self, sequence_length: int) -> int:
-        """Cut the file to whole blocks, reduce ``bytes`` in proportion, and return the earlier number of tokens."""
+        """Drop the tokens after the last full block, reduce ``bytes`` in proportion, and return the old token count."""
         self.flush()
         every = self.tokens
         if isinstance(self.joiner, RowJoiner):
@@ -277,7 +276,7 @@ class SplitFile:
 
 
 class Packed(NamedTuple):
-    """The files of both splits, cut to whole blocks. ``all_tokens`` includes the tokens that were cut off."""
+    """The files of the training split and the eval split. ``all_tokens`` includes the tokens that no block contains."""
 
     train: SplitFile
     held_out: SplitFile
@@ -296,7 +295,7 @@ def pack(
     padded: bool = False,
     progress: bool,
 ) -> Packed:
-    """Tokenize a corpus, hold out the fraction ``fraction``, and write the blocks of both splits into ``folder``.
+    """Tokenize a corpus, hold out a fraction of the text, and write the blocks of both splits into ``folder``.
 
     The files hold [blocks, sequence_length] of the encoder's dtype. With ``padded``, each block holds one document, and
     the dtype is the encoder's ``padded_dtype``. Raises OSError if the disk is full.
@@ -344,8 +343,8 @@ def whole_blocks(
 ) -> ArrayBlocks:
     """Return the whole text of a corpus in blocks, in the corpus's order. Later calls read the blocks from the cache.
 
-    An end-of-text token stands between documents. Lamina drops the tokens after the last full block. ``spec`` names a
-    single corpus. For the other arguments, see :func:`prepare_blocks`.
+    An end-of-text token stands between documents. Lamina drops the tokens after the last full block. ``spec`` must not
+    be a mix. For the other arguments, see :func:`prepare_blocks`.
     """
     corpus, encoder = single_corpus_of(spec, text_field), TextEncoder(tokenizer)
     identity = f"{_WHOLE_FORMAT}{'-padded' * padded}|{corpus.fingerprint()}|{encoder.content_hash()}|{sequence_length}"

@@ -1,4 +1,4 @@
-"""Hold out a part of a text. Lamina cuts by characters, so the held-out part is the same for every tokenizer."""
+"""Split a text into training text and held-out text. The split is the same for every tokenizer."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _PIECES_AT_LEAST = 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
-    """A part of a document that lies within one piece of the corpus. Lamina holds out whole pieces.
+    """The part of a document that lies in one piece of the corpus. A piece is held out as a whole or not at all.
 
     Attributes:
         document: the document's number, counted from 0.
-        start: the position of the first character in the document.
+        start: the position of the segment's first character in the document.
         piece: the piece's number, counted from 0.
     """
 
@@ -33,20 +33,18 @@ class Segment:
 
     @property
     def begin(self) -> tuple[int, int]:
-        """Return the document and the position of the segment's first character."""
         return self.document, self.start
 
     @property
     def end(self) -> tuple[int, int]:
-        """Return the document and the position after the segment's last character."""
         return self.document, self.start + len(self.text)
 
 
 def piece_chars(total_chars: int) -> int:
-    """Return the number of characters per piece: 1,024 to 65,536, or fewer to cut a short text into about 20 pieces.
+    """Return the number of characters per piece, from 1,024 to 65,536. A short text has about 20 shorter pieces.
 
-    Lamina aims at a few hundred pieces. More pieces make the held-out text more representative, and longer pieces keep
-    more context.
+    Lamina cuts longer texts into about 400 pieces. More pieces make the held-out text more representative, and longer
+    pieces keep more context.
     """
     size = min(max(total_chars // _PIECES_WANTED, _SMALLEST_PIECE), _LARGEST_PIECE)
     return max(1, min(size, total_chars // _PIECES_AT_LEAST))
@@ -61,7 +59,7 @@ def is_held_out(piece: int, eval_fraction: float) -> bool:
 class Splitter:
     """Cut documents into segments, one document after another.
 
-    To resume after a document, a new Splitter needs only the four attributes.
+    The four attributes are the complete state of a Splitter, from which a new Splitter can continue.
 
     Attributes:
         piece: the number of the current piece.
@@ -76,7 +74,7 @@ class Splitter:
     position: int = 0
 
     def cut(self, document: Document, chars: int) -> Iterator[Segment]:
-        """Yield the segments of the next document, in pieces of about ``chars`` characters.
+        """Yield the segments of the next document. Each piece has about ``chars`` characters.
 
         Pieces end at line ends where possible. Several short documents share a piece.
         """
@@ -106,16 +104,16 @@ def _cut(text: str, start: int, room: int, chars: int) -> int:
 
 
 def split_documents(documents: Iterable[Document], chars: int) -> Iterator[Segment]:
-    """Yield the segments of documents in order. Together, they contain the whole text."""
+    """Yield the segments of documents in order. The segments contain the whole text."""
     splitter = Splitter()
     for document in documents:
         yield from splitter.cut(document, chars)
 
 
 def whole_documents(documents: Iterable[Document], chars: int) -> Iterator[Segment]:
-    """Yield each document whole, with the number of the piece in which the document begins.
+    """Yield each document as one segment, in the piece in which the document begins.
 
-    If Lamina reads a long file in several parts, yield only the first part.
+    If Lamina divides a long file into several Documents, yield only the first Document.
     """
     splitter = Splitter()
     for document in documents:
@@ -125,11 +123,9 @@ def whole_documents(documents: Iterable[Document], chars: int) -> Iterator[Segme
 
 
 def count_chars(corpus: SingleCorpus) -> int:
-    """Read a whole corpus and count its characters."""
     return sum(len(document.text) for document in corpus.documents())
 
 
 def check_split(sequence_length: int, eval_fraction: float) -> None:
-    """Raise UserError if the block length or the held-out fraction is out of range."""
     whole_number("sequence_length", sequence_length, 2)
     number("eval_fraction", eval_fraction, 0, 0.5, open_low=True)

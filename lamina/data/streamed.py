@@ -62,18 +62,18 @@ def stream_blocks(
     buffer: int = SHUFFLE_BUFFER,
     seed: int = 0,
 ) -> tuple[Blocks, PreTrainedTokenizerFast]:
-    """Return blocks of a corpus without preparing them first. The training split is an endless :class:`StreamedBlocks`.
+    """Return blocks that Lamina reads from a corpus during training. The training split never ends.
 
-    Lamina holds out pieces from the beginnings of up to 64 files, and never trains on them. ``stats.unigram_entropy``
-    is the cross-entropy of the held-out pieces under the token frequencies of the text between these pieces.
-    ``stats.train_tokens``, ``train_bytes`` and ``documents`` are 0, because Lamina does not know them.
+    Lamina holds out pieces from the beginnings of up to 64 files, and never trains on these pieces. Lamina computes
+    ``stats.unigram_entropy`` on the held-out pieces, with the token frequencies of the training text between the
+    pieces. ``stats.train_tokens``, ``train_bytes`` and ``documents`` are 0, because Lamina does not know these numbers.
 
     For the errors and all other arguments, see :func:`lamina.data.packed.prepare_blocks`.
 
     Args:
-        tokenizer_spec: ``bytes``, or a tokenizer of transformers. ``bpe:SIZE`` is an error, because the training of a
-            BPE tokenizer needs the whole corpus first.
-        eval_fraction: the largest held-out fraction of the text at the beginnings.
+        tokenizer_spec: ``bytes``, or a tokenizer of transformers. ``bpe:SIZE`` raises UserError, because a BPE
+            tokenizer is trained on the whole corpus first.
+        eval_fraction: the maximum fraction of the text at the beginnings of the files to hold out.
         eval_blocks: the number of blocks to hold out, at least 64 (0: 1,000 blocks).
         buffer: the number of consecutive blocks that Lamina shuffles together. 1 keeps the order of the corpus.
     """
@@ -110,7 +110,7 @@ def stream_blocks(
 
 @dataclass
 class Excerpt:
-    """Token ids of a part of a corpus, for each shard of the corpus."""
+    """The token ids of a part of a corpus, grouped by the corpus's shards (such as files)."""
 
     encoder: TextEncoder
     ids: dict[int, list[np.ndarray]] = field(default_factory=dict)
@@ -133,7 +133,7 @@ class Excerpt:
         self.bytes += len(segment.text.encode())
 
     def blocks(self, sequence_length: int) -> np.ndarray:
-        """Return the ids in the order of the shards, [blocks, sequence_length]."""
+        """Return the token ids in the order of the shards, [blocks, sequence_length]."""
         rows = [ids for shard in sorted(self.ids) for ids in self.ids[shard]]
         ids = np.concatenate(rows)[1:] if rows else np.empty(0, dtype=self.encoder.dtype)
         whole = len(ids) // sequence_length
@@ -142,14 +142,14 @@ class Excerpt:
 
 @dataclass
 class Division:
-    """The held-out part of a stream.
+    """The division of a streamed corpus into training text and held-out text.
 
     Attributes:
-        chars: characters per piece.
-        fraction: the held-out fraction of the pieces that Lamina has read.
+        chars: the number of characters per piece.
+        fraction: the fraction of the pieces to hold out, among the pieces that Lamina has read.
         held_out: the text to evaluate on.
         known: the training text between the held-out pieces.
-        limits: a mapping from a shard to the number of its pieces up to the last held-out piece.
+        limits: for each shard, the number of pieces up to the last held-out piece.
     """
 
     chars: int
@@ -159,7 +159,6 @@ class Division:
     limits: dict[int, int] = field(default_factory=dict)
 
     def stats(self, held_out: np.ndarray, known: np.ndarray, fingerprint: str) -> BlockStats:
-        """Return the statistics of both splits, from their blocks."""
         vocab_size = self.held_out.encoder.vocab_size
         return BlockStats(
             train_tokens=0,
@@ -208,7 +207,7 @@ def hold_out(
 
 
 def _pieces(shards: Shards, division: Division, blocks: int, sequence_length: int) -> Iterator[tuple[int, Segment]]:
-    """Yield segments with their shards until enough text is held out. Up to 64 shards give about equal parts."""
+    """Yield segments of text with their shards, until enough text is held out. Up to 64 shards contribute equally."""
     count = len(shards.shards)
     per_shard = math.ceil(blocks / min(count, _SHARDS)) * sequence_length if count else 0
     for shard in np.random.default_rng(0).permutation(count).tolist():
@@ -227,10 +226,10 @@ class Place:
 
     Attributes:
         turn: the number of times that Lamina has read the corpus to its end.
-        shard: the shard's index in this epoch's order.
-        position: the position of the next document in the shard, or None for the shard's beginning.
-        split: the Splitter's state before the next document.
-        segments: the number of segments that Lamina has read from the next document.
+        shard: the index of the current shard in the current epoch's order.
+        position: the position of the current document in the shard, or None at the shard's beginning.
+        split: the Splitter's state before the current document.
+        segments: the number of segments that Lamina has read from the current document.
         last: the document and the character at which the last segment ended (see ``TokenJoiner``).
         carry: the tokens that do not fill a block yet.
         skip: the number of blocks after this position that the stream has already returned.
@@ -254,8 +253,8 @@ class TokenStream:
 
     Args:
         shards: the shards of the corpus, in order.
-        chars: characters per piece.
-        held_out: a mapping from a shard to the number of its pieces up to the last held-out piece.
+        chars: the number of characters per piece.
+        held_out: for each shard, the number of pieces up to the last held-out piece.
         eval_fraction: the held-out fraction of these pieces.
         seed: the seed that shuffles the shards in each epoch, or None to keep their order.
     """
@@ -270,7 +269,7 @@ class TokenStream:
     seed: Sequence[int] | None
 
     def chunks(self, place: Place, size: int) -> Iterator[tuple[np.ndarray, Place]]:
-        """Yield arrays of ``size`` blocks, [size, sequence_length], and for each array the position after the array."""
+        """Yield arrays of ``size`` blocks, [size, sequence_length], each with the position after the array."""
         length = self.sequence_length
         carry, skip, before = np.array(place.carry, dtype=self.encoder.dtype), place.skip, place
         chunk, filled = np.empty((size, length), dtype=self.encoder.dtype), 0
@@ -288,7 +287,7 @@ class TokenStream:
             carry, skip, before = ids[whole * length :], 0, after
 
     def _batches(self, place: Place) -> Iterator[tuple[Place, np.ndarray]]:
-        """Yield positions without ``carry`` and ``skip``, each with the tokens of about a million characters."""
+        """Yield the tokens of about a million characters at a time, with a later Place without carry and skip."""
         turn, first = place.turn, place.shard
         joiner = TokenJoiner(self.encoder, None if place.last is None else cast("tuple[int, int]", tuple(place.last)))
         while True:
@@ -312,10 +311,7 @@ class TokenStream:
                 yield Place(turn=turn, last=joiner.last), joiner.encode()
 
     def _segments(self, number: int, place: Place) -> Iterator[tuple[tuple[object, Sequence[int], int], Segment]]:
-        """Yield a shard's training segments that follow ``place``.
-
-        With each segment, yield the ``position``, ``split`` and ``segments`` of the Place after the segment.
-        """
+        """Yield a shard's training segments from ``place`` on, each with the next position, split and segments."""
         position, split, passed = place.position, tuple(place.split), place.segments
         limit, splitter = self.held_out.get(number, 0), Splitter(*split)
         for document, after in self.shards[number].read(position):
@@ -327,14 +323,14 @@ class TokenStream:
 
 
 class StreamedBlocks(BlockSource):
-    """The blocks of a stream by number. Item ``i`` is the i-th block of the run, which must read the blocks in order.
+    """The blocks of a stream by number. Item ``i`` is the i-th block of the run. A run must read the blocks in order.
 
     Lamina shuffles each group of ``buffer`` consecutive blocks. The order depends only on the seed and the group's
     number. A thread reads the next blocks in advance.
 
     Args:
         buffer: the number of consecutive blocks that Lamina shuffles together. 1 keeps the order.
-        known: some blocks of the corpus's text, [blocks, sequence_length].
+        known: a sample of the corpus's blocks, [blocks, sequence_length].
     """
 
     in_order = True
@@ -411,6 +407,6 @@ class StreamedBlocks(BlockSource):
 
 @atexit.register
 def _stop_reading() -> None:
-    """Close all files before the interpreter ends and unloads the modules that closing needs."""
+    """Close all files at exit, before Python unloads the modules that Lamina needs to close files."""
     for blocks in list(_READING):
         blocks._drop()

@@ -68,8 +68,9 @@ def load_tokenizer(
             - ``bpe:SIZE``: a byte-level BPE tokenizer, which Lamina trains on the corpus's training split
             - a folder, a tokenizer.json, or a name on the hub
         corpus: the text to train a BPE tokenizer on (default: the built-in corpus).
-        cache_dir: the folder of trained tokenizers (default: ``$LAMINA_CACHE`` or ``~/.cache/lamina``).
-        eval_fraction: the held-out fraction of the corpus. Give ``prepare_blocks`` the same fraction.
+        cache_dir: the folder for trained tokenizers (default: ``$LAMINA_CACHE`` or ``~/.cache/lamina``).
+        eval_fraction: the fraction of the corpus that a BPE tokenizer is not trained on. Give ``prepare_blocks`` the
+            same fraction.
 
     Raises UserError if the name is malformed, or if Lamina can't load the tokenizer or read the corpus.
     """

@@ -42,7 +42,7 @@ MOST_TOKENS = 1_000_000  # maximum number of tokens to estimate token frequencie
 
 @dataclass(frozen=True, kw_only=True)
 class Proxy:
-    """The model that Lamina trains in place of the planned run. It may be narrower, but never less deep."""
+    """The model that Lamina trains to judge a planned run. The model may be narrower, but has the planned depth."""
 
     settings: PretrainSettings  # as planned, except for the width, the heads and the blocks per step
     plan: Plan
@@ -53,12 +53,11 @@ class Proxy:
 
     @property
     def init(self) -> str:
-        """The name of the initializer."""
         return recommended(self.plan) if self.settings.init == "recommended" else self.settings.init
 
     @property
     def note(self) -> str:
-        """A phrase with the differences between this model and the planned run, or "" if there are none."""
+        """The differences between this model and the planned run in words, or "" if there are none."""
         parts = []
         if self.hidden_size != self.planned_hidden_size:
             parts.append(
@@ -145,16 +144,16 @@ class Snapshot:
 def take_snapshot(
     model: PreTrainedModel, input_ids: torch.Tensor, unigram: torch.Tensor, step: int, generator: torch.Generator
 ) -> Snapshot:
-    """Measure the model on held-out token ids [sequences, tokens], then restore its mode and clear its gradients.
+    """Measure the model on held-out token ids [sequences, tokens]. Then restore its mode and clear its gradients.
 
     ``unigram`` [sequences] is the loss of a model that always predicts the token frequencies, in nats per token.
 
-    Rows with sublayer "block" describe a layer's output, or the embedding's output for layer -1:
+    Rows with the sublayer "block" describe a layer's output, or the embedding's output for layer -1:
 
     ``token_similarity``: the mean cosine over all pairs of tokens.
     ``state_gradient_norm``: the norm of the loss's gradient with respect to this output.
     ``jacobian_gain``: the root mean square factor by which later layers stretch a change of this output, estimated with
-        one random vector.
+    one random vector.
 
     Other rows describe a sub-layer:
 
@@ -194,7 +193,7 @@ def take_snapshot(
 
 
 def _losses(logits: torch.Tensor, input_ids: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """Return each sequence's cross-entropy, and how much better the predictions are than their mean, in nats."""
+    """Return each sequence's loss, and by how many nats the predictions beat their mean over all positions."""
     log_p = logits[:, :-1].float().log_softmax(-1).flatten(0, 1)
     targets = input_ids[:, 1:].flatten()
     losses = nn.functional.nll_loss(log_p, targets, reduction="none").unflatten(0, (len(input_ids), -1)).mean(1)
@@ -261,7 +260,7 @@ class BurnIn:
     snapshots: list[Snapshot]
     """The measurements before the first step, and after some later steps."""
     stopped: str
-    """The reason if training ended early, otherwise ""."""
+    """The reason why training ended early, or ""."""
 
     @property
     def planned(self) -> PretrainSettings:
@@ -269,12 +268,12 @@ class BurnIn:
         return self.proxy.settings
 
     def spent(self, step: int) -> float:
-        """Return the sum of the learning rates of the first steps, as a share of the planned run's sum."""
+        """Return the sum of the learning rates before ``step``, as a fraction of the planned run's whole sum."""
         whole = self.planned.learning_rate * rates_until(self.planned, self.planned.steps)
         return sum(self.learning_rates[:step]) / whole
 
     def step_at(self, share: float) -> int:
-        """Return the first step at which the summed learning rates reach a share of the planned run's sum."""
+        """Return the first step at which the summed learning rates reach ``share`` of the planned run's whole sum."""
         steps = self.planned.steps
         target = share * rates_until(self.planned, steps) * (1.0 - 1e-9)
         return min(steps, bisect_left(range(steps), target, key=lambda step: rates_until(self.planned, step)))
@@ -283,7 +282,7 @@ class BurnIn:
 def rates_until(settings: PretrainSettings, step: int) -> float:
     """Return the sum of the planned learning rates over the first ``step`` steps, in units of the peak.
 
-    The cosine schedule's sum has a closed form, so a run of billions of steps costs no time.
+    Lamina uses a closed form of the cosine schedule's sum, so that a run of billions of steps costs no time.
     """
     warmup = in_steps(settings.warmup, settings.steps)
     rising = min(step, warmup)
@@ -298,8 +297,8 @@ def rates_until(settings: PretrainSettings, step: int) -> float:
 class BurningIn:
     """A model that takes the first steps of a planned run. Call ``train``, then ``record``.
 
-    Lamina shortens the warm-up to at most ``longest_warmup`` steps, to reach the peak learning rate. A shorter warm-up
-    makes training less stable.
+    Lamina shortens the warm-up to at most ``longest_warmup`` steps, so that training reaches the peak learning rate. A
+    shorter warm-up makes training less stable.
     """
 
     def __init__(
@@ -374,7 +373,7 @@ class BurningIn:
 
 
 def unigram_losses(blocks: Blocks, probe: torch.Tensor) -> torch.Tensor:
-    """Return the loss of a model that knows only token frequencies, on each held-out sequence: [sequences].
+    """Return the loss, on each held-out sequence, of a model that knows only token frequencies: [sequences].
 
     Lamina counts a million training tokens of each corpus, and adds one to each count.
     """

@@ -47,7 +47,7 @@ FLOPS = {"cpu": 1e12, "cuda": 1e14}
 
 @dataclass(frozen=True, kw_only=True)
 class Preflight:
-    """A planned run with its first steps and its verdict."""
+    """The result for one planned run: the record of its first steps, the measured numbers and the verdict."""
 
     run: PretrainSettings
     advice: str
@@ -56,7 +56,6 @@ class Preflight:
     verdict: PreflightVerdict
 
     def row(self) -> Json:
-        """Return the run's row in the result: the placement, the verdict and the measured numbers."""
         proxy, first = self.burn_in.proxy, self.burn_in.snapshots[0]
         return {
             "placement": self.run.placement,
@@ -87,7 +86,7 @@ class Preflight:
 
 
 def ffn_share(shot: Snapshot) -> float:
-    """Return the feed-forward's added variance divided by its skip's variance, summed over the layers.
+    """Sum, over all layers, the ratio of the feed-forward's added variance to the skip's variance.
 
     FuseNorm's Theorem 1 requires a variance of O(1 / L) in each of L layers, so the sum is about 1 at any depth.
     """
@@ -109,7 +108,6 @@ class PlanProgress:
         self._write()
 
     def tick(self) -> None:
-        """Count one step of the current run."""
         self.done += 1
         self.lines.total = max(self.lines.total, self.done + (self.plans - self.count - 1) * self.steps, self.done + 1)
         self._write()
@@ -201,10 +199,11 @@ def burn_in_of(
     device: str = "cpu",
     tick: Callable[[], object] = lambda: None,
 ) -> BurnIn:
-    """Train a planned run's first steps, and measure the model halfway, at the end, and after each further quarter.
+    """Train a planned run's first steps. Measure the model halfway, at the end, and after each extension.
 
-    Lamina takes the requested steps, or more if the warm-up is long. While ``is_undecided`` returns true, Lamina adds a
-    quarter of the requested steps, up to three times the requested steps or 60 % of the run.
+    Lamina takes the requested steps, or more if the warm-up is long. While ``is_undecided`` returns true, Lamina
+    extends the training by a quarter of the requested steps. The limit is three times the requested steps, or 60 % of
+    the run.
     """
     steps, warmup = burn_in_steps(settings, run)
     flops = FLOPS[device] if settings.flops is None else settings.flops
@@ -258,7 +257,7 @@ def _threads(number: int | None) -> Iterator[None]:
 def preflight(
     settings: PreflightSettings | Mapping[str, Any], *, overwrite: bool = False, bar: bool = True
 ) -> pd.DataFrame:
-    """Judge planned runs, write the output folder if there is one, and return a row per run.
+    """Judge planned runs, write the output folder if the settings name one, and return a row per run.
 
     Raises:
         UserError: if the settings are invalid, Lamina cannot read the corpus, or the output folder has files

@@ -58,15 +58,15 @@ class PreflightSettings(
     )
     steps: int = changed(100, help="optimizer steps of the planned run")
     precision: Literal["auto", "fp32", "bf16"] = changed(
-        "auto", help="fp32, or bf16 (mixed: weights, losses and measurements stay fp32); auto is fp32"
+        "auto", help="fp32, or bf16 (weights, losses and measurements stay fp32); auto means fp32"
     )
-    burn_in: int = setting(32, "optimizer steps before the verdict", at_least(4))
+    burn_in: int = setting(32, "number of optimizer steps before the verdict", at_least(4))
     sequences: int = changed(
-        16, help="held-out text blocks or images (2 or more) on which preflight measures the layers", check=at_least(2)
+        16, help="number of held-out text blocks or images (2 or more) to measure the layers on", check=at_least(2)
     )
     flops: float | None = setting(
         None,
-        "maximum FLOPs per check (default: 1e12 on a CPU, 1e14 on a GPU). Above this maximum, Lamina measures a "
+        "maximum FLOPs per planned run (default: 1e12 on a CPU, 1e14 on a GPU). For a larger run, Lamina measures a "
         "narrower model of the same depth on fewer blocks of text",
         above(0.0),
     )

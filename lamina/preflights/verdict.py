@@ -1,7 +1,7 @@
 """Judge from a planned run's first steps whether the run will train.
 
 tools/calibration/preflight_calibration.py fits the coefficients in calibration.json on real runs. The rules use only
-measured numbers, and no name of a placement, initializer or backbone.
+measured numbers, not the names of placements, initializers and backbones.
 """
 
 from __future__ import annotations
@@ -111,16 +111,16 @@ def verdict_of(numbers: Features, fitted: Json) -> VerdictWord:
 
 
 def learns(numbers: Features, fitted: Json) -> bool:
-    """Return whether the model uses its input, and its held-out loss is clearly below the loss of token frequencies.
+    """Return whether the model uses its input, and predicts held-out text clearly better than token frequencies do.
 
-    The difference of the losses must be larger than a fitted margin plus two standard errors.
+    The model's loss must be lower by more than a fitted margin plus two standard errors.
     """
     clear = numbers.excess + CLEAR * numbers.excess_error < -fitted["evidence"]["margin"]
     return bool(numbers.finite) and clear and numbers.context > fitted["collapse"]["context"]
 
 
 def chance(numbers: Features, fitted: Json) -> float:
-    """Estimate the probability that the run trains, by logistic regression. Collapsed models get 0."""
+    """Estimate the probability that the run trains, by logistic regression. The result is 0 for a collapsed model."""
     if not numbers.finite or collapsed(numbers, fitted):
         return 0.0
     rule = fitted["progress"]
@@ -153,11 +153,10 @@ def projected(numbers: Features) -> float:
 
 
 def deciding_share(numbers: Features, fitted: Json) -> float:
-    """Return the part of the run after which we can tell whether it learns, as a share of the summed learning rates.
+    """Return the fraction of the run after which the verdict should be clear, measured in summed learning rates.
 
-    If the loss is far above the loss of token frequencies, Lamina assumes that the loss keeps falling at its present
-    pace. A fitted factor allows for a slower pace later. Otherwise, the result is a fitted multiple of the share so
-    far.
+    If the loss is far above the loss of token frequencies, Lamina extrapolates the loss at its present pace. A fitted
+    factor allows for a slower pace later. Otherwise, the result is the fraction so far times a fitted factor.
     """
     rule = fitted["deciding"]
     if not learns_frequencies(numbers):
@@ -167,7 +166,7 @@ def deciding_share(numbers: Features, fitted: Json) -> float:
 
 
 def learns_frequencies(numbers: Features) -> bool:
-    """Return whether the model still learns token frequencies, because its loss is far above the frequencies' loss."""
+    """Return whether the loss is so far above the loss of token frequencies that the model still learns frequencies."""
     return numbers.excess > FALLING
 
 
@@ -181,9 +180,9 @@ class PreflightVerdict:
 
     verdict: VerdictWord
     chance: float
-    """The estimated probability that the loss becomes clearly lower than if the model knows only token frequencies."""
+    """The estimated probability that the model will learn clearly more than token frequencies."""
     deciding_steps: int
-    """The number of steps that should decide an "undecided" verdict, or 0 for another verdict."""
+    """The number of steps that should be enough for a clear verdict, or 0 if the verdict is not "undecided"."""
     reason: str
     change: str
 
@@ -272,7 +271,8 @@ def _longer(numbers: Features, burn_in: BurnIn, deciding: int, better: str) -> s
         times = calibration()["deciding"]["times"]
         estimate = (
             "so far the model predicts little more than token frequencies. Of the calibration's runs that learned, "
-            f"80 % had learned more before the sum of learning rates was {times:g} times as large, here {by}"
+            f"80 % had learned more before their summed learning rates were {times:g} times as large. This run reaches "
+            f"that sum {by}"
         )
     if deciding >= burn_in.planned.steps:
         return f"only the whole run can decide: {estimate}. Alternatives: {_faster(numbers, burn_in, better)}"

@@ -243,7 +243,7 @@ def test_layers_are_read_as_they_are_typed():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["prune", "{run}"], "layers: none given. Give layers, or by and drop"),
+        (["prune", "{run}"], "layers: give either layers, or both by and drop"),
         (["prune", "{run}", "--layers", "9"], "layers: the model has no layer 9. Choose layers from 0 to 3."),
         (
             ["prune", "{run}", "--layers", "0-3"],

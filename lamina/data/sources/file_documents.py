@@ -33,8 +33,8 @@ FileState = tuple[int, int]
 
 _HASHED_BYTES = 2**30
 Position = tuple[int, int]
-"""Where a file's next document begins: the byte in the text (in .parquet files, the row). The second number counts the
-earlier lines, rows or parts.
+"""The byte at which a file's next document begins (in .parquet files, the row), and the number of the lines, rows or
+parts before the document.
 """
 
 _ROWS = 1024
@@ -54,10 +54,7 @@ def inner_suffix(path: Path) -> str:
 
 
 def compression(path: Path) -> str | None:
-    """Return the compression that a file's first bytes show, or None for an uncompressed file.
-
-    Raises NotTextError if an uncompressed file has a suffix such as .gz.
-    """
+    """Detect a file's compression, or None. Raises NotTextError if an uncompressed file has a suffix such as .gz."""
     with path.open("rb") as file:
         head = file.read(8)
     if kind := next((kind for kind, magic in _MAGIC.items() if head.startswith(magic)), None):
@@ -95,12 +92,12 @@ def _decompression_errors() -> tuple[type[Exception], ...]:
 
 @contextmanager
 def open_text(path: Path, start: int = 0) -> Iterator[TextIO]:
-    r"""Open a file, compressed or not, as UTF-8 text. Omit the byte order mark, and keep the line ends (``\n``).
+    """Open a plain or compressed file as UTF-8 text. Omit the byte order mark, and leave the line ends unchanged.
 
     ``start`` is the first byte to read, counted in the decompressed text.
 
     Raises:
-        NotTextError: the file is binary, not UTF-8 or damaged. A read in the with block may also raise this error.
+        NotTextError: the file is binary, not UTF-8 or damaged. Reading from the open file may also raise this error.
         UserError: the file needs zstandard, which is not installed, or the user may not read the file.
     """
     damaged = _decompression_errors()
@@ -142,10 +139,8 @@ def encodable_text(text: str) -> str:
 def walk(root: Path, linked: list[Path] | None = None) -> list[Path]:
     """Return the files below a folder, sorted by relative name, without hidden files and folders.
 
-    Lamina follows links to files, but not links to folders, which may form a loop. Lamina adds
-    links to folders to the list ``linked``.
-
-    Raises UserError for a folder that Lamina may not read.
+    Lamina follows links to files. Lamina does not follow links to folders, because such links may form a loop, but adds
+    these links to the list ``linked``. Raises UserError for a folder that Lamina may not read.
     """
 
     def refuse(error: OSError) -> None:
@@ -164,7 +159,6 @@ def walk(root: Path, linked: list[Path] | None = None) -> list[Path]:
 
 
 def hash_files(digest: hashlib._Hash, root: Path) -> None:
-    """Add each file's relative name and content to ``digest``."""
     for path in walk(root) if root.is_dir() else [root]:
         name = os.fsencode(path.relative_to(root if root.is_dir() else root.parent).as_posix())
         try:
@@ -182,10 +176,7 @@ def state_of(path: Path) -> FileState:
 
 
 def fingerprint_of_large(root: Path, paths: Sequence[Path], states: Sequence[FileState], text_field: str) -> str | None:
-    """Return a hash of the files' names, sizes and modification times if the files exceed 1 GiB in total.
-
-    Return None for smaller files, because Lamina can hash their content.
-    """
+    """Hash the files' names, sizes and modification times if the files exceed 1 GiB in total. Otherwise return None."""
     if sum(size for size, _ in states) <= _HASHED_BYTES:
         return None
     digest = hashlib.sha256(f"stream\0{text_field}\0".encode())
@@ -196,7 +187,7 @@ def fingerprint_of_large(root: Path, paths: Sequence[Path], states: Sequence[Fil
 
 @dataclass(frozen=True)
 class Document:
-    """A text: a file, or a row of a .jsonl file, a .parquet file or a dataset.
+    """The text of a file, or of a row in a .jsonl file, a .parquet file or a dataset.
 
     Lamina divides a very long file into several Documents. ``continues`` is true for each Document after the first.
     """
@@ -213,14 +204,14 @@ def read_file(
     part_chars: int = PART_CHARS,
     on_rows: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[Document, Position]]:
-    """Yield each document of a file, with the position after the document. Start at the position ``start``.
+    """Yield each document of a file from the position ``start``, with the position after the document.
 
     Args:
-        path: the file, whose suffix decides whether Lamina reads rows or plain text.
-        text_field: the field of a row that holds its text.
+        path: the file. The suffix decides whether Lamina reads rows or plain text.
+        text_field: the field of a row that holds the text.
         start: the position of the first document.
-        part_chars: the number of characters per part of a plain text.
-        on_rows: a function to call if a plain text begins with a JSON row that has the field.
+        part_chars: the number of characters per Document of a long plain text.
+        on_rows: a function to call if a plain-text file begins with a JSON row that has the field ``text_field``.
 
     Raises:
         NotTextError: the file is binary, not UTF-8, damaged, or not a valid .parquet file.
@@ -245,7 +236,7 @@ def with_text(documents: Iterable[tuple[Document, P]]) -> Iterator[tuple[Documen
 def _parts(
     path: Path, text_field: str, start: Position, part_chars: int, on_rows: Callable[[], None]
 ) -> Iterator[tuple[Document, Position]]:
-    """Yield parts of about ``part_chars`` characters that end at line ends, unless a line is very long."""
+    """Yield Documents of about ``part_chars`` characters, which end at line ends unless a line is very long."""
     offset, number = start
     with open_text(path, offset) as text:
         while part := text.read(part_chars):
@@ -259,7 +250,6 @@ def _parts(
 
 
 def _begins_with_row(text: str, text_field: str) -> bool:
-    """Return whether a text begins with a JSON object that has a text in the field ``text_field``."""
     opening = _OPENING.match(text)
     if opening is None:
         return False

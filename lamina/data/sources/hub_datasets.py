@@ -25,7 +25,7 @@ ALLOWED = "hf:NAME[:CONFIG][@SPLIT]"
 class HubSource:
     """The parts of ``hf:NAME[:CONFIG][@SPLIT]``. ``folder`` is the path if NAME is a local folder, otherwise None.
 
-    ``field`` is the name of the user's setting, for messages.
+    ``field`` is the name of the setting for error messages.
     """
 
     spec: str
@@ -37,7 +37,7 @@ class HubSource:
 
 
 def is_hub(corpus: str) -> bool:
-    """Return whether the datasets library loads this corpus."""
+    """Return whether Lamina loads this corpus with the datasets library."""
     return corpus.startswith(PREFIX)
 
 
@@ -67,9 +67,9 @@ def load(source: HubSource) -> Dataset:
 
 
 def load_splits(source: HubSource, held_out: Sequence[str]) -> list[Dataset]:
-    """Load the training split, and the first split of ``held_out`` that the dataset has.
+    """Load a dataset's training split, and the first split in ``held_out`` that the dataset has.
 
-    If the user named a split, load only that split. Raises UserError as :func:`load` does.
+    If the user named a split, load only this split. Raises UserError as :func:`load` does.
     """
     loaded = _loaded(source)
     first = cast("Dataset", _one_split(source, loaded))
