@@ -159,13 +159,7 @@ A = TypeVar("A", bound=TrainingArguments)
 
 
 def training_arguments(settings: PretrainSettings, processes: int = 1) -> TrainingArguments:
-    """Build the Trainer's arguments for each process.
-
-    Raises a UserError that names the invalid setting.
-
-    Args:
-        processes: the number of processes.
-    """
+    """Build the Trainer's arguments for one of several processes. Raises a UserError that names the invalid setting."""
     if settings.batch_size == processes:
         for name in ("mixup", "cutmix"):
             if value := getattr(settings, name):
@@ -199,7 +193,7 @@ def check_arguments(trainer: Json, schedule: str, record: type[Settings]) -> Non
 
 
 def arguments_of(kind: type[A], settings: PretrainSettings, processes: int = 1, **own: object) -> A:
-    """Build a subclass of TrainingArguments, such as GRPOConfig, from a run's settings and more arguments."""
+    """Build a subclass of TrainingArguments, such as GRPOConfig, from a run's settings and the arguments ``own``."""
     if settings.batch_size % processes:
         raise UserError(
             f"batch_size: {settings.batch_size} blocks cannot be split evenly over {processes} processes. Choose a "

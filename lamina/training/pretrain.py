@@ -193,7 +193,6 @@ class Pretraining(TrainingStage[PretrainSettings]):
         )
 
     def _evaluated(self, items: ItemSource) -> Subset:
-        """Select evenly spread items for evaluations."""
         return Subset(items, spread(len(items), self.settings.eval_blocks or len(items)))
 
     def _task_measure(self, processes: Processes) -> Callable[[PreTrainedModel], dict[str, float]] | None:
@@ -228,7 +227,6 @@ class Pretraining(TrainingStage[PretrainSettings]):
         )
 
     def outcome(self, run: TrainingRun, status: Status, reason: str) -> Json:
-        """Return the values for result.json."""
         settings, recorder, stats = self.settings, run.recorder, self.splits.stats
         steps = run.trainer.state.global_step
         tokens = recorder.tokens_at(steps)
@@ -287,18 +285,15 @@ class Pretraining(TrainingStage[PretrainSettings]):
 
 
 MOST_TOKENS = 2**24
-"""The largest number of tokens in the bigram table, which counts the first tokens that the run has read."""
+"""The maximum number of tokens that Lamina counts for a bigram table, from the beginning of the training."""
 
 
 def entropy_of(splits: Splits, settings: PretrainSettings, order: TrainOrder, steps: int) -> float | None:
-    """Return the held-out loss of a bigram table in nats. The table counts the tokens that the run has read.
+    """Return the held-out loss, in nats, of a bigram table: the counts of all token pairs that the run has read.
 
-    If the model's loss is higher, the model possibly makes no use of its blocks. Repeated text counts once. If Lamina
-    streams the corpus, the table counts the text sample that the unigram entropy uses. Returns None if the objective
-    does not predict the next token, or if the run has read nothing.
-
-    Args:
-        steps: the number of steps that the run has taken.
+    If the model's loss is higher than this loss, the model may make no use of its layers. Repeated text counts once. If
+    Lamina streams the corpus, the table counts the text sample that the unigram entropy uses. Returns None if the
+    objective does not predict the next token, or if the run has taken no step (``steps``).
     """
     if not isinstance(splits, Blocks) or steps < 1:
         return None
@@ -338,9 +333,9 @@ class Branches(TrainerCallback):
         run: the main run.
 
     Attributes:
-        rows: the finished branches' records: branch_steps, tokens, branch_loss, and branch_bigram_entropy (a bigram
-            table's loss on the branch's text).
-        trainer: the main run's Trainer. Set it before training.
+        rows: one record per finished branch, with branch_steps, tokens, branch_loss, and branch_bigram_entropy (a
+            bigram table's loss on the branch's text).
+        trainer: the main run's Trainer. Set this attribute before training.
 
     Raises:
         UserError: the run has several processes, or the model has experts.

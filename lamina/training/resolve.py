@@ -59,7 +59,6 @@ class ResolvedRun:
 
     @property
     def device(self) -> str:
-        """The type of the run's device: cpu, cuda or mps."""
         return device_of(self.settings.device)
 
     @property
@@ -73,7 +72,7 @@ class ResolvedRun:
 
     @property
     def item_tokens(self) -> int:
-        """The number of tokens per item. An image has a token for each patch and one for the class."""
+        """The number of tokens per training example. An image has a token per patch and a token for the class."""
         return self.objective.item_tokens(self.backbone, self.settings)
 
     @property
@@ -89,15 +88,12 @@ class ResolvedRun:
 def resolve_run(
     settings: PretrainSettings, processes: int = 1, *, parallel: str = "ddp", trained: bool = True
 ) -> ResolvedRun:
-    """Complete a run's settings, and check everything that does not need the corpus.
+    """Complete a run's settings, and check everything that does not need the corpus. Raises UserError.
 
     Args:
         processes: the number of processes that share a batch.
         parallel: how the processes share the work: "ddp" or "fsdp2".
         trained: whether this machine will train the model, so that Lamina checks the memory.
-
-    Raises:
-        UserError: a setting is invalid.
     """
     settings = decided(settings)
     config = backbone_config(settings)
@@ -194,7 +190,7 @@ def wiring_multiplications(plan: Plan) -> int:
 
 
 def check_settings(settings: PretrainSettings, plan: Plan, processes: int = 1) -> TrainingArguments:
-    """Return the Trainer's arguments. Raises UserError for a setting that this machine or the placement excludes."""
+    """Return the Trainer's arguments. Raises UserError for a setting that the machine or the placement rules out."""
     if settings.push_to_hub is not None:
         check_repository(settings.push_to_hub)
     if settings.eval_corpus is not None:
@@ -255,12 +251,9 @@ def check_modules(
     *,
     trained: bool = True,
 ) -> None:
-    """Raise UserError for faults that show only when modules are built, such as too little memory.
+    """Raise UserError for errors that show only when Lamina builds modules, such as too little memory.
 
-    Lamina builds one layer of each kind on the meta device.
-
-    Args:
-        trained: whether this machine will train the model, so that Lamina checks the memory.
+    Lamina builds one layer of each kind on the meta device. ``trained`` is true if this machine will train the model.
     """
     kinds = tuple(replace(layer, sources=None) for layer, _ in plan.kinds()[:4])  # which would name other layers
     with torch.device("meta"):
@@ -293,9 +286,7 @@ def _check_memory(
 ) -> None:
     """Raise UserError if the weights, or the hidden states between blocks, need more than the memory.
 
-    Args:
-        whole: the backbone's configuration.
-        small: a model with fewer layers, on the meta device.
+    ``whole`` is the backbone's configuration. ``small`` is a model with fewer layers, on the meta device.
     """
     num_layers, length = whole.num_hidden_layers, objective_of(whole, settings.objective).item_tokens(whole, settings)
     config = backbone_of(small.config)

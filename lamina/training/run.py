@@ -64,7 +64,7 @@ logger = logging.getLogger(__name__)
 
 S = TypeVar("S", bound=Settings)
 Options: TypeAlias = Any
-"""The settings of any kind of run."""
+"""The settings of any kind of training run."""
 
 
 class Identity(Stateful, Protocol):
@@ -89,7 +89,7 @@ class TrainingStage(ABC, Generic[S]):
         evaluates_first: whether Lamina evaluates a new run before its first step.
         tokens_per_step: the number of tokens in an optimizer step, or 0 if Lamina counts tokens during the run.
         unit: the word for tokens in progress lines.
-        settings: the complete settings, which ``read`` sets, like the attributes below.
+        settings: the complete settings. ``check`` and ``read`` set this attribute and the attributes below.
         plan: the placement of the norms, or None for a model that keeps its transformers class.
         processor: the tokenizer or image processor to save with the model.
         identity: the content that a resumed run must match.
@@ -120,24 +120,21 @@ class TrainingStage(ABC, Generic[S]):
         """Read all data before Lamina changes the run's folder. Raises UserError if the data are unusable."""
 
     @abstractmethod
-    def model(self, run: TrainingRun) -> PreTrainedModel:
-        """Build the model to train."""
+    def model(self, run: TrainingRun) -> PreTrainedModel: ...
 
     @abstractmethod
     def guard(self) -> DivergenceGuard:
         """Build the guard that decides whether the run has diverged."""
 
     @abstractmethod
-    def order(self, run: TrainingRun) -> TrainOrder:
-        """Return the order of the training items."""
+    def order(self, run: TrainingRun) -> TrainOrder: ...
 
     @abstractmethod
     def monitor_inputs(self) -> torch.Tensor:
         """Return held-out inputs for the layer monitor: [items, ...]."""
 
     @abstractmethod
-    def trainer(self, run: TrainingRun) -> Any:
-        """Build the Trainer."""
+    def trainer(self, run: TrainingRun) -> Any: ...
 
     def callbacks(self, run: TrainingRun) -> list[TrainerCallback]:
         """Return the callbacks for this kind of run.
@@ -156,7 +153,7 @@ class TrainingStage(ABC, Generic[S]):
         return steps * self.tokens_per_step
 
     def derived(self, loss: float) -> dict[str, float]:
-        """Return the columns of a record that are computed from an evaluation's loss."""
+        """Return the metrics that follow from an evaluation's loss, such as the perplexity."""
         return {}
 
     def realized(self, run: TrainingRun, steps: int) -> dict[str, PartShare]:
@@ -260,11 +257,7 @@ def _claim(held: ExitStack, job: Job[S], stage: TrainingStage[S]) -> bool:
 
 
 def _recorded(run: Callable[[], Json], folder: Path, processes: Processes, *, seconds: float) -> Json:
-    """Execute a run, and write result.json unless a UserError ends the run.
-
-    Args:
-        seconds: the time of earlier attempts.
-    """
+    """Execute a run, and write result.json unless a UserError ends the run. ``seconds`` counts earlier attempts."""
     began = time.monotonic()
 
     def write(result: Json) -> Json:
@@ -292,7 +285,6 @@ def _recorded(run: Callable[[], Json], folder: Path, processes: Processes, *, se
 
 
 def _push(settings: Options) -> None:
-    """Upload the run's model if the settings name a repository."""
     if settings.push_to_hub is not None:
         push(Path(settings.output) / MODEL, settings.push_to_hub)
 
@@ -356,13 +348,13 @@ class TrainingRun:
     Args:
         stage: the kind of run, which has read its data.
         rollbacks: the run's rollbacks so far.
-        resume: whether to continue from the newest good checkpoint.
+        resume: whether to continue from the newest intact checkpoint.
 
     Attributes:
-        average: the moving average of the weights, which is set with the model, like the attributes below.
+        average: the moving average of the weights, or None. The stage sets this attribute and the attributes below.
         step_factors: each parameter's learning rate factors.
         followed: the layers that Lamina found in a model with a transformers class, or None.
-        items: the training items, if the run reads them during training.
+        items: the training items (only in pretraining).
     """
 
     average: WeightAverage | None = None
@@ -429,7 +421,7 @@ class TrainingRun:
         return trainer
 
     def train(self) -> tuple[Status, str] | Diverged:
-        """Train. Returns the run's status and the reason, which are equal in every process."""
+        """Train the model. Return the run's status and the reason, which are equal in every process."""
         trainer, recorder, steps = self.trainer, self.recorder, self.settings.steps
         self._warn_of_repetition()
         with stop_signals(recorder), ExitStack() as ending:

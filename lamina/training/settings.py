@@ -75,7 +75,7 @@ class SourceSettings(Settings, group="model"):
 
 
 class ParallelSettings(DeviceSettings, group="machine"):
-    """The device of a run, and the way in which several processes share its work."""
+    """The device of a run, and how several processes share the work."""
 
     order = ("parallel", "tensor_parallel")
 
@@ -118,7 +118,7 @@ class RollbackSettings(Settings, group="divergence"):
 
 
 def shares_or_steps(name: str, value: object) -> str | None:
-    """Check comma-separated spans. A span is a number of steps, or a fraction of all steps if it is below 1."""
+    """Check comma-separated lengths: each a number of steps, or a fraction of all steps if the number is below 1."""
     if value is None:
         return None
     listed = rate_list(name, value)
@@ -210,7 +210,7 @@ class PretrainSettings(
             self._check_graphs()
 
     def _check_graphs(self) -> None:
-        """Raise UserError for settings that do not work with CUDA graphs, or were never tested with them."""
+        """Raise UserError for settings that do not work with CUDA graphs, or were never tested with CUDA graphs."""
         ruled_out = {
             "compile": self.compile == "on",
             "precision": self.precision == "float8",
@@ -229,7 +229,7 @@ class PretrainSettings(
         return sorted({in_steps(span, self.steps) for span in spans})
 
     def _check_branches(self) -> None:
-        """Raise UserError for branches that begin outside the constant phase, and for settings that exclude them."""
+        """Raise UserError for branches that start outside the constant phase, or do not work with another setting."""
         if self.branches is None:
             return
         ruled_out = {

@@ -1,7 +1,7 @@
 """Train a run's first steps, without a folder, records, evaluations or checkpoints.
 
-Lamina checks a run with such first steps before the run starts. A short run uses the same Trainer as the whole run, so
-its batches, losses and updates are the same.
+Lamina uses short runs to judge a run before it starts. A short run has the same Trainer as the whole run, and therefore
+the same batches, losses and updates.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from lamina.training.settings import PretrainSettings
 from lamina.training.trainer import LaminaTrainer
 
 AfterStep = Callable[[int], bool]
-"""A function that decides from the number of finished steps whether to take another step."""
+"""A function that takes the number of finished steps, and returns whether to train another step."""
 
 
 class ShortRun(TrainerCallback):
-    """A run that ends when you ask for it, or when a loss or a gradient is not finite.
+    """A run that ends when ``after_step`` returns False, or when a loss or a gradient is not finite.
 
     Args:
         settings: the run's settings. A precision of "auto" means fp32.
@@ -43,8 +43,8 @@ class ShortRun(TrainerCallback):
         train: the text blocks to train on.
         device: cpu or cuda.
         step_factors: each parameter's learning rate factors.
-        schedule: a function that maps the number of finished steps to a fraction of the peak learning rate (default:
-            the schedule in the settings).
+        schedule: a function from the number of finished steps to a fraction of the peak learning rate (default: the
+            schedule in the settings).
 
     Attributes:
         losses: the training loss of every step.
@@ -112,14 +112,12 @@ class ShortRun(TrainerCallback):
             yield
 
     def on_step_begin(self, args: object, state: object, control: object, **kwargs: object) -> None:
-        """Record the step's learning rate."""
         optimizer = kwargs["optimizer"]
         assert isinstance(optimizer, torch.optim.Optimizer)
         group = optimizer.param_groups[0]
         self.learning_rates.append(self.settings.learning_rate * group["lr"] / group["initial_lr"])
 
     def on_step_end(self, args: object, state: object, control: TrainerControl, **kwargs: object) -> None:
-        """Record the step's loss and gradient norm, and ask whether to take another step."""
         self._end_step()
         if self.stopped or not self._after(len(self.losses)):
             control.should_training_stop = True
@@ -147,7 +145,6 @@ class _StepNumbers(StepSeries):
         self._gradient = float(norm)
 
     def take(self) -> tuple[float, float]:
-        """Return the step's loss and gradient norm, and reset both to 0."""
         numbers = self._total, self._gradient
         self._total, self._gradient = 0.0, 0.0
         return numbers

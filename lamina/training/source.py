@@ -1,4 +1,4 @@
-"""Train from a checkpoint: load its model, and complete the settings from it."""
+"""Start a run from a checkpoint: load the model, and complete the run's settings."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ _SHAPE = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers",
 
 
 def _folder(source: str) -> str:
-    """Return the model's folder if the source is a run's folder. Return any other source unchanged."""
     inner = model_folder(source)
     return source if inner == Path(source) else str(inner)
 
@@ -37,7 +36,7 @@ def _folder(source: str) -> str:
 def with_checkpoint(settings: PretrainSettings, given: Mapping[str, Any] | None = None) -> PretrainSettings:
     """Complete the settings from the checkpoint of ``from_model``, if there is one.
 
-    Raises UserError if a setting contradicts the checkpoint, the checkpoint is unreadable, or it is in the output
+    Raises UserError if a setting contradicts the checkpoint, or if the checkpoint is unreadable or in the output
     folder.
 
     Args:
@@ -75,7 +74,7 @@ def with_checkpoint(settings: PretrainSettings, given: Mapping[str, Any] | None 
 
 
 def _same(name: str, value: Any, stored: Json, plan: Plan, config: Any) -> bool:
-    """Return whether a setting has the same effect as the checkpoint's value, even if it is written differently."""
+    """Return whether a setting has the same effect as the checkpoint's value, even if the two values differ."""
     if value is None:
         return True
     if name == "placement":
@@ -131,9 +130,7 @@ def check_vocabulary(config: PreTrainedConfig, vocab_size: int, source: str) -> 
 
 
 def load(source: str, config: PreTrainedConfig, head: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Load a checkpoint as a Lamina model in training mode.
-
-    Raises UserError if Lamina cannot convert the checkpoint.
+    """Load a checkpoint as a Lamina model in training mode. Raises UserError if Lamina cannot convert the checkpoint.
 
     Args:
         config: the run's backbone, which decides the number of positions.

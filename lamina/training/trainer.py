@@ -40,17 +40,17 @@ class RunTrainer(MonitoredTrainer):
 
     Attributes:
         processes: the run's processes.
-        guard: the divergence guard, which checks every step's loss and gradient norm. On a GPU, the guard checks them
-            at each record.
-        states: objects besides the guard whose states checkpoints store.
+        guard: the divergence guard, which checks the loss and gradient norm of every step. On a GPU, the guard checks
+            all steps since the last record at once.
+        states: further objects with a state that checkpoints store.
         keep_also: a function that decides from an old checkpoint's run state whether to keep the checkpoint.
         rate_factor: the factor on all learning rates after rollbacks.
         average: the moving average of the weights, which checkpoints store and evaluations use.
         background: the thread that writes checkpoints, or None if training waits for each checkpoint.
         sharded: whether each process holds only a part of the model.
         order: the order of the training examples, or None for Trainer's sampler.
-        schedule: a function that maps the number of finished steps to a fraction of the peak learning rate, or None for
-            the schedule in the arguments.
+        schedule: a function from the number of finished steps to a fraction of the peak learning rate, or None for the
+            schedule in the arguments.
     """
 
     states: Sequence[Stateful] = ()
@@ -64,7 +64,7 @@ class RunTrainer(MonitoredTrainer):
     _resumed: RunState = MappingProxyType({})
 
     def keep_sharded(self) -> None:
-        """Set ``sharded``. Keep Trainer from wrapping a sharded model in DDP."""
+        """Set ``sharded``. If the model is sharded, keep Trainer from wrapping the model in DDP."""
         self.sharded = sharding.is_sharded(self.bare_model())
         if self.sharded:
             prepare = self.accelerator.prepare_model
@@ -207,7 +207,7 @@ class RunTrainer(MonitoredTrainer):
 
 
 Scores = Callable[[torch.Tensor, torch.Tensor], dict[str, torch.Tensor]]
-"""A function from logits and labels to named scores, each a tensor [batch]."""
+"""A function that takes logits and labels, and returns scores by name, each a tensor [batch]."""
 
 
 class LaminaTrainer(RunTrainer, Trainer):
@@ -216,10 +216,10 @@ class LaminaTrainer(RunTrainer, Trainer):
     Args:
         experts: the callback that counts and balances the experts' tokens.
         step_factors: each parameter's learning rate factors.
-        second: the items of a second corpus, whose mean loss every evaluation measures.
+        second: the items of a second corpus. Every evaluation also measures the mean loss on these items.
         collate_eval: the function that collates held-out items (default: ``data_collator``).
         scores: a function that computes further metrics of each held-out item from logits and labels.
-        measure_tasks: a function that scores the model on tasks, which the first process calls at every evaluation.
+        measure_tasks: a function that scores the model on benchmark tasks at every evaluation, in the first process.
     """
 
     def __init__(
@@ -259,7 +259,7 @@ class LaminaTrainer(RunTrainer, Trainer):
         self._operations: dict[int, int] = {}  # of a micro-batch, by the size of its main input
 
     def floating_point_ops(self, inputs: Json) -> int:
-        """Return Trainer's estimate of the FLOPs, cached by the input's size because it is slow."""
+        """Return Trainer's estimate of the FLOPs. Cache the slow estimate by the input's size."""
         size = inputs[self.bare_model().main_input_name].numel()
         if size not in self._operations:
             self._operations[size] = super().floating_point_ops(inputs)

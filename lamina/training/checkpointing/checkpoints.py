@@ -39,7 +39,7 @@ RUN_STATE = "run_state.json"
 
 
 class Stateful(Protocol):
-    """An object with a state. Checkpoints store the state of each object in ``TrainingRun.states``."""
+    """An object with a state that checkpoints store, if the object is in ``TrainingRun.states``."""
 
     def state_dict(self) -> Json:
         """Return this object's state as JSON values. No two objects of a run may use the same key."""
@@ -119,13 +119,13 @@ class Checkpoints:
             raise
 
     def prune(self, step: int, keep: int, keep_also: Callable[[Json], bool] | None = None) -> None:
-        """Delete all checkpoints except the newest ones, and all checkpoints from steps after the current step.
+        """Delete old checkpoints, and all checkpoints from steps after the current step.
 
         Checkpoints with a wrong step in their name stay, because their content may exist nowhere else.
 
         Args:
             step: the run's current step.
-            keep: the number of checkpoints to keep.
+            keep: the number of the newest checkpoints to keep.
             keep_also: a test on a checkpoint's run state. Lamina also keeps the newest checkpoint that passes the test.
         """
         named_right = [path for path in self.paths() if _of_its_step(path)]
@@ -144,7 +144,7 @@ class Checkpoints:
 
 
 class Background:
-    """Complete one checkpoint at a time in a thread, while training continues.
+    """Write one checkpoint at a time in a thread, while training continues.
 
     Attributes:
         processes: the run's processes, which communicate in a separate group.
@@ -175,7 +175,6 @@ class Background:
 
 
 def step_of(path: Path) -> int:
-    """Return the step in a checkpoint's name."""
     return int(path.name.split("-")[-1])
 
 
@@ -185,7 +184,7 @@ def run_state(path: Path) -> Json:
 
 
 def listed_state(path: Path) -> Json | None:
-    """Return a checkpoint's run state, or None if run_state.json is damaged. No other file is checked."""
+    """Return a checkpoint's run state, or None if run_state.json is damaged. This function checks no other file."""
     try:
         state = run_state(path) if listed(path)[RUN_STATE][1] == sha256(path / RUN_STATE) else None
         return state if state is not None and state["step"] == step_of(path) else None
@@ -194,9 +193,9 @@ def listed_state(path: Path) -> Json | None:
 
 
 def what_is_broken(path: Path) -> str | None:
-    """Describe the first missing, shortened or altered file of a checkpoint. Returns None for an intact checkpoint.
+    """Describe the first missing, shortened or altered file of a checkpoint. Return None for an intact checkpoint.
 
-    A checkpoint with a wrong step in its name also counts as broken.
+    A checkpoint with a wrong step in its name is not intact.
     """
     broken = manifest.what_is_broken(path)
     if broken is None and (step := run_state(path)["step"]) != step_of(path):

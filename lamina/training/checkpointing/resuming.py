@@ -34,7 +34,7 @@ ROLLBACKS = "rollbacks.json"
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """The settings, norm placement and data with which a resumed run must agree."""
+    """The settings, norm placement and data of a run. A resumed run must have the same norm placement and data."""
 
     settings: PretrainSettings
     plan: Plan
@@ -66,9 +66,7 @@ class RunIdentity:
 def refuse_another_text(settings: PretrainSettings, folder: Path, fingerprint: str, known: Json | None = None) -> None:
     """Raise UserError if the text has changed since the run began.
 
-    Args:
-        fingerprint: a hash of the current text and tokenizer.
-        known: the stored hashes from ``known_of``.
+    ``fingerprint`` is a hash of the current text and tokenizer. ``known`` is the result of ``known_of``.
     """
     known = known_of(folder) if known is None else known
     stored = known["text"] if "text" in known else noted(folder / DATA).get("fingerprint")
@@ -81,7 +79,6 @@ def refuse_another_text(settings: PretrainSettings, folder: Path, fingerprint: s
 
 
 def plan_digest(plan: Plan) -> str:
-    """Return the SHA-256 hash of a norm placement."""
     return hashlib.sha256(json.dumps(plan.to_dict(), sort_keys=True).encode()).hexdigest()
 
 
@@ -96,7 +93,7 @@ def known_of(folder: Path) -> Json:
 
 
 def _changed(settings: PretrainSettings, data: Path) -> str:
-    """Return the end of a message: the corpus files that changed after the run's last start, or ""."""
+    """Return the end of an error message, which lists the corpus files that changed after the run's last start."""
     if not data.is_file():
         return ""
     newer = [str(path) for path in Corpus.parse(settings.corpus).changed_since(data.stat().st_mtime)]
@@ -117,7 +114,7 @@ class Rollback:
         step: the step of the restored checkpoint, or 0 for the initial weights.
         diverged_at: the step at which the run diverged.
         skipped: the positions of the first and last skipped step in the training order.
-        ahead: the total number of steps of data that the run has skipped when it continues.
+        ahead: the total number of skipped steps of data when the run continues after this rollback.
         learning_rate_factor: the product of the factors of all rollbacks so far.
     """
 
@@ -132,7 +129,7 @@ class Rollback:
 
 @dataclass(kw_only=True)
 class Rollbacks:
-    """All rollbacks of a run, which a file in the run's folder lists."""
+    """All rollbacks of a run. The file rollbacks.json in the run's folder lists the rollbacks."""
 
     folder: Path
     done: list[Rollback] = field(default_factory=list)
@@ -166,7 +163,7 @@ class Rollbacks:
 
     @property
     def skips(self) -> list[Skip]:
-        """The skipped data, as pairs (step, ahead): a later step n trains on the data of step n + ahead."""
+        """The skipped data, as pairs (step, ahead). After ``step``, step n trains on the data of step n + ahead."""
         kept: list[Skip] = []
         for entry in self.done:
             kept = [skip for skip in kept if skip[0] < entry.step] + [(entry.step, entry.ahead)]
@@ -181,12 +178,12 @@ class Rollbacks:
         return all(state["step"] <= entry.step for entry in self.done[int(state["rollbacks"]) :])
 
     def add(self, *, step: int, diverged_at: int, reason: str, factor: float, skip: int | None) -> Rollback:
-        """Add a rollback, and write the file of rollbacks before it has any effect.
+        """Add a rollback to rollbacks.json, before the rollback has any effect.
 
         Args:
             step: the step of the checkpoint to restore.
             factor: the factor on the learning rate.
-            skip: the number of steps whose data the run skips (default: all up to the divergence).
+            skip: the number of steps of data that the run skips (default: all data up to the divergence).
         """
         before = ahead(self.skips, step + 1)
         until = diverged_at + ahead(self.skips, diverged_at) if skip is None else step + before + skip
@@ -211,10 +208,7 @@ def stored_settings(folder: Path, free: Collection[str]) -> Json | None:
     """Return a run's settings from config.yaml and the newest checkpoint, or None if both are missing.
 
     If config.yaml is damaged, Lamina logs a warning and uses the checkpoint. Raises UserError if the checkpoint is
-    missing, too, or differs from config.yaml in a setting that must not change.
-
-    Args:
-        free: the settings that may change.
+    missing, too, or if a setting that is not in ``free`` differs between config.yaml and the checkpoint.
     """
     path, known = folder / CONFIG, known_of(folder)
     settings = known.get("settings", {})
@@ -240,7 +234,7 @@ def stored_settings(folder: Path, free: Collection[str]) -> Json | None:
 
 
 def result_to_keep(folder: Path) -> Json | None:
-    """Return the result in a run's folder. Without a final result, Lamina can resume the run.
+    """Return the result in a run's folder, or None. Lamina can resume a run without a final result.
 
     Raises UserError if the run's records were damaged, altered or replaced.
     """
@@ -257,11 +251,7 @@ def result_to_keep(folder: Path) -> Json | None:
 
 
 def is_model_damaged(folder: Path, *, missing: bool = False) -> bool:
-    """Return whether a run's model is damaged, and log a warning if so.
-
-    Args:
-        missing: whether a missing model counts as damaged.
-    """
+    """Return whether a run's model is damaged, and log a warning if so. ``missing`` makes a missing model count."""
     try:
         if (folder / MODEL).is_dir():
             refuse_damaged(folder / MODEL)

@@ -113,7 +113,6 @@ class ModelCard:
         return "\n".join(lines) + "\n"
 
     def _results(self) -> dict[str, object]:
-        """Return the run's metrics as text, by title."""
         shown: dict[str, object] = {}
         for name, (title, form) in (_MEASURES if self.measures is None else self.measures).items():
             value = self.result.get(name)
@@ -152,7 +151,7 @@ def _table(name: str, value: str, rows: Mapping[str, object]) -> list[str]:
 
 
 def _named(value: object) -> str:
-    """Return a value as text. Absolute paths become their last part, to hide this machine's folders."""
+    """Return a value as text. Replace absolute paths by their last part, to hide this machine's folders."""
     return re.sub(r"(?<![^\s=:,;('\"])/[^:,;()'\"]*", lambda path: PurePath(path[0]).name, str(value))
 
 
@@ -162,7 +161,6 @@ def _plain(value: str) -> str:
 
 
 def _code(value: object) -> str:
-    """Quote a value as Markdown code."""
     return "`" + " ".join(str(value).replace("`", "'").replace("|", "\\|").split()) + "`"
 
 

@@ -116,7 +116,6 @@ def _scalars_to_vectors(model: nn.Module) -> None:
 
 
 def _scalars(model: nn.Module) -> frozenset[str]:
-    """Return the names of the scalar parameters that ``shard`` has turned into vectors."""
     return getattr(model, _SCALARS, frozenset())
 
 
@@ -132,7 +131,6 @@ def _set_scalar(vector: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Return whether a model is sharded."""
     return isinstance(model, FSDPModule)
 
 
@@ -167,7 +165,6 @@ def only_trained(model: nn.Module) -> None:
 
 
 def is_only_trained(model: nn.Module) -> bool:
-    """Return whether ``only_trained`` was called on a model."""
     return getattr(model, _TRAINED, False)
 
 
@@ -215,7 +212,7 @@ def own_class(model: nn.Module) -> Iterator[None]:
 
 
 def copies(tensors: Mapping[str, torch.Tensor]) -> Tensors:
-    """Copy tensors, or this process's part of sharded tensors, to the CPU. A tensor with two names is copied once."""
+    """Copy tensors to the CPU, or this process's part of sharded tensors. Copy a tensor with two names only once."""
     copied: dict[tuple[int, torch.Size], torch.Tensor] = {}
     made: Tensors = {}
     for name, tensor in tensors.items():
@@ -229,7 +226,7 @@ def copies(tensors: Mapping[str, torch.Tensor]) -> Tensors:
 def write_shards(tensors: Mapping[str, torch.Tensor], folder: Path, group: ProcessGroup | None = None) -> None:
     """Write sharded tensors into a folder, with one safetensors file per process.
 
-    An error in one process is raised in all processes. Raises OSError if a disk is full.
+    If one process fails, all processes raise the error. Raises OSError if a disk is full.
 
     Args:
         group: the process group to communicate in (default: the training's group).
@@ -275,7 +272,6 @@ def check_shapes(tensors: Mapping[str, torch.Tensor], files: Sequence[Path], fol
 
 
 def shapes(files: Sequence[Path]) -> dict[str, tuple[int, ...]]:
-    """Return the name and full shape of every tensor in safetensors files."""
     metadata = _Reader(files).read_metadata()
     return {name: tuple(entry.size) for name, entry in metadata.state_dict_metadata.items()}  # type: ignore[union-attr]
 
@@ -345,7 +341,6 @@ def load_optimizer(
 
 
 def write_whole(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """Write whole tensors into a folder as one safetensors file."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / STATES)
 

@@ -38,12 +38,10 @@ def write(
     *,
     copied: bool = False,
 ) -> Callable[[], None]:
-    """Write this process's part of a checkpoint without tensors. Returns a function that writes the tensors.
+    """Write this process's part of a checkpoint, except the tensors. Return a function that writes the tensors.
 
-    All processes raise an error that occurs in one of them.
-
-    Args:
-        copied: whether to copy the tensors to the CPU now, so that another thread can write them later.
+    If one process fails, all processes raise the error. With ``copied``, this function copies the tensors to the CPU
+    now, so that another thread can write them later.
     """
     model = bare(trainer)
     sharded, writes = sharding.is_sharded(model), processes.first
@@ -89,11 +87,7 @@ def write(
 
 
 def _write_rest(trainer: Trainer, folder: Path, rest: Json, state: Json) -> None:
-    """Write the states of the run, Trainer, schedule and loss scaler, and the optimizer's state without tensors.
-
-    Args:
-        rest: the optimizer's state without tensors.
-    """
+    """Write the states of run, Trainer, schedule and loss scaler, and ``rest``, the optimizer state without tensors."""
     torch.save(rest, folder / "optimizer.pt")
     schedule: Any = trainer.lr_scheduler
     torch.save(schedule.state_dict(), folder / "scheduler.pt")
@@ -121,7 +115,7 @@ def read_model(trainer: Trainer, processes: Processes, checkpoint: Path) -> None
 
 
 def _tensor_files(checkpoint: Path, folder: str) -> list[Path]:
-    """Return the paths of the safetensors files that a checkpoint's manifest lists in a folder."""
+    """Return the safetensors files in one folder of a checkpoint, as the checkpoint's manifest lists them."""
     names = [Path(name) for name in listed(checkpoint)]
     return [checkpoint / name for name in names if name.suffix == ".safetensors" and name.parent == Path(folder)]
 

@@ -22,7 +22,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 
 def prepare(model: nn.Module, *, compiled: bool, replayed: bool = False, device: str = "cpu") -> None:
-    """Prepare a model for training: compile its blocks, replay them as CUDA graphs, or leave it unchanged."""
+    """Compile a model's blocks for training, replay the blocks as CUDA graphs, or leave the model unchanged."""
     keep_freed_memory()
     if hasattr(model, "linear_loss"):
         model.linear_loss = LinearLoss(compiled=compiled)  # type: ignore[assignment]
@@ -51,7 +51,8 @@ def keep_freed_memory() -> None:
 def compile_blocks(model: nn.Module, *, backend: str = "inductor", recomputed: bool = True) -> int:
     """Compile each block of a model in place. Returns the number of different block structures.
 
-    The first step compiles graphs for the shape of its batch. Run a batch of another shape inside `parts.uncompiled`.
+    The first step compiles graphs for the shape of the first batch. Run a batch of another shape inside
+    `parts.uncompiled`.
 
     Args:
         recomputed: whether the backward pass recomputes the outputs of norms and gates. Recomputing saves a quarter of
@@ -78,7 +79,7 @@ def discard(model: nn.Module) -> None:
 
 
 def structure(block: Block) -> tuple:
-    """Return a key that is equal for blocks that can share a graph.
+    """Return a key that is equal for two blocks if they can share a compiled graph.
 
     The key has the block's modules, shapes and settings, but no weights or scales.
     """

@@ -1,4 +1,4 @@
-"""Look up a GPU's peak speed, and choose precision and compilation for "auto"."""
+"""Look up a GPU's peak speed, and replace "auto" in the settings for precision and compilation."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def peak_of(device: str) -> float | None:
 
 
 def decided(settings: S) -> S:
-    """Replace "auto" in precision and compilation by a choice.
+    """Replace "auto" in the settings for precision and compilation.
 
     On a GPU that supports bfloat16, Lamina chooses bf16, and compiles runs of at least ``COMPILED_FROM`` steps without
     CUDA graphs. On other devices, Lamina chooses fp32 without compilation.

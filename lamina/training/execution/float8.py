@@ -19,11 +19,7 @@ _CAPABLE = (8, 9)  # the least compute capability that has one
 
 
 def check_float8(device: torch.device, tokens: int, tensor_parallel: int) -> None:
-    """Raise UserError if float8 training is impossible on this machine.
-
-    Args:
-        tokens: the number of tokens in a process's micro-batch.
-    """
+    """Raise UserError if float8 training is impossible on this machine, or with ``tokens`` tokens per micro-batch."""
     if importlib.util.find_spec("torchao") is None:
         raise UserError(f"precision: 'float8' needs torchao. Run: {install('quantize')}")
     if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < _CAPABLE:
@@ -48,8 +44,8 @@ def check_float8(device: torch.device, tokens: int, tensor_parallel: int) -> Non
 def to_float8(model: nn.Module, device: str) -> None:
     """Let the linear layers of a model's blocks multiply in float8, with one scale per tensor.
 
-    The embedding, the output head, routers and fused experts stay unchanged. Layers with a size that is not a multiple
-    of 16 stay unchanged, too. Raises UserError if no layer is left.
+    The embedding, the output head, routers, fused experts, and layers with a size that is not a multiple of 16 stay
+    unchanged. Raises UserError if no layer is left.
     """
     torchao = importlib.import_module("torchao.float8")  # an extra
 

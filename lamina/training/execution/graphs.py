@@ -24,7 +24,7 @@ Capture: TypeAlias = Callable[[tuple[nn.Module, ...], tuple[tuple[torch.Tensor, 
 
 
 class BlockCall(NamedTuple):
-    """The arguments of a block's call, with shapes in place of tensors. Equal calls share a graph."""
+    """The arguments of a block's call, with shapes in place of tensors. Equal calls can share a graph."""
 
     tree: pytree.TreeSpec
     constants: tuple[object, ...]
@@ -32,20 +32,18 @@ class BlockCall(NamedTuple):
 
     @classmethod
     def of(cls, arguments: object) -> tuple[BlockCall, list[torch.Tensor]]:
-        """Return a description of a block's arguments, and the list of the tensors in them."""
+        """Describe a block's arguments. Return the description, and the tensors in the arguments."""
         leaves, tree = pytree.tree_flatten(arguments)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         constants = tuple(_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
         return cls(tree, constants, tuple((t.shape, t.dtype, t.device, t.requires_grad) for t in tensors)), tensors
 
     def arguments(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[object, ...], dict[str, object]]:
-        """Return the arguments of a block's call, with the given tensors in place of the shapes."""
         left = iter(tensors)
         leaves = [next(left) if leaf is _TENSOR else leaf for leaf in self.constants]
         return cast(tuple[tuple[object, ...], dict[str, object]], pytree.tree_unflatten(leaves, self.tree))
 
     def samples(self) -> tuple[torch.Tensor, ...]:
-        """Return a tensor of zeros for each shape, as sample inputs for the capture."""
         return tuple(
             torch.zeros(shape, dtype=dtype, device=device, requires_grad=gradient)
             for shape, dtype, device, gradient in self.tensors

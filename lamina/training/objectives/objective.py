@@ -34,8 +34,8 @@ class Objective(ABC):
     Attributes:
         head: the name of the model's head in ``lamina.modeling.modeling_lamina.HEADS``.
         guess: the name of the baseline loss, such as the unigram entropy.
-        own: settings that this objective uses, but not all objectives.
-        without: settings that other objectives use, but not this objective.
+        own: the settings that this objective uses and some other objectives do not use.
+        without: the settings that other objectives use, but not this objective.
     """
 
     head: ClassVar[str]
@@ -58,7 +58,7 @@ class Objective(ABC):
         return name in self.own or (name not in all_own() and name not in self.without)
 
     def refuse_for(self, command: str, head: str, backbone: str) -> None:
-        """Raise UserError if a command measures only models with another head."""
+        """Raise UserError if this objective does not train the head that a command needs."""
         if self.head != head:
             raise UserError(
                 f"backbone: {backbone!r} is trained on {self.head}, but lamina {command} measures only {head}. "
@@ -67,11 +67,14 @@ class Objective(ABC):
 
     @abstractmethod
     def fit(self, config: PreTrainedConfig, settings: PretrainSettings) -> None:
-        """Set the sizes of a configuration that depend on the items. Raises UserError if the sizes are impossible."""
+        """Set the sizes of a configuration that depend on the data's items, such as the number of positions.
+
+        Raises UserError if the sizes are impossible.
+        """
 
     @abstractmethod
     def item_tokens(self, config: PreTrainedConfig, settings: PretrainSettings) -> int:
-        """Return the number of tokens of an item in the residual stream."""
+        """Return the number of tokens per training example in the residual stream."""
 
     @abstractmethod
     def read(self, settings: PretrainSettings, config: PreTrainedConfig, *, bar: bool) -> tuple[Splits, Processor]:
@@ -83,11 +86,8 @@ class Objective(ABC):
     ) -> PreTrainedConfig:
         """Return a copy of a configuration with the vocabulary size or the number of classes.
 
-        Args:
-            from_model: the checkpoint from which the run starts, whose sizes stay unchanged.
-
-        Raises:
-            UserError: the data do not fit the checkpoint's sizes.
+        If the run starts from the checkpoint ``from_model``, the sizes stay unchanged. Raises UserError if the data do
+        not fit these sizes.
         """
 
     def collate(self, settings: PretrainSettings, splits: Splits) -> Collate | None:
@@ -100,14 +100,14 @@ class Objective(ABC):
 
     @abstractmethod
     def derived(self, loss: float, stats: Stats) -> dict[str, float]:
-        """Return the columns of a record that are computed from the held-out loss."""
+        """Return the metrics that follow from the held-out loss and the data, such as the perplexity."""
 
     @abstractmethod
     def facts(self, settings: PretrainSettings, stats: Stats) -> dict[str, object]:
         """Return facts about the data for the model card, by title."""
 
     def scores(self, logits: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return metrics of held-out items other than the loss: a tensor [batch] for each metric."""
+        """Return further metrics of held-out items, such as the accuracy: a tensor [batch] for each metric."""
         return {}
 
     @property
@@ -132,7 +132,6 @@ def objectives() -> list[Objective]:
 
 
 def all_own() -> frozenset[str]:
-    """Return the settings that only some objectives use."""
     return frozenset().union(*(each.own for each in objectives()))
 
 

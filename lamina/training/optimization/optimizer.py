@@ -56,8 +56,8 @@ def muon_factors(scaled: ScaledWeight, scaling: Scaling) -> StepFactors:
     """Return a matrix's learning-rate factors: for Muon inside the blocks, and for AdamW outside the blocks.
 
     The spectral condition (Yang et al. 2023, arXiv 2310.17813, Condition 1) requires updates of norm sqrt(out / in).
-    Muon's updates have the norm 0.2 sqrt(max(out, in)) times the learning rate. If in and out both grow by m, the
-    factor is therefore 1 / sqrt(m). For depth, Muon uses the same factors as Adam.
+    Muon's updates have the norm 0.2 sqrt(max(out, in)) times the learning rate. If in and out both grow by the factor
+    m, the learning rate must therefore change by the factor 1 / sqrt(m). For depth, Muon uses the same factors as Adam.
     """
     if scaled.kind != "hidden" or scaled.weight.layer < 0:
         return scaled.factors
@@ -124,7 +124,7 @@ def parameter_groups(
     weight_decay: float,
     epsilon: float = 1e-8,
 ) -> list[Json]:
-    """Group the parameters by learning rate and weight decay, with unscaled learning rates first.
+    """Group the parameters by learning rate and weight decay. Groups with an unscaled learning rate come first.
 
     Gains, biases and learned scales have no weight decay.
 
@@ -159,7 +159,7 @@ def check_optimizer(arguments: TrainingArguments) -> None:
 
 
 def schedule_of(settings: RunSettings) -> Callable[[int], float] | None:
-    """Return the wsd schedule, or None for cosine.
+    """Return the wsd schedule, or None if the settings choose the cosine schedule.
 
     A schedule is a function from the number of finished steps to a fraction of the peak learning rate.
     """
@@ -176,7 +176,7 @@ def schedule_of(settings: RunSettings) -> Callable[[int], float] | None:
 
 
 def planned_shares(settings: RunSettings) -> Callable[[int], float]:
-    """Return the wsd or cosine schedule: finished steps to a fraction of the peak learning rate."""
+    """Return the schedule: a function from the number of finished steps to a fraction of the peak learning rate."""
     schedule = schedule_of(settings)
     if schedule is not None:
         return schedule
@@ -188,21 +188,21 @@ def planned_shares(settings: RunSettings) -> Callable[[int], float]:
 
 
 def with_shorter_warmup(shares: Callable[[int], float], done: int, *, warmup: int, planned_warmup: int) -> float:
-    """Return the fraction of the peak learning rate for a schedule whose warm-up is shortened."""
+    """Return the fraction of the peak learning rate after ``done`` steps, with a shorter warm-up than planned."""
     return done / warmup if done < warmup else shares(done - warmup + planned_warmup)
 
 
 def warmup_stable_decay(done: int, *, warmup: int, decay: int, steps: int, low: float, shape: str) -> float:
     """Return the fraction of the peak learning rate in a schedule with warm-up, constant phase and decay.
 
-    The warm-up is linear. With u as the finished fraction of the decay, the learning rate falls from 1 to ``low`` in
-    proportion to:
+    The warm-up is linear. In the decay, the fraction falls from 1 to ``low``. With u as the finished part of the decay,
+    the fraction above ``low`` is proportional to:
 
     - linear: 1 - u
     - 1-sqrt: 1 - sqrt(u) (Hägele et al., arXiv 2405.18392)
     - cosine: (1 + cos(pi u)) / 2
 
-    The schedule is named in MiniCPM (arXiv 2404.06395).
+    The schedule's name is from MiniCPM (arXiv 2404.06395).
     """
     if done < warmup:
         return done / warmup
@@ -241,7 +241,7 @@ class WeightAverage(TrainerCallback):
         self.averaged.update_parameters(self.trained)
 
     def _follow(self) -> None:
-        """Move the average to the trained model's device, because Trainer moves the model later."""
+        """Move the average to the trained model's device. Trainer moves the trained model after this object is made."""
         device = next(self.trained.parameters()).device
         if next(self.averaged.parameters()).device != device:
             torch.nn.Module.to(self.averaged, device)

@@ -18,19 +18,20 @@ Skip = tuple[int, int]  # (step, by how many steps' worth of data the order is a
 class TrainOrder(Sampler[list[int]]):
     """Yield the block indices of one process's micro-batches.
 
-    The order shuffles the blocks again after each pass. All processes together train on the same blocks per step as a
-    single process.
+    The order shuffles the blocks again after each pass. In each step, all processes together train on the same blocks
+    as a single process would.
 
     Args:
         blocks: the number of blocks.
         batch_size: the number of blocks in a micro-batch, over all processes.
         gradient_accumulation: the number of micro-batches in a step.
-        skips: the skipped data, as pairs (step, ahead): a later step n trains on the data of step n + ahead.
+        skips: the data that rollbacks skipped, as pairs (step, ahead). After ``step``, step n trains on the data of
+            step n + ahead.
         done: the number of steps already trained.
         rank: the rank of this process.
-        size: the number of processes, which divides the batch size.
-        lengths: the lengths of the blocks in tokens, to put blocks of similar length into a micro-batch. Lamina sorts
-            each ``STRETCH`` micro-batches by length.
+        size: the number of processes, which must divide the batch size.
+        lengths: the number of tokens in each block, to put blocks of similar length into a micro-batch. Lamina sorts
+            the blocks of ``STRETCH`` micro-batches at a time by length.
         shuffled: False for blocks that already come in an endless order, such as the blocks of a mix.
     """
 
@@ -66,11 +67,11 @@ class TrainOrder(Sampler[list[int]]):
                 yield self.micro_batch(step, micro_batch)[self.share]
 
     def data_step(self, step: int) -> int:
-        """Return the position of a step's data in the order, in steps from 1."""
+        """Return the step that would train on the same data if no data had been skipped. Steps count from 1."""
         return step + ahead(self.skips, step)
 
     def start(self, step: int) -> int:
-        """Return the position of a step's first block in the order, from 0."""
+        """Return the position of a step's first block in the training order, counted from 0."""
         return (self.data_step(step) - 1) * self.gradient_accumulation * self.batch_size
 
     def spans(self, steps: int) -> list[tuple[int, int]]:
@@ -86,12 +87,7 @@ class TrainOrder(Sampler[list[int]]):
         return spans
 
     def total(self, values: np.ndarray, steps: int) -> int:
-        """Sum a value of each block over the blocks of the first steps. Repeated blocks count each time.
-
-        Args:
-            values: the values, one per block.
-            steps: the number of steps.
-        """
+        """Sum ``values``, one per block, over the blocks of the first ``steps`` steps. Repeated blocks count again."""
         whole = int(values.sum())
 
         def upto(position: int) -> int:
@@ -113,7 +109,7 @@ class TrainOrder(Sampler[list[int]]):
         return indices
 
     def turn(self, turn: int) -> torch.Tensor:
-        """Return the block order of a pass. Passes count from 0."""
+        """Return the order of the blocks in an epoch. Epochs count from 0."""
         if self.lengths is None:
             return shuffled(self.blocks, self.seed + turn)
         if self._by_length[0] != turn:
@@ -134,7 +130,7 @@ class TrainOrder(Sampler[list[int]]):
 
 
 def ahead(skips: Sequence[Skip], step: int) -> int:
-    """Return how many steps of data the order has skipped before a step."""
+    """Return how many steps of data the training order has skipped before a step."""
     return next((skipped for after, skipped in reversed(skips) if step > after), 0)
 
 
@@ -147,7 +143,6 @@ def order_of(
     rank: int = 0,
     size: int = 1,
 ) -> TrainOrder:
-    """Build the training order for a run's settings."""
     return TrainOrder(
         len(items),
         steps=settings.steps,
