@@ -457,4 +457,4 @@ class TrainingRun:
             return
         for name, part in self.stage.realized(self, self.settings.steps).items():
             if (epochs := part.get("epochs", 0.0)) > 1:
-                logger.warning("corpus %s: this run trains on its blocks %.2f times", name, epochs)
+                logger.warning("corpus %s: this run trains on the whole corpus %.2f times", name, epochs)

@@ -44,11 +44,11 @@ class ModelSettings(Settings, group="model"):
     )
     num_layers: int | None = setting(None, "number of blocks (default: the backbone's)", at_least(1))
     hidden_size: int | None = setting(
-        None, "width (default: the backbone's); the feed-forward's width changes in proportion", at_least(1)
+        None, "hidden size (default: the backbone's); the feed-forward's size changes in proportion", at_least(1)
     )
     num_heads: int | None = setting(
         None,
-        "number of attention heads (default: as many as keep the width of the backbone's heads)",
+        "number of attention heads (default: the number that keeps the backbone's width per head)",
         at_least(1),
     )
     untie_embeddings: bool = setting(
@@ -56,7 +56,7 @@ class ModelSettings(Settings, group="model"):
     )
     init: str = setting(
         "recommended",
-        "initializer: recommended (by the placement's source), normal, scaled, deepnorm, xavier, small",
+        "initializer: recommended (by the placement's paper or code), normal, scaled, deepnorm, xavier, small",
     )
 
     def check_names(self) -> None:
@@ -85,7 +85,9 @@ class BlockSettings(TextSettings, group="data"):
         "bytes", help="bytes, bpe:SIZE (trained on the corpus), or a transformers tokenizer's name or folder"
     )
     sequence_length: int = changed(64, help="tokens per text block", check=at_least(2))
-    eval_fraction: float = setting(0.05, "share of the corpus that is held out", between(0.0, 0.5, open_low=True))
+    eval_fraction: float = setting(
+        0.05, "fraction of the corpus to hold out for evaluation", between(0.0, 0.5, open_low=True)
+    )
 
     def check_names(self) -> None:
         """Raise UserError if the corpus or the tokenizer is missing."""
@@ -111,10 +113,10 @@ class StreamSettings(Settings, group="data"):
     """The choice whether Lamina reads the text before or during training."""
 
     streaming: bool = setting(
-        False, "read, tokenize and pack the corpus during training instead of before (for very large corpora)"
+        False, "read, tokenize and pack the corpus during training, not before (for very large corpora)"
     )
     shuffle_buffer: int = setting(
-        2048, "with streaming, the number of blocks that are shuffled together (1 for none)", at_least(1)
+        2048, "with streaming, the number of text blocks to shuffle together (1: no shuffling)", at_least(1)
     )
 
     def check(self) -> None:
@@ -133,7 +135,7 @@ class ObjectiveSettings(Settings, group="objective"):
         "image_classification",
     )
     mask_ratio: float = setting(
-        0.3, "with masked_lm, the share of tokens to predict", between(0.0, 1.0, open_low=True, open_high=True)
+        0.3, "with masked_lm, the fraction of tokens to predict", between(0.0, 1.0, open_low=True, open_high=True)
     )
 
 
@@ -147,8 +149,8 @@ class PretrainOptimizerSettings(Settings, group="optimizer"):
     )
     drop_path: float = setting(
         0.0,
-        "stochastic depth: probability that a batch item skips the last layer's branches; the probability grows "
-        "linearly from 0 at the first layer",
+        "stochastic depth: probability that a training example skips the last layer's sub-layers; the probability "
+        "grows linearly from 0 at the first layer",
         between(0.0, 1.0, open_high=True),
     )
     ema_decay: float = setting(
@@ -182,14 +184,16 @@ class ScheduleSettings(StepSettings, group="steps and learning rate"):
         "learning rate after the warm-up: cosine, or wsd (warm-up-stable-decay: constant, then a final decay)",
     )
     min_learning_rate: float = setting(
-        0.1, "learning rate at the end of the schedule, as a share of the peak", between(0.0, 1.0)
+        0.1, "learning rate at the end of the schedule, as a fraction of the peak", between(0.0, 1.0)
     )
     warmup: float = setting(
-        0.1, "linear warm-up, in steps (1 or more) or as a share of all steps (below 1)", steps_or_share
+        0.1,
+        "length of the linear warm-up, in steps (1 or more) or as a fraction of all steps (below 1)",
+        steps_or_share,
     )
     decay: float = setting(
         0.2,
-        "with wsd, length of the final decay, in steps (1 or more) or as a share of all steps (below 1)",
+        "with wsd, length of the final decay, in steps (1 or more) or as a fraction of all steps (below 1)",
         steps_or_share,
     )
     decay_shape: Literal["linear", "1-sqrt", "cosine"] = setting(
@@ -224,7 +228,7 @@ class OptimizerSettings(Settings, group="optimizer"):
     beta2: float = setting(0.95, "AdamW's second beta", between(0.0, 1.0, open_high=True))
     epsilon: float = setting(1e-8, "AdamW's epsilon", above(0.0))
     max_grad_norm: float = setting(
-        1.0, "largest gradient norm, to which larger gradients are clipped (0: no clipping)", not_below(0.0)
+        1.0, "maximum gradient norm; larger gradients are scaled down to this norm (0: no clipping)", not_below(0.0)
     )
 
 
@@ -239,7 +243,7 @@ class ScalingSettings(Settings, group="width and depth scaling"):
     )
     base_width: int | None = setting(
         None,
-        "hidden size at which you chose the learning rate; width scaling changes nothing at this size",
+        "hidden size of the model on which you chose the learning rate; width scaling changes nothing at this size",
         at_least(1),
     )
     k_embedding: float = setting(1.0, "with width scaling, a factor on the embedding's learning rate", above(0.0))
@@ -256,7 +260,8 @@ class ScalingSettings(Settings, group="width and depth scaling"):
     )
     base_depth: int | None = setting(
         None,
-        "number of blocks at which you chose the learning rate; depth scaling changes nothing at this depth",
+        "number of blocks of the model on which you chose the learning rate; depth scaling changes nothing at this "
+        "depth",
         at_least(1),
     )
 
@@ -326,7 +331,7 @@ class RecordSettings(Settings, group="records"):
     )
     monitor_blocks: int | None = setting(
         None,
-        "held-out text blocks or images on which the layer monitor measures (default: a quarter of the batch)",
+        "number of held-out text blocks or images for the layer monitor (default: a quarter of the batch)",
         at_least(1),
     )
     probe_every: int = setting(
@@ -341,10 +346,12 @@ class GuardSettings(Settings, group="divergence"):
     """The limits beyond which a run counts as diverged or stuck."""
 
     divergence_margin: float = setting(
-        1.0, "how far the loss must rise above its lowest value to count as diverged, in nats", not_below(0.0)
+        1.0,
+        "rise of the loss above its lowest value, in nats, that counts as a divergence if the rise lasts",
+        not_below(0.0),
     )
     divergence_patience: int = setting(
-        20, "number of steps for which the high loss must last to count as diverged", at_least(1)
+        20, "number of steps that a rise by divergence_margin must last to count as a divergence", at_least(1)
     )
     stuck_margin: float = setting(
         0.1,

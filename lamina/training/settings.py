@@ -100,7 +100,7 @@ class RollbackSettings(Settings, group="divergence"):
 
     rollback: int = setting(
         0,
-        "how often a run that diverges may go back to its last good checkpoint (0: a divergence ends the run)",
+        "maximum number of returns to the last good checkpoint after a divergence (0: a divergence ends the run)",
         at_least(0),
     )
     rollback_factor: float = setting(
@@ -111,7 +111,7 @@ class RollbackSettings(Settings, group="divergence"):
     )
     rollback_skip: int | None = setting(
         None,
-        "number of steps whose data a rollback skips (default: all steps from the checkpoint to the divergence)",
+        "number of steps of data that a rollback skips (default: all data from the checkpoint to the divergence)",
         at_least(0),
         decides=False,
     )
@@ -132,8 +132,8 @@ class BranchSettings(Settings, group="steps and learning rate"):
 
     branches: str | float | tuple[float, ...] | None = setting(
         None,
-        "with wsd, comma-separated lengths of shorter runs that also branch off this run's stable phase, in steps "
-        "(1 or more) or as shares of all steps",
+        "with wsd, comma-separated lengths of shorter runs that also start from this run's stable phase, in steps "
+        "(1 or more) or as fractions of all steps",
         shares_or_steps,
     )
 
@@ -278,7 +278,7 @@ class PlacementsSettings(Settings, group="model"):
 
     placements: str | tuple[str, ...] = setting(
         "pre_ln",
-        "comma-separated: names (see `lamina placements`), name(option=value, ...), YAML files or Python "
+        "comma-separated placements: names (see `lamina placements`), name(option=value, ...), YAML files or Python "
         "files (Lamina executes them)",
         placement_list,
         decides=False,

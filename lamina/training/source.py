@@ -124,8 +124,8 @@ def check_vocabulary(config: PreTrainedConfig, vocab_size: int, source: str) -> 
     """Raise UserError if the tokenizer has more tokens than the checkpoint's vocabulary."""
     if vocab_size > config.vocab_size:
         raise UserError(
-            f"tokenizer: {vocab_size} tokens, but the checkpoint {source!r} has {config.vocab_size}. Use "
-            "the checkpoint's tokenizer."
+            f"tokenizer: {vocab_size} tokens, but the checkpoint {source!r} has a vocabulary of {config.vocab_size}. "
+            "Use the checkpoint's tokenizer."
         )
 
 
@@ -156,6 +156,8 @@ def _read_once(folder: str, changed: int | None) -> _Read:
         config: Any = conversion.read_config(folder, field="from")
     if isinstance(config, LaminaConfig):
         if config.plan is None:
-            raise UserError(f"from: {folder!r} has no plan in its config.json. Choose a complete Lamina checkpoint.")
+            raise UserError(
+                f"from: {folder!r} has no plan (norm placement) in config.json. Choose a complete Lamina checkpoint."
+            )
         return Plan.from_dict(config.plan), backbone_of(config)
     return conversion.own_plan(config), config

@@ -124,7 +124,7 @@ def test_an_undecided_run_is_told_the_step_that_decides():
     )
     assert verdict.change.startswith(f"measure more steps, with --burn-in {step}: at the pace of these steps")
     close = judge(replace(FALLING, excess=0.02, spent=0.3), case("pre_ln", steps=400))
-    assert f"{calibration()['deciding']['times']:g} times as large, here by step " in close.change
+    assert f"{calibration()['deciding']['times']:g} times as large. This run reaches that sum by step " in close.change
     late = judge(replace(FALLING, pace=1.2, context=0.5, spent=0.1), case("pre_ln", steps=400))
     assert (late.verdict, late.deciding_steps) == ("undecided", 400)
     assert "only the whole run can decide" in late.change

@@ -61,7 +61,7 @@ def test_what_is_seen_more_than_once_is_said(trained, tmp_path, mix, caplog):
     (said,) = [r.getMessage() for r in caplog.records if "trains on its blocks" in r.getMessage()]
     epochs = json.loads((tmp_path / "run" / "result.json").read_text())["mix"][mix[2]]["epochs"]
     assert epochs > 1
-    assert f"{mix[2]}: this run trains on its blocks {epochs:.2f} times" in said
+    assert f"{mix[2]}: this run trains on the whole corpus {epochs:.2f} times" in said
 
 
 def test_the_spans_are_the_blocks_that_the_steps_trained_on():

@@ -157,7 +157,7 @@ class Rollbacks:
         if (taken_after := int(state.get("rollbacks", 0))) > len(self.done):
             raise UserError(
                 f"resume: checkpoint-{state['step']} was saved after {taken_after} rollbacks, but "
-                f"{str(self.folder / ROLLBACKS)!r} has {len(self.done)}. Restore the original file, or give "
+                f"{str(self.folder / ROLLBACKS)!r} lists {len(self.done)}. Restore the original file, or give "
                 "another --output or --overwrite"
             )
 

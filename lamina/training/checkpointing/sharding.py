@@ -262,7 +262,8 @@ def check_shapes(tensors: Mapping[str, torch.Tensor], files: Sequence[Path], fol
     for name, tensor in tensors.items():
         if name not in stored:
             raise UserError(
-                f"resume: {str(folder)!r} has no tensor {name}, so it belongs to another model. Give another --output."
+                f"resume: {str(folder)!r} has no tensor {name}, so the checkpoint belongs to another model. Give "
+                "another --output."
             )
         if tuple(tensor.shape) != stored[name]:
             raise UserError(
@@ -291,8 +292,8 @@ def optimizer_tensors(model: nn.Module, optimizer: Any) -> tuple[dict[str, torch
                 if isinstance(value, torch.Tensor) and value.ndim > 0:
                     if isinstance(value, DTensor) and value.shape != parameter.shape:
                         raise UserError(
-                            f"trainer.optim: sharded checkpoints can't hold the optimizer's {key}, because it has "
-                            "another shape than the weight. Use adamw_torch, or --parallel ddp."
+                            f"trainer.optim: sharded checkpoints can't hold the optimizer's {key}, because the shapes "
+                            f"of {key} and the weight differ. Use adamw_torch, or --parallel ddp."
                         )
                     if name in scalars:
                         rest["state"][name][key] = _scalar(value).cpu()

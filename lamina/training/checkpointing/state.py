@@ -150,8 +150,8 @@ def renew_random_state(trainer: Trainer, processes: Processes, checkpoint: Path,
         return
     if processes.first:
         logger.warning(
-            "%s was written by %d processes, and this run has %d. Lamina redistributes the optimizer and weights, but "
-            "dropout draws different random numbers in the new processes",
+            "%s was written by %d processes, but this run has %d processes. Lamina redistributes the optimizer and "
+            "weights, but dropout draws different random numbers in the new processes",
             checkpoint, written, processes.size,
         )  # fmt: skip
     seed = trainer.args.seed + 1_000_003 * (step + 1)

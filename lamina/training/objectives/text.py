@@ -51,7 +51,7 @@ class TextObjective(Objective):
         return {
             "corpus": settings.corpus,
             "tokenizer": f"{settings.tokenizer}, {stats.vocab_size:,} tokens",
-            **({} if settings.packing == "on" else {"packing": "off, and Lamina counts no padding as tokens"}),
+            **({} if settings.packing == "on" else {"packing": "off (padding does not count as tokens)"}),
             "tokens to train on": f"{stats.train_tokens:,}",
             "tokens held out": f"{stats.eval_tokens:,}",
             "unigram entropy": f"{stats.unigram_entropy:.3f} nats per token",
