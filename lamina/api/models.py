@@ -98,7 +98,7 @@ def speaker_of(
     seed: int,
     trust_remote_code: bool,
 ) -> Speaker:
-    """Load a model to continue texts, and seed torch. Raises UserError as ``generate`` does."""
+    """Load a model to continue texts, and seed torch. Raises the same errors as ``generate``."""
     source = path("model", model)
     whole_number("max_new_tokens", max_new_tokens)
     number("temperature", temperature, 0.0)
@@ -137,10 +137,10 @@ def convert(
         output: a new or empty folder.
         to: the format to write: "lamina", "transformers", or a trainer ("megatron", "mlx", "nanogpt", "olmo-core" or
             "torchtitan"). The default is "transformers" for a Lamina checkpoint, and otherwise "lamina".
-        came_from: the trainer that wrote the source, if it is neither Lamina nor transformers.
-        placement: the norm placement, if the trainer's checkpoint does not name it.
+        came_from: the trainer (other than Lamina and transformers) that wrote the source.
+        placement: the norm placement, if the trainer's checkpoint names no placement.
         dtype: the dtype of the weights: auto (the checkpoint's), float32, bfloat16 or float16.
-        overwrite: whether to delete the files that Lamina wrote into ``output`` first.
+        overwrite: whether to first delete the files that Lamina wrote into ``output``.
         verify: whether to load the result and compare its logits with the source's logits.
 
     Raises:
@@ -254,7 +254,7 @@ def prune(
             - "layer_drop": the layers that increase the loss least when Lamina removes each layer alone
             - PROBE.METRIC: the layers with the lowest values of any other metric
         drop: the number of layers to remove, with ``by``.
-        overwrite: whether to delete the files that Lamina wrote into ``output`` first.
+        overwrite: whether to first delete the files that Lamina wrote into ``output``.
         text_settings: settings of `lamina probe`: corpus, tokenizer, sequences, sequence_length, batch_size, device.
 
     Raises:
@@ -295,14 +295,14 @@ def graft(
     """Change the norm placement of a trained decoder, as `lamina graft` does.
 
     Lamina keeps the weights, and fits the new norms' gains on one half of a text so that each sub-layer's output
-    changes little. Lamina measures the loss before and after on the other half. To reduce the remaining difference,
+    changes little. On the other half, Lamina measures the loss before and after. To reduce the remaining difference,
     train with `lamina pretrain --from`.
 
     Args:
         model: a folder with a Lamina model, or with a decoder that `lamina convert` accepts.
         output: a new or empty folder.
         placement: the new norm placement, with its options.
-        overwrite: whether to delete the files that Lamina wrote into ``output`` first.
+        overwrite: whether to first delete the files that Lamina wrote into ``output``.
         text_settings: settings of `lamina probe`: corpus, tokenizer, sequences, sequence_length, batch_size, device.
 
     Raises:
@@ -420,7 +420,7 @@ def report(folder: str | PathLike[str]) -> Path:
     lamina.errors.UserError: folder: 'no/such/folder' does not exist. Give a job's folder. To read ...
 
     Raises:
-        UserError: (a ValueError) if no job wrote the folder, or its records are damaged.
+        UserError: (a ValueError) if no job wrote the folder, or if the records are damaged.
     """
     folder = path("folder", folder)
     require("report", "report")

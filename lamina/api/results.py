@@ -41,7 +41,7 @@ class _HasPage:
 
 
 class Comparison(_HasPage):
-    """The results of a job with several runs. You can use a Comparison like the DataFrame ``results``.
+    """The results of a job with several runs. A Comparison has all methods of the DataFrame ``results``.
 
     Attributes:
         results: the table of results.csv, with a row for each run.
@@ -145,7 +145,7 @@ class Diagnosis(_HasPage):
 
     Attributes:
         sentences: the likely cause with its step and layer, and what to change.
-        page: the path of the page with the figures, or None if packages for drawing it are missing.
+        page: the path of the page with the figures, or None if packages for the figures are missing.
     """
 
     sentences: list[str]

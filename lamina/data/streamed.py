@@ -73,7 +73,7 @@ def stream_blocks(
     Args:
         tokenizer_spec: ``bytes``, or a tokenizer of transformers. ``bpe:SIZE`` raises UserError, because a BPE
             tokenizer is trained on the whole corpus first.
-        eval_fraction: the maximum fraction of the text at the beginnings of the files to hold out.
+        eval_fraction: the maximum fraction to hold out of the text at the beginnings of the files.
         eval_blocks: the number of blocks to hold out, at least 64 (0: 1,000 blocks).
         buffer: the number of consecutive blocks that Lamina shuffles together. 1 keeps the order of the corpus.
     """
@@ -146,7 +146,7 @@ class Division:
 
     Attributes:
         chars: the number of characters per piece.
-        fraction: the fraction of the pieces to hold out, among the pieces that Lamina has read.
+        fraction: the held-out fraction of the pieces that Lamina has read.
         held_out: the text to evaluate on.
         known: the training text between the held-out pieces.
         limits: for each shard, the number of pieces up to the last held-out piece.
@@ -255,8 +255,8 @@ class TokenStream:
         shards: the shards of the corpus, in order.
         chars: the number of characters per piece.
         held_out: for each shard, the number of pieces up to the last held-out piece.
-        eval_fraction: the held-out fraction of these pieces.
-        seed: the seed that shuffles the shards in each epoch, or None to keep their order.
+        eval_fraction: the held-out fraction of the pieces in ``held_out``.
+        seed: the seed that shuffles the shards in each epoch, or None to keep the shards' order.
     """
 
     corpus: str
@@ -287,7 +287,7 @@ class TokenStream:
             carry, skip, before = ids[whole * length :], 0, after
 
     def _batches(self, place: Place) -> Iterator[tuple[Place, np.ndarray]]:
-        """Yield the tokens of about a million characters at a time, with a later Place without carry and skip."""
+        """Yield the tokens of about a million characters, and the Place after them, which lacks carry and skip."""
         turn, first = place.turn, place.shard
         joiner = TokenJoiner(self.encoder, None if place.last is None else cast("tuple[int, int]", tuple(place.last)))
         while True:
@@ -323,7 +323,7 @@ class TokenStream:
 
 
 class StreamedBlocks(BlockSource):
-    """The blocks of a stream by number. Item ``i`` is the i-th block of the run. A run must read the blocks in order.
+    """The numbered blocks of a stream. Item ``i`` is the i-th block of the run. A run must read the blocks in order.
 
     Lamina shuffles each group of ``buffer`` consecutive blocks. The order depends only on the seed and the group's
     number. A thread reads the next blocks in advance.

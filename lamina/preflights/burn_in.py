@@ -111,7 +111,7 @@ def choose(planned: PretrainSettings, vocab_size: int, steps: int, flops: float)
 
 
 def build_model(proxy: Proxy, vocab_size: int, profile: torch.Tensor) -> PreTrainedModel:
-    """Build the model to measure, with the initial weights that `lamina pretrain` would draw from this seed.
+    """Build the model to measure, with the initial weights that `lamina pretrain` would draw from the same seed.
 
     Raises UserError for a width that is invalid for the placement or the backbone.
     """
@@ -144,21 +144,21 @@ class Snapshot:
 def take_snapshot(
     model: PreTrainedModel, input_ids: torch.Tensor, unigram: torch.Tensor, step: int, generator: torch.Generator
 ) -> Snapshot:
-    """Measure the model on held-out token ids [sequences, tokens]. Then restore its mode and clear its gradients.
+    """Measure the model on held-out token ids [sequences, tokens]. Then restore the mode, and clear the gradients.
 
     ``unigram`` [sequences] is the loss of a model that always predicts the token frequencies, in nats per token.
 
     Rows with the sublayer "block" describe a layer's output, or the embedding's output for layer -1:
 
     ``token_similarity``: the mean cosine over all pairs of tokens.
-    ``state_gradient_norm``: the norm of the loss's gradient with respect to this output.
-    ``jacobian_gain``: the root mean square factor by which later layers stretch a change of this output, estimated with
-    one random vector.
+    ``state_gradient_norm``: the norm of the loss's gradient with respect to the layer's output.
+    ``jacobian_gain``: the root mean square factor by which later layers stretch a change of the layer's output,
+    estimated with one random vector.
 
     Other rows describe a sub-layer:
 
-    ``branch_variance``: the variance of the module's output.
-    ``added_variance``: the variance of the tensor that the sub-layer adds to the skip, after an output norm.
+    ``branch_variance``: the variance of the output of the sub-layer's module.
+    ``added_variance``: the variance of the tensor that the sub-layer adds to the skip, after any output norm.
     ``skip_variance``: the variance of the scaled skip.
     ``gradient_norm``: the norm of the weights' gradient.
     """
@@ -193,7 +193,7 @@ def take_snapshot(
 
 
 def _losses(logits: torch.Tensor, input_ids: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """Return each sequence's loss, and by how many nats the predictions beat their mean over all positions."""
+    """Return each sequence's loss, and how much lower (in nats) the loss is than for the mean prediction."""
     log_p = logits[:, :-1].float().log_softmax(-1).flatten(0, 1)
     targets = input_ids[:, 1:].flatten()
     losses = nn.functional.nll_loss(log_p, targets, reduction="none").unflatten(0, (len(input_ids), -1)).mean(1)
@@ -264,7 +264,7 @@ class BurnIn:
 
     @property
     def planned(self) -> PretrainSettings:
-        """The planned run's settings, except for width, heads and blocks per step."""
+        """The planned run's settings, but with the trained model's width, heads and blocks per step."""
         return self.proxy.settings
 
     def spent(self, step: int) -> float:
@@ -373,7 +373,7 @@ class BurningIn:
 
 
 def unigram_losses(blocks: Blocks, probe: torch.Tensor) -> torch.Tensor:
-    """Return the loss, on each held-out sequence, of a model that knows only token frequencies: [sequences].
+    """Return the loss on each held-out sequence, [sequences], of a model that knows only token frequencies.
 
     Lamina counts a million training tokens of each corpus, and adds one to each count.
     """

@@ -66,8 +66,8 @@ class PreflightSettings(
     )
     flops: float | None = setting(
         None,
-        "maximum FLOPs per planned run (default: 1e12 on a CPU, 1e14 on a GPU). For a larger run, Lamina measures a "
-        "narrower model of the same depth on fewer blocks of text",
+        "maximum FLOPs per planned run (default: 1e12 on a CPU, 1e14 on a GPU). If a run costs more, Lamina measures "
+        "a narrower model of the same depth, on fewer blocks of text",
         above(0.0),
     )
     output: str | None = changed(None, help="folder for the page, the figures and the numbers (default: none)")

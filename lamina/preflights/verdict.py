@@ -113,7 +113,7 @@ def verdict_of(numbers: Features, fitted: Json) -> VerdictWord:
 def learns(numbers: Features, fitted: Json) -> bool:
     """Return whether the model uses its input, and predicts held-out text clearly better than token frequencies do.
 
-    The model's loss must be lower by more than a fitted margin plus two standard errors.
+    The loss must be below the loss of token frequencies by more than a fitted margin plus two standard errors.
     """
     clear = numbers.excess + CLEAR * numbers.excess_error < -fitted["evidence"]["margin"]
     return bool(numbers.finite) and clear and numbers.context > fitted["collapse"]["context"]
@@ -190,8 +190,8 @@ class PreflightVerdict:
 def judge(numbers: Features, burn_in: BurnIn, better: str = "") -> PreflightVerdict:
     """Return the verdict in words.
 
-    ``better`` names flags that improve the verdict, with the improved verdict. Lamina mentions these flags only if an
-    early layer hardly affects the output or a loss is not finite.
+    ``better`` is a text with flags that improve the verdict, and with the improved verdict. Lamina uses this text only
+    if an early layer hardly affects the output or a loss is not finite.
     """
     fitted = calibration()
     sure, kind, deciding = chance(numbers, fitted), verdict_of(numbers, fitted), 0

@@ -74,7 +74,7 @@ OPTIONS: dict[str, Check] = {
 
 
 def check_value(name: str, value: Any) -> None:
-    """Raise UserError if a run does not support a Trainer argument or its value."""
+    """Raise UserError if a run does not support a Trainer argument or the argument's value."""
     if name not in OPTIONS:
         raise UserError(f"trainer.{name} has no effect in a run of Lamina (allowed: {', '.join(OPTIONS)})")
     if name == "lr_scheduler_type" and value == "warmup_stable_decay":

@@ -291,9 +291,9 @@ MOST_TOKENS = 2**24
 def entropy_of(splits: Splits, settings: PretrainSettings, order: TrainOrder, steps: int) -> float | None:
     """Return the held-out loss, in nats, of a bigram table: the counts of all token pairs that the run has read.
 
-    If the model's loss is higher than this loss, the model may make no use of its layers. Repeated text counts once. If
-    Lamina streams the corpus, the table counts the text sample that the unigram entropy uses. Returns None if the
-    objective does not predict the next token, or if the run has taken no step (``steps``).
+    If the model's loss is higher than the table's loss, the model may make no use of its layers. Repeated text counts
+    once. If Lamina streams the corpus, the table counts the text sample that the unigram entropy uses. Returns None if
+    the objective does not predict the next token, or if the run has taken no step (``steps``).
     """
     if not isinstance(splits, Blocks) or steps < 1:
         return None

@@ -81,14 +81,14 @@ class ResolvedRun:
         return self.settings.batch_size * self.settings.gradient_accumulation * self.item_tokens
 
     def read(self, *, bar: bool = False) -> tuple[Splits, Processor]:
-        """Read the data, and the tokenizer or image processor. Raises UserError if they are unusable."""
+        """Read the data, and the tokenizer or image processor. Raises UserError if the data are unusable."""
         return self.objective.read(self.settings, self.backbone, bar=bar)
 
 
 def resolve_run(
     settings: PretrainSettings, processes: int = 1, *, parallel: str = "ddp", trained: bool = True
 ) -> ResolvedRun:
-    """Complete a run's settings, and check everything that does not need the corpus. Raises UserError.
+    """Complete and check a run's settings without reading the corpus. Raises UserError for an invalid setting.
 
     Args:
         processes: the number of processes that share a batch.

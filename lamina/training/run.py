@@ -1,7 +1,7 @@
 """Train one run: read its settings, and write a folder with records, checkpoints, a result and a model.
 
 Each kind of run (a "stage", such as pretraining or fine-tuning) supplies the model, the data and the Trainer. This
-module does the rest.
+module trains the model, and writes the folder.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class TrainingStage(ABC, Generic[S]):
 
     Attributes:
         kind: the kind of the run's folder.
-        policy: the settings that a resumed run may change.
+        policy: the settings that may change when a run resumes.
         evaluates_first: whether Lamina evaluates a new run before its first step.
         tokens_per_step: the number of tokens in an optimizer step, or 0 if Lamina counts tokens during the run.
         unit: the word for tokens in progress lines.
@@ -145,11 +145,11 @@ class TrainingStage(ABC, Generic[S]):
         return []
 
     def states(self, run: TrainingRun) -> list[Stateful]:
-        """Return the stage's objects whose states checkpoints store."""
+        """Return the stage's objects with a state that checkpoints store."""
         return []
 
     def tokens(self, run: TrainingRun, steps: int) -> int:
-        """Return the number of tokens that the run has trained on after a number of steps, without padding."""
+        """Return how many tokens, without padding, the run has trained on after ``steps`` steps."""
         return steps * self.tokens_per_step
 
     def derived(self, loss: float) -> dict[str, float]:
@@ -157,11 +157,11 @@ class TrainingStage(ABC, Generic[S]):
         return {}
 
     def realized(self, run: TrainingRun, steps: int) -> dict[str, PartShare]:
-        """Return each corpus's share of the training data so far, or {} for a single corpus."""
+        """Return the part of each corpus in the training data so far, or {} for a single corpus."""
         return {}
 
     def full_speed(self, run: TrainingRun) -> float | None:
-        """Return the tokens per second at the GPUs' peak speed, or None if it is unknown."""
+        """Return the tokens per second at the GPUs' peak speed, or None if the speed is unknown."""
         return None
 
     @abstractmethod

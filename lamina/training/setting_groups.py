@@ -120,7 +120,7 @@ class StreamSettings(Settings, group="data"):
     )
 
     def check(self) -> None:
-        """Raise UserError for a shuffle buffer without streaming."""
+        """Raise UserError if shuffle_buffer is set without streaming."""
         super().check()
         if not self.streaming:
             self.refuse_unused("shuffle_buffer", allowed="with --streaming")
@@ -140,7 +140,7 @@ class ObjectiveSettings(Settings, group="objective"):
 
 
 class PretrainOptimizerSettings(Settings, group="optimizer"):
-    """The optimizer of pretraining, stochastic depth, and averaged weights."""
+    """Pretraining's optimizer, stochastic depth, and the average of the weights."""
 
     optimizer: Literal["adamw", "muon"] = setting(
         "adamw",
@@ -177,7 +177,7 @@ class LearningRateSettings(Settings, group="steps and learning rate"):
 
 
 class ScheduleSettings(StepSettings, group="steps and learning rate"):
-    """The learning rate over the steps."""
+    """The learning rate at each step of a run."""
 
     schedule: Literal["cosine", "wsd"] = setting(
         "cosine",
@@ -347,7 +347,7 @@ class GuardSettings(Settings, group="divergence"):
 
     divergence_margin: float = setting(
         1.0,
-        "rise of the loss above its lowest value, in nats, that counts as a divergence if the rise lasts",
+        "rise of the loss above its lowest value, in nats; a lasting rise counts as a divergence",
         not_below(0.0),
     )
     divergence_patience: int = setting(
@@ -416,5 +416,5 @@ class TrainerSettings(Settings, group="trackers and the Trainer"):
 
 
 def in_steps(span: float, steps: int) -> int:
-    """Convert a span to steps, rounded up. A span below 1 is a fraction of all steps."""
+    """Convert a length, given in steps or (below 1) as a fraction of all steps, to steps. Round up."""
     return int(span) if span >= 1 else math.ceil(steps * span)

@@ -181,12 +181,12 @@ class PretrainSettings(
     seed: int = changed(0, help="seed of the weights, the data's order and all other random numbers")
 
     def check(self) -> None:
-        """Raise UserError for a setting that needs another setting."""
+        """Raise UserError for settings that do not work together."""
         super().check()
         if self.streaming and (workers := self.trainer.get("dataloader_num_workers")):
             raise UserError(
-                f"trainer.dataloader_num_workers: {workers!r} does not work with streaming, because a thread reads "
-                "ahead. Set the argument to 0."
+                f"trainer.dataloader_num_workers: {workers!r} does not work with streaming, because another "
+                "thread already reads the next blocks. Set the argument to 0."
             )
         self._check_branches()
         if self.rollback and not self.save_steps:

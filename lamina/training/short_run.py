@@ -1,6 +1,6 @@
 """Train a run's first steps, without a folder, records, evaluations or checkpoints.
 
-Lamina uses short runs to judge a run before it starts. A short run has the same Trainer as the whole run, and therefore
+Lamina uses a short run to check a planned run. A short run has the same Trainer as the whole run, and therefore
 the same batches, losses and updates.
 """
 

@@ -131,7 +131,7 @@ class RunTrainer(MonitoredTrainer):
         }
 
     def load_state_dict(self, state: RunState) -> None:
-        """Restore the guard and the other states. Lamina restores the losses when training begins."""
+        """Restore the divergence guard and ``states``. Lamina restores the losses when training begins."""
         self._resumed = state
         self.overflows, self.overflows_in_a_row = state.get("overflows", [0, 0])
         for stateful in (self.guard, *self.states):
@@ -163,7 +163,7 @@ class RunTrainer(MonitoredTrainer):
         return schedule
 
     def continue_records(self) -> None:
-        """Restore the losses between the run's last record and the checkpoint."""
+        """Restore the losses of the steps between the run's last record and the checkpoint."""
         losses = self._resumed.get("losses")
         if losses is None or self._resumed["step"] != self.state.global_step:
             return
@@ -332,7 +332,7 @@ class LaminaTrainer(RunTrainer, Trainer):
         return metrics
 
     def _measured(self, held_out: Any) -> dict[str, float]:
-        """Return the mean loss over all predictions and the mean scores over all items, over all processes."""
+        """Return the mean loss over all predictions and the mean scores over all items, from all processes."""
         model: Any = self.model if self.average is None else self.average.model
         rank, size = self.processes.data_rank, self.processes.data_size
         batch = self.args.per_device_eval_batch_size * size

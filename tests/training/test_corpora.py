@@ -58,7 +58,7 @@ def test_a_resumed_run_goes_on_with_the_same_blocks(trained, tmp_path):
 
 def test_what_is_seen_more_than_once_is_said(trained, tmp_path, mix, caplog):
     trained(steps=12, batch_size=16, sequence_length=64)
-    (said,) = [r.getMessage() for r in caplog.records if "trains on its blocks" in r.getMessage()]
+    (said,) = [r.getMessage() for r in caplog.records if "trains on the whole corpus" in r.getMessage()]
     epochs = json.loads((tmp_path / "run" / "result.json").read_text())["mix"][mix[2]]["epochs"]
     assert epochs > 1
     assert f"{mix[2]}: this run trains on the whole corpus {epochs:.2f} times" in said

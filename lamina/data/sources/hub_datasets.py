@@ -25,7 +25,7 @@ ALLOWED = "hf:NAME[:CONFIG][@SPLIT]"
 class HubSource:
     """The parts of ``hf:NAME[:CONFIG][@SPLIT]``. ``folder`` is the path if NAME is a local folder, otherwise None.
 
-    ``field`` is the name of the setting for error messages.
+    Error messages begin with ``field``, the name of the setting.
     """
 
     spec: str

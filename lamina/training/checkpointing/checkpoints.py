@@ -39,7 +39,7 @@ RUN_STATE = "run_state.json"
 
 
 class Stateful(Protocol):
-    """An object with a state that checkpoints store, if the object is in ``TrainingRun.states``."""
+    """An object with a state. Checkpoints store the states of all objects in ``TrainingRun.states``."""
 
     def state_dict(self) -> Json:
         """Return this object's state as JSON values. No two objects of a run may use the same key."""
@@ -147,7 +147,7 @@ class Background:
     """Write one checkpoint at a time in a thread, while training continues.
 
     Attributes:
-        processes: the run's processes, which communicate in a separate group.
+        processes: the run's processes, with a separate process group for the thread.
     """
 
     def __init__(self, processes: Processes):

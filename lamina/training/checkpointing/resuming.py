@@ -114,8 +114,8 @@ class Rollback:
         step: the step of the restored checkpoint, or 0 for the initial weights.
         diverged_at: the step at which the run diverged.
         skipped: the positions of the first and last skipped step in the training order.
-        ahead: the total number of skipped steps of data when the run continues after this rollback.
-        learning_rate_factor: the product of the factors of all rollbacks so far.
+        ahead: the number of steps of data that the run has skipped in total when it continues.
+        learning_rate_factor: the product of the learning-rate factors of all rollbacks so far.
     """
 
     number: int
@@ -251,7 +251,7 @@ def result_to_keep(folder: Path) -> Json | None:
 
 
 def is_model_damaged(folder: Path, *, missing: bool = False) -> bool:
-    """Return whether a run's model is damaged, and log a warning if so. ``missing`` makes a missing model count."""
+    """Return whether a run's model is damaged, or missing if ``missing`` is true. Log a warning if so."""
     try:
         if (folder / MODEL).is_dir():
             refuse_damaged(folder / MODEL)

@@ -129,7 +129,7 @@ _MEASURES = {
 
 
 def _is_on_hub(model: str | None) -> bool:
-    """Return whether a base model is a repository's name and not a folder, because the Hub rejects folders."""
+    """Return whether a base model is the name of a Hub repository. The Hub rejects cards that name a folder."""
     try:
         validate_repo_id(model)
     except HFValidationError:
@@ -179,7 +179,7 @@ def check_repository(name: str) -> None:
 
 
 def push(folder: Path, name: str) -> bool:
-    """Upload a model's folder to a repository, which is private if it is new. Returns whether the upload worked.
+    """Upload a model's folder to a Hub repository, and return whether the upload worked. A new repository is private.
 
     If the upload fails, Lamina logs the command for a later upload.
     """
@@ -201,7 +201,7 @@ def push(folder: Path, name: str) -> bool:
 def save_model(
     model: PreTrainedModel, processor: Processor, folder: Path, processes: Processes, card: ModelCard | None = None
 ) -> None:
-    """Write a model with its tokenizer or image processor, completely or not at all. Call this in all processes."""
+    """Write a model with its tokenizer or image processor, completely or not at all. All processes must call this."""
     state = full_state(model) if is_sharded(model) else None
 
     def write() -> None:

@@ -142,7 +142,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the state dict, with each tied weight only once. Call this in all processes.
+    """Return the state dict, with each tied weight only once. All processes must call this function.
 
     The tensors are the model's own, except that scalars are copies. After you change scalars, call ``set_scalars``. If
     ``only_trained`` was called, the result has only the trained weights.
@@ -185,14 +185,14 @@ def full_state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def whole(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copy tensors to the CPU, and gather sharded tensors. Call this in all processes."""
+    """Copy tensors to the CPU, and gather sharded tensors. All processes must call this function."""
     parts = {name: tensor.detach() for name, tensor in tensors.items()}
     return {name: (p.full_tensor() if isinstance(p, DTensor) else p).cpu().contiguous() for name, p in parts.items()}
 
 
 @torch.no_grad()
 def set_whole(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Copy a whole tensor into a tensor that may be sharded. Call this in all processes."""
+    """Copy a whole tensor into a tensor that may be sharded. All processes must call this function."""
     value = value.reshape(tensor.shape)  # a sharded scalar is a vector
     if isinstance(tensor, DTensor):
         value = distribute_tensor(value.to(tensor.device), tensor.device_mesh, tensor.placements)
@@ -257,7 +257,7 @@ def read_tensors(tensors: dict[str, torch.Tensor], files: Sequence[Path], *, alo
 
 
 def check_shapes(tensors: Mapping[str, torch.Tensor], files: Sequence[Path], folder: Path) -> None:
-    """Raise UserError if a checkpoint's files lack a tensor, or hold it with another shape."""
+    """Raise UserError if a checkpoint's files lack a tensor, or hold a tensor of another shape."""
     stored = shapes(files)
     for name, tensor in tensors.items():
         if name not in stored:
@@ -307,7 +307,7 @@ def optimizer_tensors(model: nn.Module, optimizer: Any) -> tuple[dict[str, torch
 def load_optimizer(
     model: nn.Module, optimizer: Any, files: Sequence[Path], rest: Mapping[str, Any], *, alone: bool
 ) -> None:
-    """Load the result of ``optimizer_tensors``. Raises UserError if the optimizer updates other weights."""
+    """Restore an optimizer from the result of ``optimizer_tensors``. Raises UserError for another model's optimizer."""
     reshard(model)
     names, scalars = _names(model), _scalars(model)
     state: dict[int, Json] = {}

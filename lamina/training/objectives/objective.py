@@ -78,7 +78,7 @@ class Objective(ABC):
 
     @abstractmethod
     def read(self, settings: PretrainSettings, config: PreTrainedConfig, *, bar: bool) -> tuple[Splits, Processor]:
-        """Read the data, and the tokenizer or image processor. Raises UserError if any of them is unusable."""
+        """Read the data, and the tokenizer or image processor. Raises UserError if the data are unusable."""
 
     @abstractmethod
     def complete(

@@ -223,7 +223,7 @@ class WeightAverage(TrainerCallback):
     """An exponential moving average of the weights. After the first step, the average equals the weights.
 
     Args:
-        model: the model before its first step, which Lamina copies.
+        model: the model before the first step. Lamina copies the model.
         decay: the factor on the old average at each step, below 1.
     """
 
