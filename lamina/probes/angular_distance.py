@@ -72,7 +72,7 @@ class AngularDistance(DirectionsProbe):
         distances = frame[frame["metric"] == "angular_distance"]
         tokens = getattr(self, "_whose", "")
         axes = {"x_title": "first layer l of the block", "y_title": "number n of layers in the block"}
-        axes["scale"] = "Viridis_r"  # light is small, as in the papers
+        axes["scale"] = "Viridis_r"  # light colors for small angles, as in the papers
         for table, title, caption in (
             (
                 scaled_rows(distances),
@@ -113,7 +113,7 @@ class AngularDistance(DirectionsProbe):
 
 
 def best_blocks(frame: Frame) -> pd.DataFrame:
-    """Return, for each block size, the first layer of the block with the smallest distance (metric ``best_start``)."""
+    """Return one row per block size: the first layer of the block with the smallest angle (metric ``best_start``)."""
     rows = []
     for size, group in frame.groupby("size"):
         measured = group.dropna(subset="value")
@@ -123,7 +123,7 @@ def best_blocks(frame: Frame) -> pd.DataFrame:
 
 
 def scaled_rows(distances: Frame) -> pd.DataFrame:
-    """Clip the distances of each block size to the 1st and 99th percentile, and scale them to [0, 1]."""
+    """Clip each block size's angles to the 1st and 99th percentile, and scale these angles to [0, 1]."""
 
     def scale(values: Frame) -> Frame:
         low, high = values.quantile(0.01), values.quantile(0.99)
@@ -133,7 +133,7 @@ def scaled_rows(distances: Frame) -> pd.DataFrame:
 
 
 def _early_or_deep(turns: np.ndarray) -> list[str]:
-    """Return a sentence on whether early or deep layers rotate the residual stream less."""
+    """Return a sentence on whether early or deep layers turn the residual stream less."""
     if len(turns) < 4 or not np.isfinite(turns).all():
         return []
     half = len(turns) // 2

@@ -21,8 +21,8 @@ from lamina.probes.structure.hooks import Args, Kwargs, Output, eager_attention,
 from lamina.probes.structure.sites import LayerSite
 
 METRICS = ("entropy", "entropy_share", "first_token_share")
-_SEQUENCES = 16  # of a corpus, by default
-_FARTHEST = 9000.0  # old models mask by adding -10,000
+_SEQUENCES = 16  # the default for a corpus
+_FARTHEST = 9000.0  # old models add -10,000 to a masked logit
 _aten = torch.ops.aten
 _SOFTMAX = {_aten._softmax.default, _aten._safe_softmax.default}
 
@@ -55,9 +55,9 @@ class Attention(Probe):
     over_steps = ("entropy_share", "max_logit", "first_token_share")
 
     def __init__(self, sequences: int | None = None):
-        """Set the number of ``sequences`` (0: all; default: all of your own text, or 16 sequences of a corpus).
+        """Choose the number of sequences to measure (0: all). Raises UserError for an invalid number.
 
-        Raises UserError unless ``sequences`` is a whole number from 0.
+        The default is all of your own text, or 16 sequences of a corpus.
         """
         self.sequences = check_most(self.name, "sequences", sequences)
 
@@ -85,7 +85,7 @@ class Attention(Probe):
         batch = next(iter(inputs.values()))
         mask = inputs.get("attention_mask")
         pairs: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        layers = [  # mixing streams takes a softmax, too
+        layers = [  # the mixing of streams has a softmax, too
             replace(site, module=site.module.get_submodule("attention.module")) if site.carries_more else site
             for site in context.structure.layers
         ]
@@ -98,7 +98,7 @@ class Attention(Probe):
         with torch.no_grad(), eager_attention(context.model), softmaxes(layers, see):
             context.forward(inputs, head=False)
         for layer, parts in pairs.items():
-            samples = torch.cat([samples for samples, _ in parts], dim=1)  # of every softmax that the layer takes
+            samples = torch.cat([samples for samples, _ in parts], dim=1)  # of all softmaxes in the layer
             samples = torch.cat([samples, samples.mean(1, keepdim=True)], dim=1)
             self._samples.setdefault(layer, Running()).add(samples)
             largest = torch.cat([largest for _, largest in parts])
@@ -107,7 +107,7 @@ class Attention(Probe):
     def _rows(self, layer: int) -> Iterator[tuple]:
         running, largest = self._samples[layer], self._largest[layer]
         for column, metric in enumerate(METRICS):
-            # The mean over the heads is one more column: heads of one sequence are not independent.
+            # Add the mean over the heads as a column, because heads of one sequence are not independent.
             *heads, whole = zip(
                 running.mean[:, column].tolist(), running.standard_error[:, column].tolist(), strict=True
             )
@@ -136,7 +136,8 @@ class Attention(Probe):
         )
         yield (
             heat_map(heads, "layer", "index", "value", title="Entropy of each head", **axes),
-            "Each head's entropy divided by its maximum. 0 means attention to one key, and 1 means equal weights.",
+            "Each head's entropy divided by the largest possible entropy. 0 means attention to one key, and 1 means "
+            "equal weights.",
         )
 
     def sentences(self, frame: Frame) -> Iterator[str]:
@@ -179,12 +180,12 @@ def of_heads(
     if mask is not None and mask.shape[1] == queries:
         asks = mask.bool().to(logits.device)
     if mask is not None and mask.shape[1] == keys:
-        first = mask.to(logits.device).argmax(1)  # where padding is on the left, the text begins after it
+        first = mask.to(logits.device).argmax(1)  # with padding on the left, the text begins after the padding
     samples, largest = [], []
     for head in range(heads):
         x = logits[:, head].float()
         p = weights[:, head] if weights.dtype == torch.float32 else x.softmax(-1)
-        # Masks add -inf, the type's smallest number, or -10,000 in old models.
+        # A mask adds -inf, the dtype's smallest number, or -10,000 (in old models) to a logit.
         visible = x > (x.amax(-1, keepdim=True) - _FARTHEST).clamp(min=torch.finfo(logits.dtype).min / 2)
         count = visible.sum(-1)
         counts = asks & (count > 0)
@@ -198,15 +199,15 @@ def of_heads(
 
 
 def _by_sequence(logits: torch.Tensor, weights: torch.Tensor, batch: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Reshape to [batch, heads, queries, keys], or return None if the softmax is not over keys (a router's softmax)."""
+    """Reshape to [batch, heads, queries, keys], or return None for a softmax over other things than keys (a router)."""
     if logits.ndim == 4 and len(logits) == batch:
         return logits, weights
     if len(logits) % batch:
         return None
     logits, weights = logits.unflatten(0, (batch, -1)), weights.unflatten(0, (batch, -1))
-    if logits.ndim == 5:  # windows of an image: more queries of the same head
+    if logits.ndim == 5:  # an image's windows count as more queries of a head
         return logits.transpose(1, 2).flatten(2, 3), weights.transpose(1, 2).flatten(2, 3)
-    if logits.ndim == 4 and logits.shape[1] > 1 and logits.shape[2] == logits.shape[3]:  # batch and heads in one
+    if logits.ndim == 4 and logits.shape[1] > 1 and logits.shape[2] == logits.shape[3]:  # batch and heads share an axis
         return logits, weights
     return None
 
@@ -225,7 +226,7 @@ def softmaxes(layers: Sequence[LayerSite], see: Callable[[int, torch.Tensor, tor
             return output
 
     fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # nn.MultiheadAttention in one kernel has no softmax to see
+    torch.backends.mha.set_fastpath_enabled(False)  # nn.MultiheadAttention's fast path has no separate softmax
     try:
         with layers_running(layers) as inside, SoftmaxMode():
             yield

@@ -30,7 +30,7 @@ from lamina.probes.engine.statistics import mean_and_error
 from lamina.probes.structure.hooks import eager_attention, intercept, observe
 from lamina.probes.structure.sites import FeedForward, LayerSite, NormSite, Point, SublayerSite
 
-_TOLD = 0.5  # the largest standard error with which an exponent says something
+_TOLD = 0.5  # the largest standard error of an exponent that Lamina reports as a result
 _STATEMENTS = {
     "peri_ln_c1": "Peri-LN Prop C.1: no norm after the last down-projection",
     "peri_ln_c2": "Peri-LN Prop C.2: a norm on the last down-projection's output",
@@ -136,13 +136,13 @@ def jacobian_sides(block: LayerCall, tolerance: float) -> list[Sides]:
 
 
 def fused(block: LayerCall) -> bool:
-    """Return whether norms follow both sums of a block, and the feed-forward's skip is the block's input."""
+    """Return whether a block has FuseNorm's structure: a norm on both sums, and its input as the second skip."""
     wirings = wirings_of(block.site)
     return len(wirings) == 2 and all(w.post_gain is not None for w in wirings) and wirings[1].skip == "block_input"
 
 
 def unnormed(block: LayerCall) -> bool:
-    """Return whether a block has sub-layers, and no norm acts on its residual stream."""
+    """Return whether a block has sub-layers but no norm on the residual stream."""
     return bool(block.site.sublayers) and all(
         post_norm(block, index) is None for index in range(len(block.site.sublayers))
     )
@@ -158,14 +158,14 @@ def product_norm(block: LayerCall, feed_forward: FeedForward) -> float:
     module = _up_projection(block, feed_forward)
     up = _matrix(module)
     if feed_forward.stacked_side(module) is not None:
-        up = up.chunk(2)[1]  # the first half is what the nonlinearity reads, in every model that stacks them
+        up = up.chunk(2)[1]  # the first half is the gate, in every model that stacks gate and up-projection
     start = torch.randn(up.shape[1], generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(up.device)
     norm = largest_singular_value(lambda v: down @ (up @ v), lambda u: up.T @ (down.T @ u), start, tolerance=1e-4)
     return float(norm.value)
 
 
 def _up_projection(block: LayerCall, feed_forward: FeedForward) -> nn.Module:
-    """Return the up-projection. In a gated feed-forward, the other projection is the gate, before the nonlinearity."""
+    """Return the up-projection, not the gate. The nonlinearity reads the gate's output."""
     modules = [module for _, module in feed_forward.up]
     if len(modules) == 1 or feed_forward.pre is None:
         return modules[-1]
@@ -266,7 +266,7 @@ class Bounds(ShortProbe):
             return pd.DataFrame(self._rows, columns=COLUMNS)
         try:
             self._last_layer(context)
-        except UserError as error:  # no dense feed-forward, or no head with a loss: FuseNorm's statements need neither
+        except UserError as error:  # no dense feed-forward or no loss, which only Peri-LN's proposition needs
             context.notes.append(f"bounds: Lamina leaves out Proposition 3.1: {error}")
         with eager_attention(context.model), frozen(context.model):
             self._blocks(context)
@@ -280,7 +280,7 @@ class Bounds(ShortProbe):
             sides = last_layer_sides(context, last, sequence)
             left.append(sides.left)
             right.append(sides.right)
-            measured = sides.right_by_token > 0  # a token that the loss doesn't depend on has two zeros
+            measured = sides.right_by_token > 0  # both sides are 0 at a token that does not affect the loss
             for a, b in zip(
                 sides.left_by_token[measured].tolist(), sides.right_by_token[measured].tolist(), strict=True
             ):
@@ -323,7 +323,7 @@ class Bounds(ShortProbe):
             left, right = (torch.cat([getattr(part, side) for part in parts]) for side in ("left", "right"))
             sides = replace(parts[0], left=left, right=right)
             by_role.setdefault((sides.role, sides.sublayer), []).append(sides)
-            if sides.role != "fusenorm_eq_9":  # whose constant comes from all layers
+            if sides.role != "fusenorm_eq_9":  # the constant of fusenorm_eq_9 depends on all layers
                 self._add(sides)
         for (role, kind), group in by_role.items():
             if role == "fusenorm_eq_21":
@@ -333,7 +333,7 @@ class Bounds(ShortProbe):
             self._near_identity(by_role["fusenorm_eq_9", "block"])
 
     def _near_identity(self, plain: Sequence[Sides]) -> None:
-        from scipy import stats  # late, since that takes a second
+        from scipy import stats  # here, because the import takes a second
 
         constant = float(torch.stack([(sides.left * sides.right).log() for sides in plain]).mean().exp())
         for sides in plain:
@@ -441,9 +441,9 @@ def last_layer_sides(context: Context, last: LastLayer, inputs: Mapping[str, tor
     """Measure both sides of Peri-LN's Proposition 3.1 on one batch.
 
     The left side is the Frobenius norm of the loss's gradient with respect to the last down-projection W. The right
-    side is a sum over tokens. Each token contributes a product: the norm of W's input, the norm of the loss's gradient
-    with respect to the layer's output, and a factor for each norm after W. The factor is twice the norm's largest gain,
-    divided by the root mean square of the norm's input at this token.
+    side is a sum over tokens. Each token contributes a product: the norm of W's input, times the norm of the loss's
+    gradient with respect to the layer's output, times a factor for each norm after W. The factor is twice the norm's
+    largest gain, divided by the root mean square of the norm's input at the token.
 
     Peri-LN's Eq 21 and 37 replace the norm of the gradient with respect to the output by 2, because the output is the
     toy model's logits. Without a norm after W, a single token's sides are equal (Eq 11).
@@ -458,9 +458,9 @@ def last_layer_sides(context: Context, last: LastLayer, inputs: Mapping[str, tor
     tensors: dict[str, torch.Tensor] = {}
 
     def change(key: str, tensor: torch.Tensor) -> torch.Tensor | None:
-        if key == "a":  # the graph starts here: nothing before it is kept
+        if key == "a":  # the graph starts here, so no earlier tensor stays in memory
             tensors[key] = tensor.detach().requires_grad_()
-            return tensors[key].clone()  # Falcon adds to it in place
+            return tensors[key].clone()  # Falcon adds to this tensor in place
         tensors[key] = tensor
         return None
 

@@ -20,7 +20,7 @@ from lamina.probes.structure.hooks import forward, intercept, stream_of
 from lamina.probes.structure.sites import Point
 
 _DRAWS = 4
-_AT_ONCE = 2**22  # elements of the directions that go through one backward pass, each state's in turn
+_AT_ONCE = 2**22  # the largest number of elements of all directions in one backward pass
 _NOTHING = 1e-6
 
 
@@ -80,7 +80,7 @@ class DepthMixing(ShortProbe):
         rows = []
         for (layer, index), values in stretches.items():
             metric, kind = ("composite_gain", "model") if index < 0 else ("mixing", kinds[index])
-            place = max(index - 1, -1)  # from 0, and -1 for the embedding
+            place = max(index - 1, -1)  # sub-layers count from 0, and -1 is the embedding
             rows.append((layer, kind, "residual_path", place, metric, *mean_and_error(torch.tensor(values))))
         return pd.DataFrame(rows, columns=COLUMNS)
 
@@ -115,13 +115,13 @@ class DepthMixing(ShortProbe):
             yield f"The outputs of sub-layers {ranges(nowhere)} reach the last layer only through later sub-layers."
 
     def _measure(self, context: Context, inputs: dict[str, torch.Tensor]) -> dict[tuple[int, int], float]:
-        """Return the factors by (state, sub-layer), and by (state, -1) the factor from the state to the last state."""
+        """Return factors by (state, sub-layer). Key (state, -1) has the factor from the state to the last state."""
         leaves: dict[int, torch.Tensor] = {}
         states: dict[int, torch.Tensor] = {}
         points: dict[tuple[str, int], Point] = {("state", i): point for i, point in context.structure.states().items()}
         reads: dict[int, torch.Tensor] = {}
         points |= {("read", i): point for i, point in context.structure.reads().items()}
-        count, ends = 0, [0]  # ends[l]: the sub-layers that were added before state l
+        count, ends = 0, [0]  # ends[l]: the number of sub-layers before state l
         for site in context.structure.layers:
             for sublayer in site.sublayers:
                 count += 1
@@ -134,8 +134,8 @@ class DepthMixing(ShortProbe):
                 leaf = leaves[index] = tensor.detach().clone().requires_grad_()
                 if what == "state":
                     states[0] = leaf
-                return leaf.clone()  # a layer may add to it in place
-            (reads if what == "read" else states)[index] = stream_of(tensor)  # of a State the stream
+                return leaf.clone()  # a layer may add to the tensor in place
+            (reads if what == "read" else states)[index] = stream_of(tensor)  # the tensor, or the stream in a tuple
             return None
 
         with frozen(context.model), torch.enable_grad():
@@ -145,7 +145,8 @@ class DepthMixing(ShortProbe):
             last = max(states)
             read = {layer: reads.get(layer, states[layer]) for layer in range(1, last + 1)}
             fits = _AT_ONCE // (_DRAWS * max(map(torch.numel, states.values())))
-            together = max(1, min(fits, math.isqrt(last)))  # more would go through layers that they do not depend on
+            # A batch of more states would waste time in later layers, on which the states do not depend.
+            together = max(1, min(fits, math.isqrt(last)))
             for start in range(1, last + 1, together):
                 layers = range(start, min(start + together, last + 1))
                 before = [leaves[index] for index in range(ends[max(layers)] + 1)]

@@ -68,7 +68,7 @@ class Gains(Probe):
             yield from chart(layers[layers["metric"] == metric], title, metric.replace("_", " "), caption, color="norm")
 
     def measured(self, context: Context) -> Sample:
-        return Sample(0, 0)  # of the weights alone
+        return Sample(0, 0)  # the probe reads only weights
 
     def sentences(self, frame: Frame) -> Iterator[str]:
         means = frame[frame["metric"] == "gain_mean"]
@@ -97,7 +97,8 @@ def _gains(context: Context) -> Iterator[tuple[int, str, str, str, torch.Tensor]
         gain = norm.gain
         if gain is not None:
             yield layer, sublayer, norm.role, norm.path, gain
-    for site in structure.layers:  # its own parameters of one value or one per channel: no norm's, no bias of a matrix
+    # Learned scales: parameters with one value or one value per channel, outside norms and modules with a matrix.
+    for site in structure.layers:
         for path, module in site.module.named_modules(prefix=site.path):
             parameters = dict(module.named_parameters(recurse=False))
             if id(module) in modules or isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.GroupNorm):
@@ -110,7 +111,7 @@ def _gains(context: Context) -> Iterator[tuple[int, str, str, str, torch.Tensor]
 
 
 def _sublayer_of(site: LayerSite, path: str) -> str:
-    """Return the kind of the sub-layer whose module paths have the most in common with a path, or "block"."""
+    """Return the kind of the sub-layer that contains a module path, or "block"."""
     parts = path.split(".")
     best, kind = len(site.path.split(".")), "block"
     for sublayer in site.sublayers:

@@ -24,7 +24,7 @@ from lamina.probes.structure.sites import Structure
 
 Place = tuple[int, str, str]
 _CHUNK = 2**20
-_SEQUENCES = 16  # of a corpus, by default
+_SEQUENCES = 16  # the default for a corpus
 
 
 @probe
@@ -58,9 +58,9 @@ class Gradients(Probe):
     over_steps = ("gradient_norm", "gradient_variance")
 
     def __init__(self, sequences: int | None = None):
-        """Set the number of ``sequences`` (0: all; default: all of your own text, or 16 sequences of a corpus).
+        """Choose the number of sequences to measure (0: all). Raises UserError for an invalid number.
 
-        Raises UserError unless ``sequences`` is a whole number from 0.
+        The default is all of your own text, or 16 sequences of a corpus.
         """
         self.sequences = check_most(self.name, "sequences", sequences)
 
@@ -121,7 +121,7 @@ class Gradients(Probe):
             yield from chart(
                 rows if rows["value"].max() > 0 else rows[:0],
                 *(f"Gradient {word} of the layers' parameters", f"gradient {word}"),
-                f"Gradient {word} of each layer's parameters at the checkpoint's weights, not clipped.",
+                f"Gradient {word} of each layer's parameters at the checkpoint's weights, without clipping.",
                 color="sublayer",
                 log_y=True,
             )
@@ -146,7 +146,7 @@ class Gradients(Probe):
         layers = norms["block", "all"] if ("block", "all") in norms.index else pd.Series(dtype=float)
         total = norms["model", "all", -1]
         if len(layers):
-            shared = layers.index.max() < frame["layer"].max() - 1  # the states count one more than the layers
+            shared = layers.index.max() < frame["layer"].max() - 1  # there is one more state than layers
             owner = "the layers' shared" if shared else "the last layer's"
             yield (
                 f"The gradient norm of all parameters is {total:.3g}, and the gradient norm of {owner} parameters is "
@@ -167,7 +167,7 @@ class _Moments:
 
     def add(self, gradient: torch.Tensor | None, count: int) -> None:
         self.count += count
-        if gradient is None:  # does not enter the loss: zeros
+        if gradient is None:  # the parameter does not affect the loss, so the gradient is 0
             return
         if gradient.is_sparse:
             gradient = gradient.coalesce().values()
@@ -194,10 +194,7 @@ class _Moments:
 
 
 def _accumulate(context: Context, states: list[_Moments], batches: Sequence[Mapping[str, torch.Tensor]]) -> float:
-    """Fill the parameters' gradients. Multiply the gradients by the returned factor to get the mean loss's gradients.
-
-    The factor is 1 if all sequences have equally many predicted tokens.
-    """
+    """Fill the parameters' gradients. Gradients times the returned factor are the mean loss's gradients."""
 
     def see(index: int, state: torch.Tensor) -> None:
         if state.requires_grad:
@@ -236,11 +233,10 @@ def _along_depth(label: str, norms: Frame, what: str) -> list[str]:
 def places(model: nn.Module, structure: Structure) -> dict[str, Place]:
     """Map the name of each parameter to its (layer, sublayer, role). A shared parameter appears only once.
 
-    Outside the layers, the layer is -1 and the sublayer is "model". Inside a layer but outside its sub-layers, the
-    sublayer is "block". The role of a known weight or bias is a name such as query, query_bias or feed_forward_out. The
-    role of a norm's parameter is pre_norm, out_norm, post_norm or inner_norm. Any other role is the parameter's path in
-    the sub-layer. If several layers share a parameter, the parameter belongs to the first layer. A tied output head
-    belongs to the embedding.
+    Outside the layers, the layer is -1 and the sublayer is "model". In a layer but outside its sub-layers, the sublayer
+    is "block". A role is a known name (query, query_bias, feed_forward_out, ...), a norm's role (such as pre_norm), or
+    the parameter's path in the sub-layer. If layers share a parameter, the parameter belongs to the first layer. A tied
+    output head belongs to the embedding.
     """
     owners = _owners(structure)
     by_name: dict[str, Place] = {}
@@ -260,7 +256,7 @@ def places(model: nn.Module, structure: Structure) -> dict[str, Place]:
 
 
 def shared_layers(structure: Structure) -> list[int]:
-    """Return the layers that share their module with another layer, in ascending order."""
+    """Return the layers that share a module with another layer, in ascending order."""
     first: dict[int, int] = {}
     shared: set[int] = set()
     for site in structure.layers:
@@ -271,7 +267,7 @@ def shared_layers(structure: Structure) -> list[int]:
 
 
 def _owners(structure: Structure) -> dict[int, tuple[Place, str]]:
-    """Return each module's (layer, sublayer, role) and its path inside the sub-layer. Projections have the role ""."""
+    """Return each module's (layer, sublayer, role), with "" for an unknown role, and its path in the layer."""
     owners: dict[int, tuple[Place, str]] = {}
 
     def own(root: nn.Module, place: Place, prefix: str = "") -> None:

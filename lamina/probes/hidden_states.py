@@ -24,12 +24,12 @@ from lamina.probes.engine.statistics import Ratio, Running, TokenStates, as_toke
 from lamina.probes.structure.hooks import Output
 from lamina.probes.structure.sites import Point
 
-BAND = 100  # as many as Peri-LN Fig 11 shows
+BAND = 100  # the number of values in Peri-LN Fig 11
 MASSIVE, TIMES_MEDIAN = 100.0, 1000.0  # Sun et al. 2024
 _NAMES = ("token_variance", "mean", "abs_mean", "mean_square", "sigma", "rms", "square_of_mean")
-_VARIANCE = len(_NAMES)  # a sequence's variance over all its elements, after the averages
+_VARIANCE = len(_NAMES)  # the column of a sequence's variance over all elements, after the averages
 FP16_MAX = 65504.0
-FITS = 0.7  # R^2 from which a curve's shape is named
+FITS = 0.7  # the smallest R^2 at which Lamina names a curve's shape
 _MASSIVE_ROWS = 20
 _STATE = {"sublayer": "block", "role": "state", "index": 0}
 
@@ -97,8 +97,8 @@ class HiddenStates(Probe):
     def begin(self, context: Context) -> None:
         self._context = context
         self._batch = 0
-        # One tensor is often watched at several points: a layer's output is the next one's input and that of its norm.
-        # Weak, since anything held between short-lived activations would fragment their memory.
+        # Several points often share a tensor, such as a layer's output and the next layer's input. The references are
+        # weak, because a long-lived tensor between short-lived activations would fragment memory.
         self._seen = WeakIdKeyDictionary()
         self._buffer = torch.zeros(0)
         points: list[tuple[int, str, str, Point | None]] = []
@@ -138,7 +138,7 @@ class HiddenStates(Probe):
         if result is None or isinstance(totals, StateTotals):
             tokens = as_tokens(value, inputs)
             magnitude = None
-            if totals.magnitudes:  # |x| in reused memory: fresh pages cost more than the arithmetic
+            if totals.magnitudes:  # reuse memory for |x|, because new memory takes longer than abs
                 buffered = (self._buffer.shape, self._buffer.dtype, self._buffer.device)
                 if buffered != (tokens.x.shape, tokens.x.dtype, tokens.x.device):
                     self._buffer = torch.empty_like(tokens.x)
@@ -350,7 +350,7 @@ def medians(tokens: TokenStates, magnitude: torch.Tensor) -> torch.Tensor:
     arrays = [m.reshape(-1).numpy() for m in each]
     if torch.get_num_threads() < 2:
         return torch.tensor([_lower_median(array) for array in arrays], dtype=torch.float64)
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # numpy selects without holding the lock
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # numpy's partition releases the GIL
         return torch.tensor(list(pool.map(_lower_median, arrays)), dtype=torch.float64)
 
 
@@ -359,7 +359,7 @@ def _lower_median(values: np.ndarray) -> float:
         return math.nan
     middle = (len(values) - 1) // 2
     values.partition(middle)
-    highest = values[middle:].max()  # NaN sorts last, so it would go unnoticed
+    highest = values[middle:].max()  # NaN sorts last, so the median may not show it
     return float(values[middle]) if highest == highest else math.nan
 
 
@@ -405,10 +405,10 @@ class Totals:
         """Return the mean of a metric over all tokens, and its standard error over sequences (NaN for abs_max)."""
         if name == "abs_max":
             return float(self.abs_max), math.nan
-        if name == "variance":  # the tokens' mean variance and the variance of their means
+        if name == "variance":  # the mean of the tokens' variances, plus the variance of the tokens' means
             inner, mean, square = (self.average(each)[0] for each in ("token_variance", "mean", "square_of_mean"))
             return inner + max(square - mean**2, 0.0), float(self.samples.standard_error[_VARIANCE])
-        if name == "rms" and self.magnitudes:  # of all elements; a norm's is averaged over tokens
+        if name == "rms" and self.magnitudes:  # over all elements. A norm input's rms is averaged over tokens
             value, error = self.average("mean_square")
             root = math.sqrt(value)
             return root, error / (2 * root) if root > 0 else math.nan
@@ -430,14 +430,14 @@ class StateTotals(Totals):
         self.top = top
         self.largest, self.medians, self.ratios, self.massive = Running(), Running(), Running(), Running()
         self.band = torch.zeros(0, dtype=torch.float64)
-        self.place: tuple[int, int, int | None] | None = None  # channel, position, token id of the largest
-        # (channel, position) -> the value, in how many sequences it is massive, the token's id
+        self.place: tuple[int, int, int | None] | None = None  # channel, position and token id of the largest |x|
+        # (channel, position) -> largest massive activation, number of sequences with one, token id
         self.massive_places: dict[tuple[int, int], tuple[float, int, int | None]] = {}
 
     def add_values(
         self, tokens: TokenStates, moments: Moments, magnitude: torch.Tensor, input_ids: torch.Tensor | None
     ) -> None:
-        """Add one batch's magnitudes. Call this method before ``add``. It reorders ``magnitude``."""
+        """Add one batch's magnitudes, and reorder ``magnitude``. Call this method before ``add``."""
         assert moments.abs_max is not None
         peaks = moments.abs_max if tokens.valid is None else moments.abs_max.masked_fill(~tokens.valid, 0.0)
         self.largest.add(largest(tokens.x, peaks, self.top))
@@ -449,7 +449,7 @@ class StateTotals(Totals):
             self.place = (channel, position, _identifier(input_ids, peaks, sequence, token))
         middle = medians(tokens, magnitude)
         highest = peaks.amax(1).double().cpu()
-        real = ~torch.isnan(middle) | torch.isnan(highest)  # a sequence of padding alone has no median
+        real = ~torch.isnan(middle) | torch.isnan(highest)  # a sequence that is only padding has no median
         self.medians.add(middle[real])
         self.ratios.add((highest / middle)[real])
         counts = torch.zeros(len(middle))
@@ -458,7 +458,7 @@ class StateTotals(Totals):
         self.massive.add(counts[real])
 
     def _extend_band(self, x: torch.Tensor, peaks: torch.Tensor) -> None:
-        """Update the 100 largest |x|. Only the tokens with the largest peaks can hold these values."""
+        """Update the 100 largest |x|, which only the tokens with the 100 largest peaks can hold."""
         least = float(self.band[-1]) if len(self.band) == BAND else -1.0
         flat = peaks.flatten()
         rows = (flat > least).nonzero().flatten()
@@ -487,7 +487,7 @@ class StateTotals(Totals):
         )
         best = np.zeros(len(code), dtype=np.int64)
         order = np.argsort(np.abs(values), kind="stable")
-        best[inverse[order]] = order  # the largest is written last
+        best[inverse[order]] = order  # the largest value overwrites smaller values
         for place_code, at, count in zip(code.tolist(), best.tolist(), counts.tolist(), strict=True):
             key = (place_code % width, place_code // width)
             value, times, identifier = self.massive_places.get(key, (0.0, 0, None))
@@ -506,13 +506,7 @@ def _identifier(input_ids: torch.Tensor | None, peaks: torch.Tensor, sequence: i
 
 
 def growth(variance: Frame, linear: float, exponential: float) -> str:
-    """Return a sentence on how the variance changes with depth.
-
-    Args:
-        variance: the variance by state
-        linear: R^2 of a line
-        exponential: R^2 of an exponential curve
-    """
+    """Return a sentence on the variance by state. ``linear`` and ``exponential`` are the R^2 of the two curves."""
     last = variance.index[-1]
     if not np.isfinite(variance).all():
         return f"The hidden states are not finite from state {variance.index[~np.isfinite(variance)][0]} on."
@@ -531,7 +525,7 @@ def growth(variance: Frame, linear: float, exponential: float) -> str:
 
 
 def headroom(peak: Frame) -> str:
-    """Return a sentence that compares the largest |x| with FP16's limit."""
+    """Return a sentence on the largest |x| and FP16's limit."""
     token = f" ({peak['token']!r})" if isinstance(peak["token"], str) else ""
     text = f"The largest |x| is {peak['value']:.4g}, in state {peak['layer']} at channel {peak['channel']}, token "
     text += f"{peak['position']}{token}: "

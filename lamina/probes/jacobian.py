@@ -138,11 +138,11 @@ class JacobianProbe(ShortProbe):
         if self._unfinished:
             context.notes.append(
                 f"Jacobians: after {self.options['iterations']} iterations, {self._unfinished} spectral norms had a "
-                f"relative error above {self.options['tolerance']:g} (metric residual), so they are lower bounds."
+                f"relative error above {self.options['tolerance']:g} (metric residual). These norms are lower bounds."
             )
         rows = []
         for (layer, sublayer, role, index, metric, _), values in self._values.items():
-            ended = metric in ("iterations", "residual")  # of how a search ended, the worst
+            ended = metric in ("iterations", "residual")  # the largest number of iterations, and the largest residual
             mean = (float(torch.stack(values).max()), math.nan) if ended else mean_and_error(torch.cat(values))
             rows.append((layer, sublayer, role, index, metric, *mean))
         return pd.DataFrame(rows, columns=COLUMNS)
@@ -233,7 +233,7 @@ class JacobianProbe(ShortProbe):
         """Add a row's values, one per sequence."""
         key = (layer, sublayer, role, index, metric)
         self._values.setdefault((*key, self._added[key]), []).append(values)
-        self._added[key] += 1  # a layer may have several feed-forwards
+        self._added[key] += 1  # a layer may have several sub-layers of one kind
 
     def _search(self, layer: int, sublayer: str, role: str, norm: SpectralNorm, index: int = 0) -> None:
         self._unfinished += not norm.converged
@@ -314,7 +314,7 @@ def _of_stream(block: LayerCall, index: int) -> Callable[[torch.Tensor], torch.T
 
 
 def _power(exponent: float) -> str:
-    """Format a power of 10 by its exponent. An exponent of -0 becomes 0."""
+    """Format a power of 10 by its exponent."""
     return f"10^{round(exponent, 2) + 0.0:.2f}"
 
 
@@ -323,8 +323,8 @@ def log10_total_norm(
 ) -> tuple[torch.Tensor, SpectralNorm]:
     """Return log10 of the spectral norm of the whole model's Jacobian, [sequences], and how well the search converged.
 
-    Lamina keeps every block's graph, as a training step does. Many blocks can shrink a vector below the smallest float.
-    Lamina therefore divides each block's output by a constant, and adds the constants' logarithms at the end.
+    Lamina keeps every block's graph, as a training step does. Many blocks can shrink a vector below the smallest float,
+    so Lamina divides each block's output by a constant, and adds the constants' logarithms at the end.
     """
     jacobians = [Jacobian(block, block.stream) for block in blocks]
     start = start_vector(blocks[0].stream)

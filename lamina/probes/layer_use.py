@@ -24,8 +24,8 @@ from lamina.probes.structure.hooks import intercept, observe, stream_of
 from lamina.probes.structure.sites import LayerSite, Point
 
 METRICS = ("causal_score", "permutation_score", "linear_loss_increase")
-_SEQUENCES = 4  # of a corpus, by default
-_ENOUGH = 4  # tokens per channel that a linear map is fitted on
+_SEQUENCES = 4  # the default for a corpus
+_ENOUGH = 4  # tokens per channel to fit a linear map
 Inputs = Mapping[str, torch.Tensor]
 
 
@@ -117,7 +117,7 @@ class LayerUse(Probe):
             axes = {"x_title": "layer skipped", "y_title": "later layer"}
             yield (
                 heat_map(causal, "layer", "index", "value", title="Causal score", **axes),
-                "How much a later layer's update changes, relative to its norm, if Lamina skips a layer.",
+                "Change of a later layer's update if Lamina skips a layer, relative to the update's norm.",
             )
         caption = "Relative change of the loss if Lamina exchanges the layer and the next layer."
         yield from chart(permuted, "Permutation score", "share of the loss", caption, band="standard_error")
@@ -167,12 +167,13 @@ def causal_scores(context: Context, sequences: Sequence[Inputs]) -> dict[tuple[i
 
 
 def _updates(context: Context, inputs: Inputs) -> list[torch.Tensor]:
-    """Return each layer's update x^(l+1) - x^l [tokens, channels] of one sequence without its padding."""
+    """Return each layer's update x^(l+1) - x^l [tokens, channels] for one sequence, without padding."""
     states: dict[int, torch.Tensor] = {}
 
     def see(state: int, value: torch.Tensor) -> None:
         tokens = as_tokens(value, inputs)
-        states[state] = tokens.x[0].clone() if tokens.valid is None else tokens.x[0, tokens.valid[0]]  # else in place
+        # The clone keeps the tensor if a layer adds to the tensor in place.
+        states[state] = tokens.x[0].clone() if tokens.valid is None else tokens.x[0, tokens.valid[0]]
 
     with observe(context.structure.states(), see, root=context.base):
         context.forward(inputs, head=False)
@@ -180,7 +181,7 @@ def _updates(context: Context, inputs: Inputs) -> list[torch.Tensor]:
 
 
 def exchanges(context: Context) -> Iterator[AbstractContextManager]:
-    """Yield contexts that exchange a layer and the next layer.
+    """Yield one context per layer, which exchanges the layer and the next layer.
 
     Raises UserError if the layers share weights or read earlier hidden states.
     """
@@ -195,7 +196,8 @@ def exchanges(context: Context) -> Iterator[AbstractContextManager]:
 def _exchanged(context: Context, first: LayerSite, second: LayerSite) -> Iterator[None]:
     places = [site.path.rpartition(".") for site in (first, second)]
     holders = [(context.model.get_submodule(holder)._modules, name) for holder, _, name in places]
-    counts = [vars(site.module).get("streams") for site in (second, first)]  # Lamina's first layer makes the streams
+    # In a Lamina model, the first layer makes the streams.
+    counts = [vars(site.module).get("streams") for site in (second, first)]
     with ExitStack() as stack:
         if counts[0] is not None:
             for site, streams in zip((first, second), counts, strict=True):
@@ -210,14 +212,14 @@ def _exchanged(context: Context, first: LayerSite, second: LayerSite) -> Iterato
 
 
 def linear_maps(context: Context, sequences: Sequence[Inputs]) -> Iterator[AbstractContextManager]:
-    """Yield contexts in which a linear map replaces a layer. Lamina fits the map on the second half of the sequences.
+    """Yield one context per layer, in which a linear map replaces the layer.
 
     Raises UserError unless the sequences have more tokens than the layer has channels.
     """
     kept: dict[str, torch.Tensor] = {}
 
     def keep(key: str, value: torch.Tensor) -> None:
-        kept[key] = stream_of(value).clone()  # a layer may add to it in place
+        kept[key] = stream_of(value).clone()  # a layer may add to the tensor in place
 
     for site in context.structure.layers:
         points = {"input": site.input, "output": site.output}

@@ -1,4 +1,4 @@
-"""The logit lens: predictions from each layer's hidden states, through the final norm and output head."""
+"""Predict tokens from each layer's hidden states with the final norm and the output head (the logit lens)."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from lamina.probes.engine.statistics import Running
 from lamina.probes.structure.hooks import Args, Output, forward, forwards, observe, refill
 
 METRICS = ("cross_entropy", "kl_to_final", "top1_agreement")
-_LOGITS = 2**23  # at most so many at a time: 32 MiB in float32
-_TOKENS = 1024  # of a corpus, by default
-_TRIED = 8  # tokens on which the tail is compared with the model itself
+_LOGITS = 2**23  # the largest number of logits at a time (32 MiB in float32)
+_TOKENS = 1024  # the default for a corpus
+_TRIED = 8  # the number of tokens on which Lamina compares ``Tail`` with the model
 
 
 @probe
@@ -58,10 +58,9 @@ class LogitLens(Probe):
     needs = frozenset({"tokens"})
 
     def __init__(self, tokens: int | None = None):
-        """Set the number of predicted ``tokens`` to measure (0: all), rounded up to whole sequences.
+        """Choose the number of predicted tokens (0: all), rounded up to whole sequences.
 
-        The default is all of your own text, or 1,024 tokens of a corpus. Raises UserError unless ``tokens`` is a whole
-        number from 0.
+        The default is all of your own text, or 1,024 tokens of a corpus. Raises UserError for an invalid number.
         """
         self.tokens = check_most(self.name, "tokens", tokens)
         self._read: list[Mapping[str, torch.Tensor]] = []
@@ -131,7 +130,7 @@ class LogitLens(Probe):
             chosen = text[masked_positions(len(text)).to(ids.device)] if len(text) else text
             targets = ids[0, chosen]
             ids = ids.clone()
-            assert self._mask is not None  # checked at the beginning
+            assert self._mask is not None  # ``begin`` raised an error otherwise
             ids[0, chosen] = self._mask
         states: dict[int, torch.Tensor] = {}
 
@@ -192,7 +191,7 @@ class LogitLens(Probe):
 
 
 def compare(logits: torch.Tensor, final: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Sum METRICS over tokens.
+    """Return the sums of METRICS over the tokens.
 
     Args:
         logits: a hidden state's logits, [tokens, vocabulary]
@@ -210,15 +209,12 @@ def compare(logits: torch.Tensor, final: torch.Tensor, targets: torch.Tensor) ->
 class Tail:
     """Compute logits from any hidden states with the model's operations after its last layer.
 
-    Lamina runs the model itself, but each layer returns the given states. The result is therefore right for any head,
-    soft-cap or scale. Request the logits of at most ``chunk`` tokens at a time.
+    Lamina runs the model itself, but each layer returns the given states. The logits therefore include any soft-cap or
+    scale. Request the logits of at most ``chunk`` tokens at a time.
     """
 
     def __init__(self, context: Context, ids: torch.Tensor):
-        """Check the logits on a few tokens, ``ids`` [1, tokens].
-
-        Raises UserError if the model's last state does not give the model's logits.
-        """
+        """Raise UserError if the last state of ``ids`` [1, tokens] does not give the model's logits."""
         self.model, self._modules = context.model, {site.module for site in context.structure.layers}
         self._forms: dict[nn.Module, Output] = {}
         last: list[torch.Tensor] = []
@@ -237,7 +233,8 @@ class Tail:
             logits = self(last[-1][0])
         if not expected.isfinite().all():
             raise UserError("logit_lens: the model's logits are not finite. Choose another model.")
-        scale = max(float(expected.abs().max()), 1e-6)  # the tolerance is for bfloat16's rounding of other shapes
+        # The tolerance allows for rounding in bfloat16, which depends on the shape.
+        scale = max(float(expected.abs().max()), 1e-6)
         if not torch.allclose(logits, expected, rtol=0.0, atol=0.02 * scale, equal_nan=True):
             raise UserError(
                 f"logit_lens: {type(self.model).__name__}'s logits depend on more than the last state: logits from the "
@@ -255,10 +252,7 @@ class Tail:
 
     @contextmanager
     def instead_of_the_layers(self, ids: torch.Tensor) -> Iterator[None]:
-        """Make each layer return the given hidden states.
-
-        ``ids`` [1, tokens] can be any tokens, but at least as many as the hidden states of a call.
-        """
+        """Make each layer return the given states. ``ids`` [1, tokens] needs at least as many tokens as states."""
         self._ids = ids
 
         def stub(form: Output, *args: object, **kwargs: object) -> Output:

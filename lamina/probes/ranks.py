@@ -59,8 +59,8 @@ class Ranks(Probe):
         return self._context.structure.states()
 
     def see(self, key: int, value: torch.Tensor) -> None:
-        x = as_tokens(value, self._context.batches[self._batch]).x  # 0 in padding, which changes no singular value
-        finite = bool(x.isfinite().all())  # else it would raise, within the passes of all probes
+        x = as_tokens(value, self._context.batches[self._batch]).x  # padding is 0, which changes no singular value
+        finite = bool(x.isfinite().all())  # NaN would raise an error, and stop the other probes
         singular = torch.linalg.svdvals(x) if finite else torch.full((len(x), 1), torch.nan)
         stable = singular.square().sum(-1) / singular[:, 0].square()
         self._ranks.setdefault((key, "state"), Running()).add(torch.stack([stable, effective_rank(singular)], dim=1))

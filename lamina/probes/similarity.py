@@ -68,7 +68,7 @@ class Similarity(DirectionsProbe):
             self._by_distance.add(by_distance / each, counts)
 
     def standard_error(self) -> float | None:
-        # The cosine's own scale is 1: relative to a mean near 0 no error would be small enough.
+        # Return the absolute error, because no error is small relative to a mean near 0.
         return float((self._by_distance if len(self._states) > 2 else self.by_pair).standard_error.max())
 
     def finish(self, context: Context) -> pd.DataFrame:
@@ -109,7 +109,7 @@ class Similarity(DirectionsProbe):
         farthest = int(curve.index.max()) if len(curve) else 0
         if farthest > 1:
             middle = farthest // 2
-            over = f" over {curve[middle]:.2f} at a distance of {middle} layers" if middle > 1 else ""
+            over = f" to {curve[middle]:.2f} at a distance of {middle} layers, and" if middle > 1 else ""
             yield (
                 f"The cosine between two layers' outputs goes from {curve[1]:.2f} for neighbors{over} to "
                 f"{curve[farthest]:.2f} between the first and the last layer."

@@ -19,11 +19,11 @@ from lamina.probes.structure.hooks import observe
 from lamina.probes.structure.sites import LayerSite, Point
 
 Row = tuple[int, str, str, int, str, float, float]
-FLOOR = 1e-12  # eigenvalues below it are rounding
+FLOOR = 1e-12  # smaller eigenvalues are rounding errors
 _FIGURES = {
     "hard_rank": (
         "Hard rank",
-        "Participation ratio of the eigenvalues of the activations' covariance, divided by their number.",
+        "Participation ratio of the eigenvalues of the activations' covariance, divided by the number of eigenvalues.",
     ),
     "soft_rank": (
         "Soft rank",
@@ -36,7 +36,7 @@ _FIGURES = {
     ),
 }
 RANKS = tuple(_FIGURES)
-_ENOUGH = 4  # tokens per channel, before which other probes' precision may not end the passes
+_ENOUGH = 4  # tokens per channel to read, even if the other probes are precise enough
 Key = tuple[int, str]  # layer, pre or post
 
 
@@ -76,9 +76,7 @@ class Spectra(Probe):
 
     name = "spectra"
     title = "Spectra"
-    summary = (
-        "eigenvalues of the embedding, condition numbers of the feed-forwards' weights, ranks of their activations"
-    )
+    summary = "eigenvalues of the embedding, and the feed-forwards' condition numbers and ranks of activations"
     of_streams = True
     source = "FuseNorm (SpanNorm, arXiv 2601.22580) Fig 8, 10, 11; Jha & Reagen (arXiv 2510.00537)"
 
@@ -100,7 +98,7 @@ class Spectra(Probe):
         self._covariances: dict[Key, Covariance] = {}
         self._ranks: dict[Key, dict[str, float]] = {}
         self._widths: dict[int, int] = {}
-        self._batches: Counter[Key] = Counter()  # that a covariance took
+        self._batches: Counter[Key] = Counter()  # the number of batches in each covariance
         self._tokens = 0
         self.tokens_per_channel = context.most(self._option, _ENOUGH)
         points: dict[Key, Point] = {}
@@ -118,7 +116,7 @@ class Spectra(Probe):
             )
         if not self._widths:
             context.notes.append("spectra: Lamina found no dense feed-forward, so Lamina leaves out the ranks")
-        # Images are cut into an unknown number of patches: their tokens are counted as they come.
+        # The number of an image's patches is unknown here, so ``finish`` checks the number of tokens.
         elif self._tokens_suffice(context, context.tokens() if context.reads_tokens else math.inf):
             budget, used = self.memory * 2**30, math.inf
             for key, point in points.items():
@@ -159,13 +157,13 @@ class Spectra(Probe):
         """Add a layer's activations [batch, tokens, channels] to the layer's covariance."""
         covariance = self._covariances.setdefault(key, Covariance())
         if self._full(key):
-            return  # each token costs the width squared
+            return  # another token costs width^2 operations
         covariance.add(value)
         self._batches[key] += 1
         self._tokens = max(self._tokens, covariance.count)
 
     def _full(self, key: Key) -> bool:
-        """Return whether a covariance has enough tokens."""
+        """Return whether a covariance has as many tokens as the option ``tokens_per_channel`` requests."""
         return 0 < self.tokens_per_channel * self._widths[key[0]] <= self._covariances[key].count
 
     def standard_error(self) -> float | None:
@@ -174,10 +172,7 @@ class Spectra(Probe):
         return math.inf if self._groups and self._tokens < enough * max(self._widths.values()) else None
 
     def finish(self, context: Context) -> pd.DataFrame:
-        """Compute the weights' spectra, and the activations' ranks from their covariances.
-
-        If memory cannot hold all covariances at once, Lamina reads the text again for each further group.
-        """
+        """Compute the spectra. If memory cannot hold all covariances at once, Lamina reads the text several times."""
         rows = embedding_rows(context)
         for site in context.structure.layers:
             rows += condition_rows(site)
@@ -191,7 +186,7 @@ class Spectra(Probe):
         return frame.assign(sequences=ranks * sequences, tokens=ranks * self._tokens)
 
     def measured(self, context: Context) -> None:
-        """Return None, because the rows about weights do not depend on text. ``finish`` adds the columns."""
+        """Return None, because ``finish`` adds the columns. The rows about weights do not depend on text."""
 
     def _rank_rows(self, context: Context) -> list[Row]:
         self._reduce()
@@ -218,7 +213,7 @@ class Spectra(Probe):
         return rows
 
     def _reduce(self) -> None:
-        """Replace each covariance by its four ranks, which frees memory for the next pass."""
+        """Replace each covariance with its ranks, to free memory for the next pass."""
         for key in list(self._covariances):
             values = self._covariances.pop(key).eigenvalues()
             if not bool(values.isfinite().all()):
@@ -266,7 +261,7 @@ class Spectra(Probe):
                 yield (
                     f"{side.capitalize()} the nonlinearity, the hard rank of the feed-forward's activations is "
                     f"{means[role, 'hard_rank']:.3f}. The soft rank is {means[role, 'soft_rank']:.3f}. Both are "
-                    "shares of the width: the participation ratio of the covariance's eigenvalues, and exp of the "
+                    "divided by the width: the participation ratio of the covariance's eigenvalues, and exp of the "
                     f"eigenvalues' entropy. The effective dimension ratio, by our definition, is "
                     f"{means[role, 'edr']:.1f}. These three values are means over the layers, on "
                     f"{means[role, 'tokens']:.0f} tokens."
@@ -357,13 +352,13 @@ class Covariance:
 
 
 def hard_rank(eigenvalues: torch.Tensor) -> float:
-    """Return the participation ratio of the eigenvalues, divided by their number."""
+    """Return the participation ratio of the eigenvalues, divided by the number of eigenvalues."""
     values = eigenvalues.double()
     return float(values.sum().square() / values.square().sum() / len(values))
 
 
 def soft_rank(eigenvalues: torch.Tensor) -> float:
-    """Return the exponential of the entropy of the eigenvalues, divided by their number."""
+    """Return exp of the entropy of the eigenvalues, divided by the number of eigenvalues."""
     shares = eigenvalues.double() / eigenvalues.double().sum()
     return float(torch.exp(-torch.special.xlogy(shares, shares).sum()) / len(shares))
 
@@ -394,7 +389,7 @@ def spectral_utilisation(eigenvalues: torch.Tensor) -> dict[str, float]:
 def condition_number(weight: torch.Tensor) -> float:
     """Return the largest singular value divided by the smallest, in float64, or inf for a singular matrix."""
     weight = weight.detach().double()
-    # The smaller Gram matrix's eigenvalues are the squares: many times faster, and exact enough far from 1 / eps.
+    # The eigenvalues of the smaller Gram matrix are the squared singular values. They are many times faster to compute.
     weight = weight if weight.shape[0] <= weight.shape[1] else weight.T
     squares = torch.linalg.eigvalsh(weight @ weight.T)
     least, most = float(squares[0]), float(squares[-1])

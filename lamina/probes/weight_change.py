@@ -68,7 +68,7 @@ class WeightChange(Probe):
                 )
 
     def measured(self, context: Context) -> Sample:
-        return Sample(0, 0)  # of the weights alone
+        return Sample(0, 0)  # the probe reads only weights
 
     def finish(self, context: Context) -> pd.DataFrame:
         squares: dict[tuple[int, str, str], tuple[float, float]] = {}
