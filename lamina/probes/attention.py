@@ -124,8 +124,8 @@ class Attention(Probe):
         yield from chart(
             every[every["metric"].isin(["entropy_share", "first_token_share"])],
             *("How spread out attention is, and the weight on the first token", "share"),
-            "Entropy of the attention weights divided by its maximum, and the weight on the first token, both "
-            "averaged over the heads.",
+            "Entropy of the attention weights divided by the largest possible entropy, and the weight on the first "
+            "token, both averaged over the heads.",
             color="metric",
             band="standard_error",
         )
@@ -199,7 +199,7 @@ def of_heads(
 
 
 def _by_sequence(logits: torch.Tensor, weights: torch.Tensor, batch: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Reshape to [batch, heads, queries, keys], or return None for a softmax over other things than keys (a router)."""
+    """Reshape to [batch, heads, queries, keys]. Return None for a softmax that is not over keys (in a router)."""
     if logits.ndim == 4 and len(logits) == batch:
         return logits, weights
     if len(logits) % batch:

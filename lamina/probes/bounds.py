@@ -58,7 +58,7 @@ class Sides:
 def variance_sides(block: LayerCall, num_layers: int, constant: float) -> list[Sides]:
     """Measure both sides of FuseNorm's Eq 13, 20 and 21 in one block. ``Bounds`` defines the sides.
 
-    Lamina computes the variance over each token's channels, and averages it over the tokens of a sequence.
+    A variance is over each token's channels, averaged over the tokens of a sequence.
     """
     points: dict[Hashable, Point] = {}
     for index, sublayer in enumerate(block.site.sublayers):
@@ -136,7 +136,7 @@ def jacobian_sides(block: LayerCall, tolerance: float) -> list[Sides]:
 
 
 def fused(block: LayerCall) -> bool:
-    """Return whether a block has FuseNorm's structure: a norm on both sums, and its input as the second skip."""
+    """Return whether a block has FuseNorm's structure: norms on both sums, and the block's input as the last skip."""
     wirings = wirings_of(block.site)
     return len(wirings) == 2 and all(w.post_gain is not None for w in wirings) and wirings[1].skip == "block_input"
 

@@ -79,8 +79,8 @@ class Gradients(Probe):
         parameters = dict(context.model.named_parameters())
         if shared := shared_layers(context.structure):
             context.notes.append(
-                f"The layers {ranges(shared)} share their parameters, so Lamina shows their summed gradient at "
-                "the first layer. The gradients of the hidden states are separate for each layer."
+                f"The layers {ranges(shared)} share their parameters, so Lamina shows the sum of these layers' "
+                "gradients at the first layer. The gradients of the hidden states are separate for each layer."
             )
         weight = getattr(context.structure.head, "weight", None)
         if weight is not None and weight is getattr(context.structure.embedding, "weight", None):

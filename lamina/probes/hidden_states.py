@@ -201,7 +201,7 @@ class HiddenStates(Probe):
         yield from chart(
             states[states["metric"].isin(["abs_max", "top100_min", "abs_mean", "median"])],
             *("Magnitudes of the hidden states", "|x|"),
-            "The largest |x|, the smallest of the 100 largest, the mean and the median. FP16 ends at 65504.",
+            "The largest |x|, the smallest of the 100 largest, the mean and the median. FP16's limit is 65504.",
             **by_state,
         )
         yield from chart(

@@ -1,4 +1,4 @@
-"""Measure how much each layer stretches its input, and how much the residual path alone would stretch it."""
+"""Measure how much a layer, and the layer's residual path alone, stretch a change of the layer's input."""
 
 from __future__ import annotations
 
@@ -158,8 +158,8 @@ class JacobianProbe(ShortProbe):
             bare = [block.site.index for block in blocks if not block.site.sublayers]
             if bare:
                 context.note(
-                    "Jacobians: Lamina leaves out the residual path, because it did not find the sub-layers of layer "
-                    f"{ranges(bare)}."
+                    "Jacobians: Lamina leaves out the residual path, because Lamina did not find the sub-layers of "
+                    f"layer {ranges(bare)}."
                 )
             norms = {block.site.index: [n for part in block.site.sublayers for n in part.norms] for block in blocks}
             odd = [at for at, own in norms.items() if not all(getattr(n.module, "divides", True) for n in own)]

@@ -1,4 +1,4 @@
-"""Measure how a layer affects later layers, whether its position matters, and whether a linear map could replace it."""
+"""Measure how each layer affects later layers, and the loss with exchanged layers or a linear layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measure the similarity of the hidden states between all pairs of layers, and across each layer."""
+"""Measure the cosine between the hidden states of all pairs of layers, and before and after each layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measure how many directions the embedding, the feed-forward's weights and its activations use."""
+"""Measure how many directions the embedding and the feed-forward's weights and activations use."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ class Spectra(Probe):
         yield from chart(
             frame[frame.metric == "eigenvalue_over_median"],
             *("Spectrum of the embedding", "eigenvalue / median"),
-            "Eigenvalues of the covariance of the embedding's rows, divided by their median. A flat line means "
+            "Eigenvalues of the covariance of the embedding's rows, divided by the median. A flat line means "
             "an isotropic embedding.",
             x="index",
             x_title="rank",
@@ -269,10 +269,10 @@ class Spectra(Probe):
 
 
 def embedding_rows(context: Context) -> list[Row]:
-    """Return the eigenvalues of the covariance of the embedding's rows, largest first, also divided by their median."""
+    """Return the eigenvalues of the embedding's covariance, largest first, and each value divided by the median."""
     weight = getattr(context.structure.embedding, "weight", None)
     if not isinstance(weight, torch.Tensor) or weight.ndim != 2:
-        context.notes.append("spectra: the model has no token embedding, so Lamina leaves out its eigenvalues")
+        context.notes.append("spectra: the model has no token embedding, so Lamina leaves out the eigenvalues")
         return []
     if len(weight) <= weight.shape[1]:
         context.notes.append(
@@ -340,7 +340,10 @@ class Covariance:
         self.count += len(samples)
 
     def matrix(self) -> torch.Tensor:
-        """Return the sample covariance (divisor n - 1), [channels, channels] in float64. It needs two samples."""
+        """Return the sample covariance (divisor n - 1), [channels, channels] in float64.
+
+        Raises ValueError for fewer than two samples.
+        """
         if self.count < 2:
             raise ValueError(f"a covariance needs at least 2 samples, but there are {self.count}. Give more text.")
         mean = self._sum / self.count

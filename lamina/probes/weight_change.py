@@ -91,7 +91,7 @@ class WeightChange(Probe):
 
     def figures(self, frame: Frame) -> Iterator[tuple[Figure, str]]:
         rows = frame[(frame["layer"] >= 0) & (frame["role"] == "all") & (frame["metric"] == "change_ratio")]
-        caption = "Norm of the total change of a layer's weights, divided by the norm of its initial weights."
+        caption = "Norm of the total change of a layer's weights, divided by the norm of the initial weights."
         yield from chart(rows, "Weight change by layer", "|dW| / |W_init|", caption, color="sublayer")
 
     def sentences(self, frame: Frame) -> Iterator[str]:

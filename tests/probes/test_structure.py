@@ -136,7 +136,9 @@ def test_no_layers_says_what_was_looked_for():
         def forward(self, input_ids):
             return self.out[0](self.embedding(input_ids))
 
-    with pytest.raises(UserError, match=r"Lamina found no layers in Flat.*--layers PATH.*its lists of modules: out"):
+    with pytest.raises(
+        UserError, match=r"Lamina found no layers in Flat.*--layers PATH.*the model's lists of modules: out"
+    ):
         find_structure(Flat(), {"input_ids": torch.arange(5)[None]})
 
 

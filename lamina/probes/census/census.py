@@ -268,9 +268,9 @@ def _of_streams(
 
 
 def _wired(best: Match, wirings: Callable[[str], list[str]], otherwise: str) -> Match:
-    """Complete each placement with the measured residual connections, if the placement supports them.
+    """Add the ``wiring`` option with the measured residual connections to each placement.
 
-    If no placement supports them, add ``otherwise`` to the differences.
+    If no placement has such an option, add the text ``otherwise`` to the differences.
     """
     exact = [] if best.differences else [best.placement, *best.others, *best.here]
     wired_as = {spec: wired for spec in exact or [best.placement] if (wired := wirings(spec))}

@@ -243,7 +243,7 @@ class _Fit:
         return Sum(branches=tuple(branches), skip=skip, post_norm=post, coupling=self._coupling(), error=self.error)
 
     def _is_beside(self, number: int) -> bool:
-        """Return whether a later sub-layer reads the block's input instead of the current residual stream."""
+        """Return whether a sub-layer reads the block's input instead of the stream after the previous sub-layer."""
         block, key = self.tensors[self.site.index, "input"], (self.site.index, number)
         read = self.tensors.get((*key, "pre_norm", "input"), self.tensors.get((*key, "entry")))
         return read is not None and torch.equal(read, block) and not torch.equal(read, self.stream)

@@ -197,7 +197,9 @@ class _Fit:
 def _judged(into: str, before: _Fit, after: _Fit) -> StateRead:
     error = max(before.error, after.error)
     if error > ROUNDING:
-        raise UserError(f"the input of {into} is not a sum of hidden states, each times one weight per token")
+        raise UserError(
+            f"the input of {into} is not a weighted sum of hidden states, with one weight per state and token"
+        )
     large = torch.stack([fit.weights.abs().amax(0) for fit in (before, after)]).amax(0) > _WEIGHT
     shares = all(
         bool((w > -_SAME).all()) and float((w.sum(1) - 1).abs().max()) < _MOVED for w in (before.weights, after.weights)

@@ -58,7 +58,7 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Tag:
-    """Mark a tensor as the residual stream, as a normed copy of the stream, or as the output of a branch."""
+    """The mark of a traced tensor: the residual stream, a normed copy of the stream, or the output of a branch."""
 
     kind: str  # stream | normed | branch
     parts: tuple[_Part, ...] = ()
@@ -471,7 +471,9 @@ def _declared_layer(index: int, path: str, block: nn.Module, record: Trace) -> L
     return LayerSite(index, block, path, 0, tuple(sublayers), carries_more=True, reads=point)
 
 
-_ONE_OF_MEMORY = "The hidden states are the residual stream alone. The model also stores earlier hidden states."
+_ONE_OF_MEMORY = (
+    "The hidden states are the residual stream, without the earlier hidden states that the model also stores."
+)
 
 
 def _chains(record: Trace) -> list[list[Call]]:
@@ -553,7 +555,7 @@ def _suggest(model: nn.Module, allowed: bool = False) -> str:
     first = ", ".join(sorted(lists, key=lambda n: (n.count("."), n))[:6])
     if allowed:
         return f". Give the path of a list of layers{f', such as {first}' if first else ''}."
-    return f" (its lists of modules: {first})" if first else ""
+    return f" (the model's lists of modules: {first})" if first else ""
 
 
 def _num_layers(model: nn.Module) -> int | None:

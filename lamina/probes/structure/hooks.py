@@ -95,7 +95,7 @@ def intercept(
     """Replace the tensor at each point with ``change(key, tensor)`` in forward passes.
 
     Args:
-        points: the points by key. ``change`` gets the tensor without the point's factor.
+        points: the tensors to replace, by key. Lamina does not apply a point's factor.
         change: a function that returns the new tensor, or None to keep the tensor
         roots: the modules whose forward pass resets the counts of calls to 0
         calls: the number of earlier calls by module, for a pass through a single layer

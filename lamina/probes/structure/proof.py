@@ -26,12 +26,12 @@ _SAME = 1e-3  # largest relative difference between passes, because kernels and 
 
 
 def prove(structure: Structure, inputs: Batch, root: nn.Module, *, reads_tokens: bool = True) -> Structure:
-    """Check the structure with small forward passes, and return the structure without the sub-layers that fail.
+    """Check with small forward passes that the traced tensors are the residual stream, and return the structure.
 
-    Hidden states must have the shape [batch, tokens, width] and be equal in two passes over the same input. They must
-    depend on their own token, and not on other sequences. If an input is not a tensor (such as a block
-    mask), Lamina skips the checks that change the input. If the outputs of a layer's sub-layers do not add up to the
-    layer's output, Lamina removes these sub-layers.
+    Hidden states must have the shape [batch, tokens, width], and be equal in two passes over the same input. A hidden
+    state must depend on its token, and not on other sequences. If an input is not a tensor (such as a block mask),
+    Lamina skips the checks that change the input. If a layer's output is not the sum of the skip and the sub-layers'
+    outputs, Lamina removes the layer's sub-layers from the structure.
 
     Args:
         inputs: a batch for ``root``, which is the model or the model without its head
@@ -166,7 +166,7 @@ def _check_tokens(structure: Structure, tensors: Tensors, root: nn.Module, input
     changed = watched(root, {0: structure.states()[0]}, {**inputs, "input_ids": ids})
     if torch.equal(changed[0][0, 0], tensors[0][0, 0]):
         raise UserError(
-            f"model: the first token does not change its hidden state at {_path(structure, 0)}. Choose a model whose "
+            f"model: another first token gives the same hidden state at {_path(structure, 0)}. Choose a model whose "
             "layers return [batch, tokens, width]."
         )
 

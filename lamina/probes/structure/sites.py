@@ -114,7 +114,7 @@ class FeedForward:
         return int(down.in_features if hasattr(down, "in_features") else down.weight.shape[0])
 
     def stacked_side(self, module: nn.Module) -> int | None:
-        """Return the axis on which a weight stacks the gate and the up-projection, or None for a plain weight."""
+        """Return the axis on which a weight stacks the gate and the up-projection, or None if the weight does not."""
         if module is self.down[1] or len(self.up) != 1:
             return None
         weight: Any = module.weight

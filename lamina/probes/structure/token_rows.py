@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from lamina.probes.structure.hooks import undisturbed
 
-_IDS = ((1, 1, 0), (1, 1, 1))  # unlike any position ids or token types
+_IDS = ((1, 1, 0), (1, 1, 1))  # a pattern that position ids and token types never have
 _LOOKUPS = (functional.embedding, torch.Tensor.__getitem__, torch.index_select, torch.Tensor.index_select)
 
 
