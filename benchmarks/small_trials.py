@@ -1,9 +1,9 @@
-"""A trial of `make demo` beside a plain loop over the same model, batches and optimizer: 24 blocks of width 64, 512
-tokens a step, one thread.
+"""Compare the speed of a trial of `make demo` with a plain loop over the same model, batches and optimizer.
 
-Both run in one process: after every 8 steps of the trial, the loop takes 8 steps with a copy of its model, so that a
-machine whose speed drifts drifts for both. Evaluations and the first steps do not count, records do: a trial writes
-about 20, the loop none. A process is a turn, because two of them differ by their memory's layout.
+The model has 24 blocks of width 64. A step has 512 tokens and one thread. Both sides run in one process: after every 8
+steps of the trial, the loop takes 8 steps with a copy of the model. So a drift of the machine's speed affects both.
+Evaluations and the first steps do not count, but the trial's 20 or so records do. Each turn is a new process, because
+the memory layout of a process affects the speed.
 
     python benchmarks/small_trials.py --output benchmarks/results/small_trials.json
 """
@@ -26,12 +26,12 @@ from common import ROOT, settings_of_machine, write_record
 
 TRIAL = {"backbone": "llama-nano", "num_layers": 24, "batch_size": 8, "sequence_length": 64, "placement": "pre_ln"}
 ALIKE = {"precision": "fp32", "compile": "off", "save_steps": 0}
-BLOCK = 8  # steps of one way before the other's turn
+BLOCK = 8  # steps of one side before the other side's turn
 FIRST = 3 * BLOCK  # steps before the clock starts
 
 
 class PlainLoop:
-    """A loop over a copy of a trainer's model, with its optimizer's class and settings and its batches."""
+    """A plain training loop with a copy of a trainer's model, the same kind of optimizer, and the same batches."""
 
     def __init__(self, trainer: Any):
         import torch
@@ -58,7 +58,7 @@ class PlainLoop:
 
 
 def turn(steps: int) -> dict[str, float]:
-    """Return the CPU seconds of a step in a trial of ``steps`` steps, and of a step in the loop beside it."""
+    """Return the CPU seconds per step in a trial of ``steps`` steps, and in the loop."""
     import torch
 
     from lamina.training.monitor.recorder import RunRecorder
@@ -96,10 +96,9 @@ def turn(steps: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure the turns and print, or write, the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=240, help="steps of a turn: 240, as in the demo")
+    parser.add_argument("--steps", type=int, default=240, help="steps per turn (default: 240, as in the demo)")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

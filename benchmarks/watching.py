@@ -1,9 +1,9 @@
-"""What `lamina.watch` costs: a training loop watched at its default interval against the same loop left alone.
+"""Measure the cost of `lamina.watch`: a watched training loop against the same loop without Lamina.
 
-Two Llamas of transformers with the same weights train on the same batches in one process, step beside step, the one
-that goes first changing from pair to pair: a machine whose speed drifts drifts for both. A turn is an interval of such
-pairs, so that it holds one record. On a GPU, which works behind the loop, a turn is an interval of the one loop and
-then an interval of the other, in bf16. The ratio of its watched steps' time to its bare ones' is what users pay:
+Two Llamas of transformers with the same weights train on the same batches in one process. The loops alternate after
+each step, and take turns in going first, so a drift of the machine's speed affects both. A turn has as many steps as
+the interval between two records, so each turn has one record. A GPU works asynchronously, so there each loop runs for
+a whole interval, in bf16. The result is the time of the watched steps divided by the time of the other steps.
 
     python benchmarks/watching.py --output benchmarks/results/watching.json
 """
@@ -25,7 +25,7 @@ TARGET = 1.03
 
 
 class Loop:
-    """A model in training, watched or not."""
+    """A training loop with or without `lamina.watch`."""
 
     def __init__(self, arguments: argparse.Namespace, watched: Path | None, held: ExitStack):
         import torch
@@ -51,7 +51,7 @@ class Loop:
             self.monitor = held.enter_context(lamina.watch(self.model, self.optimizer, output=str(watched), **settings))
 
     def step(self) -> tuple[float, float]:
-        """Take one step; returns its wall and CPU seconds."""
+        """Train for one step, and return the wall seconds and CPU seconds."""
         import torch
 
         wall, cpu = time.perf_counter(), time.process_time()
@@ -67,7 +67,7 @@ class Loop:
 
 
 def turn(bare: Loop, watched: Loop, steps: int) -> list[tuple[float, float]]:
-    """Wall and CPU seconds of so many steps of each: first the bare loop's, then the watched one's."""
+    """Return the wall and CPU seconds of ``steps`` steps, first for the bare loop, then for the watched loop."""
     if bare.device.type == "cuda":
         return [behind(loop, steps) for loop in (bare, watched)]
     taken = {bare: [0.0, 0.0], watched: [0.0, 0.0]}
@@ -79,7 +79,7 @@ def turn(bare: Loop, watched: Loop, steps: int) -> list[tuple[float, float]]:
 
 
 def behind(loop: Loop, steps: int) -> tuple[float, float]:
-    """Wall and CPU seconds of so many steps of a loop whose device works behind it."""
+    """Return the wall and CPU seconds of ``steps`` steps on a device that works asynchronously."""
     wait_for(loop.device)
     wall, cpu = time.perf_counter(), time.process_time()
     for _ in range(steps):
@@ -89,7 +89,6 @@ def behind(loop: Loop, steps: int) -> tuple[float, float]:
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The ratios of all turns."""
     from lamina.training.monitor.writers import WatchSettings
 
     interval = arguments.every or WatchSettings.from_dict({"output": "unused"}).every
@@ -112,14 +111,13 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure and print, or write, one JSON record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="8m")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--sequence-length", type=int, default=256)
-    parser.add_argument("--compile", choices=("off", "model", "layers"), default="off", help="what torch.compile gets")
-    parser.add_argument("--every", type=int, default=None, help="steps between records (default: that of lamina.watch)")
+    parser.add_argument("--compile", choices=("off", "model", "layers"), default="off", help="part to compile")
+    parser.add_argument("--every", type=int, default=None, help="steps between records (default: as in lamina.watch)")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()

@@ -1,11 +1,12 @@
-"""One contender in a process of its own: builds a model, warms up, then trains when told to (see common.Contender).
+"""Train one contender in a new process: build the model, warm up, then train on request (see common.Contender).
 
     python benchmarks/worker.py '{"name": "lamina:keel", "precision": "fp32", "compile": "on", "size": "8m", ...}'
 
-A parked contender (of gpu.py) compiles first, and waits for its turn to build the model, so that all can compile side
-by side on a GPU that could not hold them all; between turns it holds its weights and moments alone.
+A parked contender of gpu.py compiles first, and then waits for its turn to build the model. So all contenders can
+compile at the same time on a GPU that cannot hold all models. Between turns, a parked contender holds only weights and
+moments.
 
-Imports nothing but torch, transformers, accelerate, numpy, scipy, pandas and pyarrow, and what the contender itself is.
+This file imports only torch, transformers, accelerate, numpy, scipy, pandas, pyarrow, and the contender's package.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ FOREVER = 10**6
 
 
 class RandomBlocks(Dataset):
-    """Blocks of random token ids [tokens]: what is in them costs no model more or less."""
+    """Blocks of random token ids [tokens]. The content of the blocks does not affect the speed."""
 
     def __init__(self, task: dict[str, Any]):
         shape = (max(64, 4 * task["batch_size"]), task["sequence_length"])
@@ -51,14 +52,16 @@ class RandomBlocks(Dataset):
 
 
 class Done(BaseException):
-    """Raised to leave a Trainer at once, without its last evaluation."""
+    """Leave a Trainer at once, without the last evaluation."""
 
 
 class Baton(TrainerCallback):
-    """Called where a step begins: times the turns, and waits for the next one between them.
+    """Time the turns at the beginning of each step, and wait for the next turn.
 
-    ``only_compiles``: leave after one step. ``parked``: give the memory back between turns, and take a step before each
-    that is not timed.
+    Args:
+        device: the device of the model
+        parked: whether to free cached memory between turns, and to begin each turn with a step that is not timed
+        only_compiles: whether to stop after one step
     """
 
     def __init__(self, device: torch.device, *, parked: bool = False, only_compiles: bool = False):
@@ -68,7 +71,7 @@ class Baton(TrainerCallback):
         self.first = self.parameters = 0.0
 
     def step_begins(self) -> bool:
-        """False where the training is to end."""
+        """Return whether to continue. False ends the training."""
         now = time.perf_counter
         if self.done <= WARM_UP:
             if self.done == 1:
@@ -114,21 +117,21 @@ class Baton(TrainerCallback):
             raise Done
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        raise RuntimeError("no evaluation belongs in a turn")
+        raise RuntimeError("an evaluation ran during a turn")
 
 
 def say(**what: Any) -> None:
-    """One line for `common.Contender`."""
+    """Print an answer as one line for `common.Contender`."""
     print("@" + json.dumps(what), flush=True)
 
 
 def heard() -> dict[str, Any]:
-    """The next line of whoever started this process; to end, where that is gone."""
+    """Read the next line from the parent process. If the parent process has ended, return 0 steps."""
     return json.loads(sys.stdin.readline() or '{"steps": 0}')
 
 
 def train_loop(model: nn.Module, task: dict[str, Any], baton: Baton) -> None:
-    """NanoGPT's loop: autocast, clipping, fused AdamW, the next batch sent while the GPU works."""
+    """Train as nanoGPT does: autocast, clipping, fused AdamW. The next batch moves to the GPU in the background."""
     device, dtype = baton.device, torch.bfloat16
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = task["precision"] == "bf16"
     model.to(device).train()
@@ -150,19 +153,19 @@ def train_loop(model: nn.Module, task: dict[str, Any], baton: Baton) -> None:
 
 
 def sent(ids: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A batch on the device, without waiting for it."""
+    """Move a batch to the device without waiting."""
     return (ids.pin_memory() if device.type == "cuda" else ids).to(device, non_blocking=True)
 
 
 def batches(blocks: RandomBlocks, batch_size: int) -> Iterator[torch.Tensor]:
-    """Endless batches [batch, tokens]."""
+    """Yield batches [batch, tokens] without end."""
     while True:
         for start in range(0, len(blocks.ids) - batch_size + 1, batch_size):
             yield blocks.ids[start : start + batch_size]
 
 
 def train_llama(task: dict[str, Any], baton: Baton, folder: str) -> None:
-    """Transformers' Llama and Trainer, at their defaults but for precision and compilation."""
+    """Train transformers' Llama with the Trainer. Only precision and compilation differ from the defaults."""
     from peers import transformers_llama
 
     model = transformers_llama(task["size"], task["sequence_length"])
@@ -183,20 +186,20 @@ def train_llama(task: dict[str, Any], baton: Baton, folder: str) -> None:
 
 
 def train_lamina(task: dict[str, Any], baton: Baton, folder: str, layers: int | None = None) -> None:
-    """`lamina pretrain` on random blocks, with all that it records; ``layers``: of the model, if not the size's."""
+    """Run `lamina pretrain` on random blocks, with all records. ``layers`` replaces the number of layers."""
     from pretraining import pretrain
 
     pretrain(task, baton, Path(folder), layers)
 
 
 def compiled_first(task: dict[str, Any], device: torch.device, folder: str) -> None:
-    """Compile the blocks of a parked contender in a model of fewer layers, and wait for its turn to build its own."""
+    """Compile the blocks of a parked contender in a model with fewer layers."""
     train_lamina(task, Baton(device, only_compiles=True), folder + "/compiled", task["compiled_layers"])
     raise AssertionError("the baton ends it")
 
 
 def choose_attention(name: str | None) -> None:
-    """Let PyTorch's attention use this kernel alone."""
+    """Let PyTorch use only this attention kernel."""
     if name is not None:
         torch.backends.cuda.enable_flash_sdp(name == "flash")
         torch.backends.cuda.enable_mem_efficient_sdp(name == "efficient")
@@ -204,14 +207,14 @@ def choose_attention(name: str | None) -> None:
 
 
 def contend(task: dict[str, Any], device: torch.device, folder: str) -> None:
-    """Train what the task says until the last turn."""
+    """Train what the task describes, until the last turn."""
     parked = bool(task.get("parked"))
     if parked and task.get("compiled_layers"):
         try:
             compiled_first(task, device, folder)
         except Done:
             pass
-        except torch.OutOfMemoryError:  # beside the others: what was compiled is kept all the same
+        except torch.OutOfMemoryError:  # other contenders use the memory, but the cache keeps what was compiled
             pass
         gc.collect()
         if device.type == "cuda":
@@ -219,7 +222,7 @@ def contend(task: dict[str, Any], device: torch.device, folder: str) -> None:
         say(compiled=time.perf_counter() - BORN)
         heard()
     elif parked:
-        say(compiled=0.0)  # its first step does
+        say(compiled=0.0)  # the first step compiles
         heard()
     baton = Baton(device, parked=parked)
     try:
@@ -236,7 +239,7 @@ def contend(task: dict[str, Any], device: torch.device, folder: str) -> None:
 
 
 def main() -> None:
-    """Train what the task in the first argument says."""
+    """Train what the task in the first argument describes."""
     task = json.loads(sys.argv[1])
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if task.get("threads"):

@@ -3,8 +3,8 @@
     python examples/build_keel.py [--num-layers 12]
 
 The script computes Keel's block by hand, y = LN(alpha x + A(LN x)) and x' = LN(alpha y + F(LN y)), with the weights of
-the model that `lamina.build` made, and compares the outputs. `lamina.emit` then writes the block for your own trainer.
-The script takes a few seconds. It prints a difference of 0 for every block, and writes a file of about a hundred lines.
+the model from `lamina.build`. Then the script compares the outputs, and `lamina.emit` writes the block for your own
+trainer. The script takes a few seconds, prints a difference of 0 for every block, and writes about a hundred lines.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import lamina
 
 
 def main() -> None:
-    """Build the model, check its blocks, and write the block as a file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--num-layers", type=int, default=12)
     parser.add_argument("--output", type=Path, default=Path("runs/keel_block.py"))

@@ -2,9 +2,8 @@
 
     python examples/choose_and_pretrain.py [--corpus my_texts/] [--folder runs/chosen] [--scale 1]
 
-At --scale 1, the comparison takes about ten minutes on two cores, and the pretraining takes about ten more. You can
-stop the script and run it again: it keeps the finished models. --scale 0.02 only tries the script, and cannot rank
-placements.
+At --scale 1, the comparison and the pretraining take about ten minutes each on two cores. You can stop the script and
+run it again: finished models are kept. --scale 0.02 only tries the script, and cannot rank placements.
 """
 
 from __future__ import annotations
@@ -22,22 +21,21 @@ SIZE = {"num_layers": 16, "hidden_size": 48, "num_heads": 2, "sequence_length": 
 
 
 def best(results: pd.DataFrame) -> tuple[str, float]:
-    """Return the placement and learning rate with the lowest mean loss, among those whose seeds all trained."""
+    """Return the placement and learning rate with the lowest mean loss. Every seed must have trained."""
     trained = results["status"].isin(("finished", "short"))
     arms = results.assign(trained=trained).groupby(["placement", "learning_rate"])
     means = arms.agg(loss=("eval_loss", "mean"), all=("trained", "all"))
     if not means["all"].any():
-        raise SystemExit("no arm trained with every seed: take more steps (--scale) or lower rates")
+        raise SystemExit("no placement trained with every seed at any learning rate. Raise --scale, or lower RATES")
     placement, rate = means[means["all"]]["loss"].idxmin()
     return str(placement), float(rate)
 
 
 def main() -> None:
-    """Compare the placements, choose the best, and pretrain it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--corpus", default="embedded")
     parser.add_argument("--folder", type=Path, default=Path("runs/chosen"))
-    parser.add_argument("--scale", type=float, default=1.0, help="factor on the steps")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor for the number of steps")
     options = parser.parse_args()
     study = options.folder / "study"
     api.compare(

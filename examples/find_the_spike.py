@@ -3,8 +3,8 @@
     python examples/find_the_spike.py [--folder runs/spike] [--steps 300]
 
 A small Llama trains in a plain PyTorch loop. After two thirds of the steps, the script multiplies the learning rate by
-40, as a wrong schedule would. `lamina.watch` records every layer, and `lamina.diagnose` reads the record. The script
-takes a minute on one core. It prints the step of the jump, and writes the page runs/spike/diagnosis.html.
+40, as a wrong schedule would. `lamina.watch` records every layer, and `lamina.diagnose` finds the cause in the records.
+The script takes a minute on one core, prints the step of the jump, and writes the page runs/spike/diagnosis.html.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ LENGTH = 64
 
 
 def main() -> None:
-    """Train with a planted fault, and let Lamina find the cause."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=Path("runs/spike"))
     parser.add_argument("--steps", type=int, default=300)

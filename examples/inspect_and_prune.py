@@ -2,9 +2,9 @@
 
     python examples/inspect_and_prune.py MODEL [--folder runs/inspected] [--drop 1] [--tokenizer bytes]
 
-MODEL is a folder with a config.json and safetensors, or a name on the Hugging Face hub. If a model of
-bytes has no tokenizer, add --tokenizer bytes. A model of a few million parameters takes a minute. The script writes the
-page runs/inspected/probed/report.html, and a smaller model to runs/inspected/pruned.
+MODEL is a folder with a config.json and safetensors, or a name on the Hugging Face hub. If the model was trained on
+bytes and has no tokenizer, add --tokenizer bytes. For a few million parameters, the script takes a minute. The script
+writes the page runs/inspected/probed/report.html, and a smaller model to runs/inspected/pruned.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ import lamina
 
 
 def main() -> None:
-    """Name the placement, measure each layer, and remove layers."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
     parser.add_argument("--folder", type=Path, default=Path("runs/inspected"))
-    parser.add_argument("--drop", type=int, default=1, help="how many layers to remove")
-    parser.add_argument("--corpus", default="embedded", help="the text to measure on: a file or a folder")
-    parser.add_argument("--tokenizer", help="for a model that has none: bytes, or a folder")
+    parser.add_argument("--drop", type=int, default=1, help="number of layers to remove")
+    parser.add_argument("--corpus", default="embedded", help="text for the measurements: a file or a folder")
+    parser.add_argument("--tokenizer", help="tokenizer for a model without a tokenizer: bytes, or a folder")
     options = parser.parse_args()
     text = {"corpus": options.corpus, **({"tokenizer": options.tokenizer} if options.tokenizer else {})}
 

@@ -23,8 +23,6 @@ TEXT = b"The norm sits before the module, after it, or on the sum. Where it sits
 
 
 class Attention(nn.Module):
-    """Causal attention."""
-
     def __init__(self) -> None:
         super().__init__()
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
@@ -36,7 +34,7 @@ class Attention(nn.Module):
 
 
 class Model(nn.Module):
-    """A language model of bytes. A plan sets the norms and skips of its layers."""
+    """A language model of bytes. A placement decides where the norms and skips of the layers sit."""
 
     def __init__(self, placement: str, num_layers: int) -> None:
         super().__init__()
@@ -56,12 +54,11 @@ class Model(nn.Module):
 
 
 def feed_forward() -> nn.Module:
-    """Return a feed-forward without norms, because the plan has the norms."""
+    """Return a feed-forward without norms, because `lamina.wire` adds the norms."""
     return nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH, bias=False), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH, bias=False))
 
 
 def main() -> None:
-    """Train the model, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--placement", default="peri_ln")
     parser.add_argument("--folder", type=Path, default=Path("runs/own-loop"))

@@ -1,4 +1,4 @@
-"""Figures and pages from the records of runs and studies. This import loads no torch, transformers or plotly."""
+"""Figures and pages about runs and studies. Importing this package does not load torch, transformers or plotly."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def band(
     col: int | None = None,
     **more: object,
 ) -> None:
-    """Fill the area between two edges. ``more`` holds other properties of plotly's trace."""
+    """Fill the area between two edges. ``more`` sets other properties of plotly's trace."""
     figure.add_scatter(
         x=[*x, *x[::-1]],
         y=[*high, *low[::-1]],
@@ -93,14 +93,14 @@ def band(
 
 
 def line_of(item: Shown, x: Values, y: Values, **more: Any) -> Line:
-    """Return a line with a placement's color, dash pattern and name. ``more`` sets other fields of ``Line``."""
+    """Return a line with the color, dash pattern and name of a placement. ``more`` sets other fields of ``Line``."""
     look = {"color": item.color, "dash": item.dash, "name": item.label, "group": item.label}
     return Line(x=x, y=y, **(look | more))
 
 
 @dataclass(frozen=True)
 class Grid:
-    """An arrangement of panels in rows of at most three."""
+    """A grid of panels, with at most three panels in a row."""
 
     count: int
 
@@ -123,7 +123,7 @@ class Grid:
 def side_by_side(
     titles: Sequence[str], lines: Iterable[tuple[int, Line]], x: str, y: str, height: int = 430, *, log: bool = False
 ) -> Figure:
-    """Draw lines in a row of panels with one y axis. An entry of ``lines`` is a panel's number (from 1) and a line."""
+    """Draw lines in a row of panels with one y axis. Each entry of ``lines`` holds a panel number from 1 and a line."""
     figure = panels(1, len(titles), across=0.035, titles=titles, share_y="row")
     for panel, line in lines:
         line.draw(figure, 1, panel)
@@ -150,7 +150,7 @@ def over_steps(lines_by_title: Mapping[str, Iterable[Line]], height: int) -> Fig
 
 
 def reference(figure: Figure, x: Sequence[float], y: float, name: str) -> None:
-    """Draw a dashed level line with a name in the legend."""
+    """Draw a dashed horizontal line, with a name in the legend."""
     figure.add_scatter(
         x=list(x),
         y=[y] * len(x),
@@ -186,8 +186,8 @@ def heat_maps(
     Args:
         maps: the title and the table of each map. A table needs at least two columns.
         quantity: the title of the color scale.
-        upwards: the name of the rows, which go upward.
-        rightwards: the name of the columns, which go to the right.
+        upwards: the name of the rows. The rows go upward.
+        rightwards: the name of the columns. The columns go to the right.
     """
     drawn = [(title, cells) for title, table in maps if (cells := _cells(table, log)).shape[1] > 1]
     drawn = [(title, cells) for title, cells in drawn if cells.notna().to_numpy().any()]
@@ -233,7 +233,7 @@ def heat_maps(
 
 
 def series(values: Mapping[int, float]) -> tuple[np.ndarray, np.ndarray]:
-    """Return a line's steps and values. A very long line keeps only the extreme values of every few steps."""
+    """Return the steps and values of a line. A very long line keeps only the extreme values of every few steps."""
     steps = np.array(sorted(values), int)
     heights = np.array([values[step] for step in steps.tolist()], float)
     if len(steps) <= _MAX_POINTS:
@@ -259,7 +259,7 @@ def titles_above(figure: Figure) -> Figure:
 
 
 def _cells(table: Frame, log: bool) -> Frame:
-    """Thin a table to the size of a heat map. Values that are not finite become NaN."""
+    """Reduce a table to the size of a heat map. A value that is not finite becomes NaN."""
     if table.empty:
         return table
     cells = table.iloc[evenly(len(table), _MAX_ROWS), evenly(table.shape[1], _MAX_COLUMNS)]

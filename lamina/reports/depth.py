@@ -1,4 +1,4 @@
-"""Draw a quantity by layer and step: at the start and end of training, at a few steps, or as heat maps."""
+"""Draw a quantity by layer: at the first and the last step, at a few steps, or as a heat map over the steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LINES = 7  # steps per panel
 
 @dataclass(frozen=True, kw_only=True)
 class Quantity:
-    """A quantity by layer and step."""
+    """A quantity to draw by layer and step."""
 
     label: str  # the name on the axes
     table: Callable[[Trial], Frame]  # returns a trial's values, one row per layer and one column per step
@@ -30,7 +30,7 @@ class Quantity:
 
 
 def over_seeds(item: Shown, quantity: Quantity) -> Frame:
-    """Return the mean over a placement's seeds at the steps that all seeds logged. A log scale has a geometric mean."""
+    """Return the mean over seeds, at the steps that all seeds logged. A logarithmic quantity has a geometric mean."""
     tables = _tables(item, quantity)
     if len(tables) < 2 or any(not table.columns.equals(tables[0].columns) for table in tables):
         return tables[0] if tables else pd.DataFrame()
@@ -43,7 +43,7 @@ def over_seeds(item: Shown, quantity: Quantity) -> Frame:
 
 
 def _tables(item: Shown, quantity: Quantity) -> list[Frame]:
-    """Return the seeds' tables at their common steps, or unchanged if there are no common steps."""
+    """Return each seed's table, at the steps that all seeds logged. Without such steps, the tables stay complete."""
     tables = [table for trial in item.trials if not (table := quantity.table(trial)).empty]
     if all(table.columns.equals(tables[0].columns) for table in tables):
         return tables
@@ -52,7 +52,7 @@ def _tables(item: Shown, quantity: Quantity) -> list[Frame]:
 
 
 def _by_all_layers(tables: Sequence[Frame]) -> tuple[pd.Index, list[np.ndarray]]:
-    """Return the layers of all tables, and each table's values with one row per layer."""
+    """Return the layers that occur in any table, and the values of each table with a row for each of these layers."""
     layers = tables[0].index
     if any(not table.index.equals(layers) for table in tables):
         layers = layers.append([table.index for table in tables[1:]]).unique().sort_values()
@@ -61,7 +61,7 @@ def _by_all_layers(tables: Sequence[Frame]) -> tuple[pd.Index, list[np.ndarray]]
 
 
 def ends(items: Sequence[Shown], quantity: Quantity) -> Figure | None:
-    """Draw a quantity against the layer, side by side at the first and the last logged step.
+    """Draw a quantity against the layer, in one panel for the first logged step and one panel for the last.
 
     If the first run went wrong, a panel in the middle shows the first record after the failure. With several seeds, a
     line shows the mean (geometric on a logarithmic scale), and a band shows the range.
@@ -114,7 +114,7 @@ def _mean_with_range(item: Shown, values: Frame, *, log: bool, legend: bool) -> 
 
 
 def heat_maps(items: Sequence[Shown], quantity: Quantity) -> Figure | None:
-    """Draw one heat map per placement, with one color scale. The layers go upward, and the steps go to the right."""
+    """Draw one heat map per placement, with a common color scale. The layers go upward, the steps to the right."""
     maps = [(item.label, over_seeds(item, quantity)) for item in items]
     upwards = _axis(quantity, [table for _, table in maps])
     return charts.heat_maps(maps, quantity.label, log=quantity.log, upwards=upwards)

@@ -1,4 +1,4 @@
-"""Draw training: loss against tokens, a run's metrics by step, and loss against learning rate."""
+"""Draw the loss against tokens, a run's metrics against the step, and the loss against the learning rate."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _ENDS = {
 def loss_curves(
     items: Sequence[Shown], unit: str = "nats per token", known: Mapping[str, float] | None = None
 ) -> Figure | None:
-    """Draw training loss (thin) and eval loss (points) against tokens. ``known`` holds reference losses by name.
+    """Draw training loss (thin) and eval loss (points) against tokens. ``known`` maps names to reference losses.
 
     With several seeds, the eval loss is the mean of the finished seeds, with a band of one standard deviation. On the
     page, the reader can also choose FLOPs or seconds as the x axis.
@@ -102,19 +102,19 @@ def _frame_losses(
             )
         highest = max(known.values(), default=math.inf)
         if evaluated and BIGRAM in known and all(losses[-1] < known[BIGRAM] for losses in evaluated if len(losses)):
-            highest = known[BIGRAM]  # all are past it: their ends matter
+            highest = known[BIGRAM]  # all runs are below it, so the ends of the curves matter
         if known:
             top = highest + 0.35 * max(highest - low, 0.3)
         ends = [losses[-1] for losses in evaluated if len(losses)]
-        if ends and min(ends) > highest:  # none has come close yet: show how far they are
+        if ends and min(ends) > highest:  # no run is close to it, so show the distance
             ends += [losses[len(losses) // 2] for losses in evaluated if len(losses)]
-        top = max([top, *ends])  # the end of each curve is in the picture
+        top = max([top, *ends])  # include the end of each curve
         pad = 0.06 * max(top - low, 0.1)
         figure.update_yaxes(range=[low - pad, top + pad])
 
 
 def per_token(trials: Sequence[Trial]) -> dict[str, float]:
-    """Return the runs' mean FLOPs and seconds per token, if all runs recorded them."""
+    """Return the runs' mean FLOPs and seconds per token. The result omits a unit that any run lacks."""
     units: dict[str, list[float]] = {"FLOPs": [], "seconds": []}
     for trial in trials:
         tokens, flops = trial.result.get("tokens"), trial.result.get("flops")
@@ -127,7 +127,7 @@ def per_token(trials: Sequence[Trial]) -> dict[str, float]:
 
 
 def _against(factors: Sequence[Mapping[str, float]]) -> list[dict[str, object]]:
-    """Return the units for the x axis: tokens, and each other unit that all runs have."""
+    """Return the units that the reader can choose for the x axis, or [] if tokens are the only unit."""
     shared = [unit for unit in ("FLOPs", "seconds") if factors and all(unit in each for each in factors)]
     if not shared:
         return []
@@ -138,7 +138,7 @@ def _against(factors: Sequence[Mapping[str, float]]) -> list[dict[str, object]]:
 
 
 def second_losses(items: Sequence[Shown], guess: Guess | None = None) -> Figure | None:
-    """Draw the mean loss on the second corpus against tokens, or return None if no run has this loss."""
+    """Draw the mean loss on --eval-corpus against tokens, or return None if no run has this loss."""
     lines = [
         line_of(
             item,
@@ -195,7 +195,7 @@ def course(item: Shown) -> Figure | None:
 
 
 def u_curves(results: Frame, color: Mapping[str, str], order: Sequence[str]) -> Figure | None:
-    """Draw the mean eval loss of the finished seeds against the learning rate, with marks for unfinished trials."""
+    """Draw the mean eval loss of finished seeds against the learning rate, with marks where no seed finished."""
     rates = by_rate(results[np.isfinite(results["learning_rate"])])
     if rates.empty or rates["learning_rate"].nunique() < 2:
         return None
@@ -251,7 +251,7 @@ def u_curves(results: Frame, color: Mapping[str, str], order: Sequence[str]) -> 
 
 
 def _mean_eval(item: Shown, column: str = "eval_loss") -> Frame:
-    """Return the mean loss by number of tokens, and its standard deviation over the seeds (NaN for one seed).
+    """Return the mean and standard deviation of the loss over the seeds, for each number of tokens (one seed: NaN).
 
     If any seed finished, only finished seeds count, so the figure and the ranking show the same loss.
     """

@@ -1,7 +1,4 @@
-"""Read the layer monitor's rows for a run's page, at evenly spaced steps if the run is long.
-
-Lamina reads one file at a time, so a long record needs no more memory than a short record.
-"""
+"""Read the layer monitor's rows for a page, one file at a time. For a long run, Lamina reads evenly spaced steps."""
 
 from __future__ import annotations
 
@@ -22,18 +19,18 @@ from lamina.training.monitor.writers import LAYER_COLUMNS, layer_parts, read_par
 logger = logging.getLogger(__name__)
 
 MOST_STEPS = 240
-"""The largest number of steps that Lamina reads per metric. Each chart shows at most a third of these steps."""
+"""The maximum number of steps that Lamina reads per metric. Each chart shows at most a third of these steps."""
 _TEXTS = ("sublayer", "role", "metric")
-_AT_ONCE = 2**22  # bytes of parts that are read once, and not first for their steps
-_METRICS = 2**20  # more than there are names
+_AT_ONCE = 2**22  # up to this total size in bytes, Lamina reads all files at once
+_METRICS = 2**20  # more than the number of names
 Columns = dict[str, np.ndarray]
 
 
 class Layout:
-    """The layers, metrics and steps of a run's rows, without values. Similar runs share a layout.
+    """The layers, metrics and steps of a run's rows, without the values. Similar runs share a layout.
 
     Args:
-        columns: step, layer, sublayer, role, index and metric of each row. A text is its position in ``names``.
+        columns: the step, layer, sublayer, role, index and metric of each row, with texts as positions in ``names``
         names: all texts in the rows
     """
 
@@ -44,7 +41,7 @@ class Layout:
 
     @cached_property
     def series(self) -> dict[tuple[str, str, str, int], np.ndarray]:
-        """Return the positions of the rows of each series, by metric, role, sub-layer and index."""
+        """Map each metric, role, sub-layer and index to the positions of the matching rows."""
         columns = [self.columns[name] for name in ("metric", "role", "sublayer", "index")]
         keys = np.ravel_multi_index(columns, [1 + int(column.max(initial=0)) for column in columns])
         _, first, of = np.unique(keys, return_index=True, return_inverse=True)
@@ -61,7 +58,7 @@ class Layout:
 
     @cached_property
     def places(self) -> list[tuple[str, tuple[str, str, int]]]:
-        """Return the sorted metric, role, sub-layer and index of each series inside the layers."""
+        """Return the series that have rows inside the layers, sorted, as (metric, (role, sub-layer, index))."""
         inside = self.columns["layer"] >= 0
         found = (
             (metric, (role, sub, index)) for (metric, role, sub, index), at in self.series.items() if inside[at].any()
@@ -75,7 +72,7 @@ class Layout:
         sublayers: Collection[str] | None = None,
         index: int | None = None,
     ) -> np.ndarray:
-        """Return the positions of the rows that match the arguments, in the order of recording."""
+        """Return the positions of the rows that match the arguments, in recorded order. None matches all rows."""
         found = [
             at
             for (name, of_role, sublayer, number), at in self.series.items()
@@ -106,7 +103,7 @@ class Layout:
     def by_depth(
         self, metric: str, role: str, sublayers: tuple[str, ...], index: int | None, embedding: bool
     ) -> tuple[np.ndarray, ByDepth]:
-        """Return the positions of a quantity's rows, and the shape of its table (see ``LayerRows.table``)."""
+        """Return the positions of the matching rows, and the shape of the table that ``LayerRows.table`` returns."""
         key = (metric, role, sublayers, index, embedding)
         if key not in self._by_depth:
             at = self.where(metric, role, sublayers, index)
@@ -124,7 +121,7 @@ class ByDepth:
         self._layers, self._steps = pd.Index(rows, name="layer"), pd.Index(columns, name="step")
 
     def table(self, values: np.ndarray) -> Frame:
-        """Return the table of ``values``, without empty layers. Of several values at a step, the last counts."""
+        """Return ``values`` as a table without empty layers. The last of several values for the same cell counts."""
         table = np.full((len(self._layers), len(self._steps)), np.nan)
         known = ~np.isnan(values)
         table[self._row[known], self._column[known]] = values[known]
@@ -138,7 +135,7 @@ _layouts: WeakValueDictionary[bytes, Layout] = WeakValueDictionary()
 
 
 def _layout(columns: Columns, names: Sequence[str]) -> Layout:
-    """Return the layout of rows. All runs in memory with the same layers, metrics and steps share a layout."""
+    """Return the layout of rows. Runs with the same layers, metrics and steps share a layout, to save memory."""
     key = hashlib.sha256("\0".join(names).encode(errors="replace"))
     for column in columns.values():
         key.update(np.ascontiguousarray(column).tobytes())
@@ -153,7 +150,7 @@ class LayerRows:
 
     Args:
         folder: the run's folder. Lamina skips unreadable files with a warning.
-        failed: the step at which the run went wrong. Lamina always reads the first record of each metric from there on.
+        failed: the step at which the run went wrong. Lamina always reads each metric's first record from this step on.
     """
 
     def __init__(self, folder: Path, failed: int | None = None):
@@ -180,7 +177,6 @@ class LayerRows:
         return self._frame(slice(None))
 
     def of(self, metric: str) -> Frame:
-        """Return a metric's rows."""
         return self._frame(self._layout.where(metric))
 
     def has(self, metric: str) -> bool:
@@ -194,7 +190,7 @@ class LayerRows:
         return {"step": self._layout.columns["step"][at][kept], "role": roles[kept], "value": values[kept]}
 
     def places(self, metric: str) -> list[tuple[str, str, int]]:
-        """Return the sorted role, sub-layer and index of each series of a metric inside the layers."""
+        """Return a metric's series inside the layers, sorted, as (role, sub-layer, index)."""
         return [place for name, place in self._layout.places if name == metric]
 
     def table(
@@ -219,7 +215,7 @@ class LayerRows:
         )
 
     def _read(self, parts: Sequence[Path], columns: Sequence[str]) -> Iterator[Columns]:
-        """Yield the columns of each readable file. Each text becomes its position in ``_names``."""
+        """Yield the columns of each readable file, with texts as positions in ``_names``."""
         for part in parts:
             try:
                 yield self._arrays(part, columns)
@@ -243,7 +239,7 @@ class LayerRows:
 
 
 def _table(part: Path, columns: Sequence[str]) -> dict[str, np.ndarray | tuple[np.ndarray, list[str]]]:
-    """Read columns of a file. Each text becomes its position in a list of all texts (-1: no text)."""
+    """Read columns of a file. For texts, return each row's position in a list of texts (-1: no text), and the list."""
     if part.suffix == ".npz":
         read = read_part(part)
         coded = {name: np.unique(read[name], return_inverse=True) for name in _TEXTS}
@@ -275,12 +271,12 @@ def _kind(name: str) -> type:
 
 
 def _keys(part: Columns) -> np.ndarray:
-    """Return one number per row, which encodes the step and the metric."""
+    """Encode each row's step and metric as one number."""
     return part["step"] * _METRICS + part["metric"]
 
 
 def _shown(keys: np.ndarray, failed: int | None) -> np.ndarray:
-    """Return the sorted keys of the steps to read: evenly spaced steps, and the first step after a failure."""
+    """Return the sorted keys to read: for each metric, evenly spaced steps and the first step from ``failed`` on."""
     shown = []
     for metric in np.unique(keys % _METRICS):
         steps = keys[keys % _METRICS == metric]

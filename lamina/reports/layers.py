@@ -23,17 +23,14 @@ _DASHES = ("solid", "dot", "dash", "dashdot")
 _PARTS = "The same quantity for each sub-layer, from the first record (light) to the last (dark)."
 _OUTSIDE = "The same quantity for the embedding and the output head, against the step."
 _EXPERTS = (
-    "Each expert's share of its layer's tokens at the last step, divided by a balanced share. 1 means balance, "
-    "and 0 means an unused expert."
+    "Number of tokens that the router sent to each expert at the last step, divided by the mean of the layer's "
+    "experts. A value of 1 means balance, and 0 means an unused expert."
 )
 _MISSING = '<p class="none">This folder has no records by layer.</p>'
 
 
 def sections(items: Sequence[Shown]) -> list[Section]:
-    """Return the sections with charts of the metrics that any trial recorded.
-
-    Only the first gradient chart and the first variance chart start open.
-    """
+    """Return the sections with charts of recorded metrics. Only the first gradient and variance charts start open."""
     html, opened = dict.fromkeys(SECTIONS, ""), dict.fromkeys(SECTIONS, "")
     for metric in METRICS.values():
         known = bool(html[metric.section] or opened[metric.section])
@@ -55,7 +52,7 @@ def _folded(html: str, *, more: bool) -> str:
 
 
 def blocks(metric: Metric) -> Quantity:
-    """Return the quantity for charts of a metric by whole block. Layer -1 is the embedding."""
+    """Return a metric of whole blocks, to draw the metric by layer. Layer -1 is the embedding."""
     table = partial(_busiest, metric) if metric.by_index else partial(Trial.blocks, metric=metric.name)
     return Quantity(label=metric.quantity, table=table, log=metric.log)
 
@@ -69,7 +66,7 @@ def _busiest(metric: Metric, trial: Trial) -> Frame:
 
 
 def _charts(items: Sequence[Shown], metric: Metric, heading: str) -> tuple[str, str]:
-    """Draw a metric's charts: for whole blocks, for the blocks' parts, and for parameters outside the blocks."""
+    """Return a metric's first chart as HTML, and all further charts of this metric."""
     if not any(trial.layers.has(metric.name) for item in items for trial in item.trials):
         return "", ""
     first = whole = ""
@@ -110,10 +107,7 @@ def _part(metric: str, role: str, sublayer: str, index: int, trial: Trial) -> Fr
 
 
 def _outside(items: Sequence[Shown], metric: Metric) -> Figure | None:
-    """Draw a metric outside the blocks against the step.
-
-    The line shows the largest value at each step, and a band reaches down to the lowest value.
-    """
+    """Draw a metric's largest value outside the blocks against the step, with a band down to the lowest value."""
     lines, steps = [], []
     for item in items:
         found = [trial.layers.outside(metric.name) for trial in item.trials]
@@ -149,7 +143,7 @@ def _outside(items: Sequence[Shown], metric: Metric) -> Figure | None:
 
 
 def _by_index(items: Sequence[Shown], metric: Metric) -> Figure | None:
-    """Draw each expert's load at the last step, divided by its layer's mean load, with one map per placement."""
+    """Draw one heat map per placement: each expert's load at the last step, divided by the layer's mean load."""
     maps = []
     for item in items:
         rows = item.trials[0].layers.of(metric.name)

@@ -1,4 +1,4 @@
-"""The metrics of the layer monitor, with their charts and explanations."""
+"""The layer monitor's metrics, and how a page draws and explains each metric."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OVER_STEPS = "The same quantity at every record. The layers go upward, and the s
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric of layers/*.parquet."""
+    """How a page draws and explains one metric of layers/*.parquet."""
 
     name: str  # the name in the table's column ``metric``
     section: str  # the section of the page that draws the metric, a key of ``SECTIONS``
@@ -48,9 +48,9 @@ METRICS = {
             "top. Dark areas show the layers and the steps at which the gradient vanishes."
         )),
         Metric("hidden_variance", "Variances", "Hidden variance by layer", "hidden variance", caption=(
-            "Variance of the residual stream after each block. If the variance grows with depth, each further block "
-            "changes the stream by a smaller share, and deep layers matter less. If a norm rescales the residual "
-            "stream, the variance stays level."
+            "Variance of the residual stream after each block. If the variance grows with depth, the branches of deep "
+            "blocks are small relative to the residual stream, so deep layers matter less. If a norm rescales the "
+            "residual stream, the variance stays level."
         ), over_steps=(
             "The map shows the variance at every record. If the map becomes brighter upward, the variance grows with "
             "depth. If the map becomes brighter to the right, the variance grows during training."
@@ -58,11 +58,11 @@ METRICS = {
         Metric("update_ratio", "Updates", "Update-to-weight ratio by layer", "|update| / |weights|", caption=(
             "Norm of the optimizer's change to each block's weights, divided by the norm of these weights. The ratio "
             "shows how fast a layer's weights change. Clipping, the learning rate and weight decay affect the ratio. "
-            "A ratio around 10⁻³ is usual. In some large runs, this ratio rose before the gradient and the loss, and "
-            "the ratio rose first in the lower layers."
+            "A ratio around 10⁻³ is usual. In some large runs, this ratio rose before the gradient norm and the loss, "
+            "and the rise began in the lower layers."
         ), over_steps=(
             "The layers go upward, and the steps go to the right. The ratio follows the learning rate. If only some "
-            "layers become brighter, the run becomes unstable in these layers."
+            "layers become brighter, training becomes unstable in these layers."
         )),
         Metric("update_norm", "Updates", "Update norms", "|update|", folded=True, caption=(
             "Norm of the optimizer's change to each sub-layer's weights, from the first record (light) to the last "
@@ -77,8 +77,8 @@ METRICS = {
             "rose before the loss spiked."
         )),
         Metric("second_moment", "Updates", "Second moments", "|sqrt(v)|", folded=True, caption=(
-            "Norm of the square root of Adam's second moment. This square root is the usual size of a gradient. The "
-            "second moment adapts slowly, so a burst of gradients after a calm phase makes large updates."
+            "Norm of the square root of Adam's second moment. This square root estimates the usual size of a gradient. "
+            "The second moment adapts slowly, so large gradients after a calm phase cause large updates."
         )),
         Metric("hidden_top_abs", "Magnitudes", "The 100 largest magnitudes against FP16's limit", "the 100 largest |x|",
                limit=(65504, "FP16's limit, 65,504"), caption=(
@@ -94,7 +94,7 @@ METRICS = {
         Metric("hidden_abs_mean", "Magnitudes", "Mean |x| by layer", "mean |x|", caption=(
 
             "Mean magnitude of the residual stream after each block. If this mean is far below the largest "
-            "magnitude, few channels dominate the residual stream."
+            "magnitude, a few channels dominate the residual stream."
 
         )),
         Metric("hidden_mean", "Magnitudes", "Mean of all elements", "mean", folded=True, log=False, caption=(
@@ -103,23 +103,23 @@ METRICS = {
             "differ if this mean is large relative to the mean |x|."
         )),
         Metric("stream_rms", "Magnitudes", "Root mean square of each stream", "root mean square", folded=True, caption=(
-            "Size of each residual stream after the sub-layer, from the first record (light) to the last (dark). "
-            "If one stream is far above the others, the model uses only this stream."
+            "Root mean square of each residual stream after the sub-layer, from the first record (light) to the last "
+            "(dark). If one stream is far above the others, the model uses only this stream."
         )),
         Metric("stream_cosine", "Magnitudes", "Similarity of the streams", "cosine", folded=True, log=False, caption=(
-            "Mean cosine between two streams of a token after the sub-layer. If the cosine is 1, the streams have "
-            "collapsed into one stream."
+            "Mean cosine between two residual streams of the same token after the sub-layer. If the cosine is 1, all "
+            "streams are equal up to a factor."
         )),
         Metric("attention_logit", "Attention", "Largest attention logit", "largest logit", caption=(
             "Largest input of attention's softmax in each layer. Masked keys do not count. Above about 50, attention "
-            "attends to single tokens, and its gradient vanishes (Dehghani et al. 2023)."
+            "attends to single tokens, and the softmax's gradient vanishes (Dehghani et al. 2023)."
         )),
         Metric("rate_ratio", "Updates", "Learning rates of the groups", "rate / usual rate", folded=True, caption=(
             "Largest learning rate of a sub-layer's parameters, divided by the learning rate of most parameters."
         )),
-        Metric("written_ratio", "Updates", "Written weights", "change / weights", folded=True, log=False, caption=(
-            "Norm of the change in a sample of the weights between two optimizer steps, divided by the sample's "
-            "norm. The change should be 0, because only the optimizer should change weights."
+        Metric("written_ratio", "Updates", "Outside changes", "change / weights", folded=True, log=False, caption=(
+            "Change of a sample of the weights between one optimizer step and the next (norm of the change, divided by "
+            "the norm of the sample). The change should be 0, because only the optimizer should change weights."
         )),
         Metric("forgotten_share", "Updates", "Lost moments", "change / moments", folded=True, log=False, caption=(
 
@@ -132,12 +132,12 @@ METRICS = {
             "9). The first record is light, and the last record is dark. A norm without a gain has no line."
         )),
         Metric("gain_abs_max", "Norm gains", "Largest gains", "largest |gain|", folded=True, log=False, caption=(
-            "Largest magnitude of each norm's gain. If this gain is far above the mean gain, the norm amplifies few "
-            "channels."
+            "Largest magnitude of each norm's gain. If this magnitude is far above the mean gain, the norm amplifies "
+            "only a few channels."
         )),
         Metric("row_norm_abs_max", "Norm gains", "Longest rows", "largest row norm", folded=True, log=False, caption=(
-            "Largest row norm of the embedding, and of the output head if it is not tied. The largest norm rises if "
-            "a single token's vector grows."
+            "Largest norm of a token's vector in the embedding, and in the output head if the head has separate "
+            "weights. This value rises even if only one token's vector grows."
         )),
         Metric("expert_load", "Experts", "Load of the experts", "busiest expert's load / balanced load", caption=(
             "Load of each layer's busiest expert, divided by a balanced load. A value of 1 means perfect balance. If "
@@ -150,21 +150,21 @@ METRICS = {
         Metric("reward_spread", "Policy", "Spread of the rewards", "spread", folded=True, log=False, caption=(
             "Standard deviation of a step's rewards, as the trainer logs it."
         )),
-        Metric("equal_rewards", "Policy", "Groups with equal rewards", "share of groups", log=False, caption=(
-            "Share of groups in which all completions have the same reward. The policy gets no gradient from such "
-            "groups."
+        Metric("equal_rewards", "Policy", "Groups with equal rewards", "fraction of groups", log=False, caption=(
+            "Fraction of the groups in which all completions have the same reward. These groups give the policy no "
+            "gradient."
         )),
         Metric("policy_entropy", "Policy", "Entropy of the policy", "nats per token", log=False, caption=(
             "Entropy of the policy's next token. At an entropy near 0, all completions of a prompt are nearly equal."
         )),
         Metric("policy_kl", "Policy", "KL from the reference", "nats per token", log=False, caption=(
-            "KL divergence of the policy from its reference model."
+            "KL divergence of the policy from the reference model."
         )),
         Metric("completion_length", "Policy", "Length of the completions", "tokens", log=False, caption=(
             "Mean length of the completions."
         )),
-        Metric("cut_completions", "Policy", "Completions at the length limit", "share", log=False, caption=(
-            "Share of completions that the length limit cuts off."
+        Metric("cut_completions", "Policy", "Completions at the length limit", "fraction", log=False, caption=(
+            "Fraction of the completions that the length limit cuts off."
         )),
         Metric("step_loss", "Every step", "Loss of every step", "loss (nats per token)", caption=(
             "Training loss of every step, including the steps between records. With several seeds, a band reaches from "
@@ -172,7 +172,7 @@ METRICS = {
             "few steps."
         ), folded=True, log=False),
         Metric("step_gradient_norm", "Every step", "Gradient norm of every step", "gradient norm", caption=(
-            "Norm of all parameters' gradient at every step, before clipping. The tables count the spikes of this norm."
+            "Norm of the whole model's gradient at every step, before clipping. The tables count spikes of this norm."
         ), folded=True),
         Metric("learning_rate", "Every step", "Learning rate", "learning rate", folded=True, caption=(
             "Learning rate at each record. If the optimizer's groups have several learning rates, the chart shows "

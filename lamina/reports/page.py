@@ -29,7 +29,7 @@ _ASSETS = files("lamina.reports") / "assets"
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page. The page trusts ``html``, so escape users' texts in it."""
+    """A section of a page. The page inserts ``html`` unchanged, so escape users' texts in ``html``."""
 
     name: str
     title: str
@@ -43,7 +43,7 @@ class Section:
 def write_page(
     folder: Path, *, title: str, facts: Sequence[str], command: object, sections: Iterable[Section], name: str = PAGE
 ) -> Path:
-    """Write a folder's page, completely or not at all. The page omits empty facts and empty sections."""
+    """Write a page into a folder, and return the page's path. The page omits empty facts and empty sections."""
     parts = [section for section in sections if section.html]
     damage = faults(folder)
     for line in damage:
@@ -63,7 +63,7 @@ def write_page(
 
 
 def _said_once(parts: Sequence[Section]) -> list[str]:
-    """Return the sections' HTML. Only the first chart with alternating dashes explains the dashes."""
+    """Return the sections' HTML, with the note about alternating dashes only after the first such chart."""
     first = next((part for part in parts if TURNS in part.html), None)
     kept = {id(part): part.html.partition(TURNS) for part in parts}
     return [
@@ -73,7 +73,7 @@ def _said_once(parts: Sequence[Section]) -> list[str]:
 
 
 def prose(texts: Iterable[str], colors: Mapping[str, str], kind: str = "") -> str:
-    """Return plain sentences as HTML paragraphs of the CSS class ``kind``, with placements' names in their colors."""
+    """Return each text as an HTML paragraph of the CSS class ``kind``, with the placements' names in color."""
     start = f'<p class="{kind}">' if kind else "<p>"
     return "".join(f"{start}{_names(escape(text), colors)}</p>" for text in texts)
 
@@ -86,7 +86,7 @@ def callouts(texts: Iterable[str]) -> str:
 
 
 def figure(chart: Figure | None, caption: str, heading: str = "") -> str:
-    """Return a figure with its caption below, or "" if there is no chart."""
+    """Return a chart and its caption as HTML, or "" if there is no chart."""
     if chart is None:
         return ""
     top = f"<h3>{escape(heading)}</h3>" if heading else ""
@@ -94,12 +94,12 @@ def figure(chart: Figure | None, caption: str, heading: str = "") -> str:
 
 
 def details(summary: str, html: str) -> str:
-    """Return a part that starts folded, or "" if it has no content."""
+    """Return HTML that the reader can unfold below ``summary``, or "" if ``html`` is empty."""
     return f"<details><summary>{escape(summary)}</summary>{html}</details>" if html else ""
 
 
 def moment(created: object) -> str:
-    """Return a record's time in UTC, to the minute. A text that is not an ISO date stays unchanged."""
+    """Return an ISO time in UTC, to the minute. Any other text stays unchanged."""
     text = str(created or "")
     if re.fullmatch(r"\d{4}-\d\d-\d\d", text):
         return text  # a date alone has no time of day
@@ -119,7 +119,7 @@ def words(name: str) -> str:
 
 @lru_cache(maxsize=1)
 def packed_plotly() -> str:
-    """Return a part of plotly.js, gzipped, as base64. The full file would be three times as large."""
+    """Return the part of plotly.js that the charts need, gzipped, as base64. All of plotly.js is 3 times as large."""
     return base64.b64encode(_ASSETS.joinpath("plotly-cartesian.min.js.gz").read_bytes()).decode()
 
 

@@ -1,6 +1,6 @@
-"""Build figures for plotly.js from plain dictionaries, with the methods of plotly's ``Figure`` that the pages need.
+"""Build figures for plotly.js from plain dictionaries. The methods have the names of plotly's ``Figure`` methods.
 
-Without plotly's checks of every property, a page takes a third of the time.
+Plotly checks every property. Without these checks, a page takes a third of the time.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Figure:
         return self._add("heatmap", row, col, trace)
 
     def add_hline(self, y: float, line: Json, text: str = "", font: Json | None = None) -> Self:
-        """Add a level line across a figure without panels, with a text below the line's left end."""
+        """Add a horizontal line across a figure without panels, with a text below the line's left end."""
         place = {"xref": "x domain", "yref": "y"}
         self._append("shapes", {"type": "line", "x0": 0, "x1": 1, "y0": y, "y1": y, "line": line, **place})
         if text:
@@ -76,7 +76,7 @@ class Figure:
         return [axis for name, axis in self.layout.items() if re.fullmatch(f"{letter}axis\\d*", name)]
 
     def to_json(self) -> str:
-        """Return the figure as JSON with packed arrays of numbers. NaN and infinities become null."""
+        """Return the figure as JSON with arrays in base64. Any other NaN or infinity becomes null."""
         packed = {"data": [_packed(trace) for trace in self.data], "layout": _packed(self.layout)}
         text = json.dumps(packed, separators=(",", ":"), default=lambda value: value.tolist())
         if "NaN" in text or "Infinity" in text:  # perhaps only in a text
@@ -124,14 +124,14 @@ def panels(
     share_x: bool = False,
     share_y: str = "",
 ) -> Figure:
-    """Return a figure of panels, row by row from the top, with axes numbered as in plotly.
+    """Return a figure with a grid of empty panels. As in plotly, the axes are numbered row by row from the top.
 
     Args:
-        across: the gap between two panels in a row, as a share of the figure.
-        down: the gap between two panels in a column, as a share of the figure.
-        titles: the text above each panel.
-        share_x: whether the panels of a column share their x axis.
-        share_y: the panels that share their y axis ("row", "all", or "" for none).
+        across: the gap between two panels in a row, as a fraction of the figure's width
+        down: the gap between two panels in a column, as a fraction of the figure's height
+        titles: the text above each panel
+        share_x: whether the panels of a column share their x axis
+        share_y: the panels that share their y axis ("row", "all", or "" for none)
     """
     width, height = (1 - across * (cols - 1)) / cols, (1 - down * (rows - 1)) / rows
     layout: Json = {}
@@ -160,7 +160,7 @@ def _number(number: int) -> str:
 
 
 def _merge(into: Json, changes: Json) -> None:
-    """Write ``changes`` into a mapping. Nested mappings merge, and None removes a key."""
+    """Update a mapping in place with ``changes``. Nested mappings merge, and None removes a key."""
     for name, value in changes.items():
         if name == "title" and isinstance(value, str):
             value = {"text": value}

@@ -19,23 +19,23 @@ from lamina.jobs import columns
 from lamina.jobs.status import severity
 from lamina.reports.records import Frame, complete, rows_of
 
-USUAL_TOKENS = 20  # a parameter: what a run that makes the best of its compute takes (Hoffmann et al. 2022)
+USUAL_TOKENS = 20  # per parameter, for the lowest loss at a given compute budget (Hoffmann et al. 2022)
 ONE_SEED = "One seed cannot show which differences are noise. Add --seeds 0,1,2."
 
 
 def summarize(results: Frame) -> Frame:
     """Return one row per placement at its best learning rate, sorted by the mean eval loss of the finished seeds.
 
-    The best learning rate has the lowest mean loss among the learning rates at which most seeds finished. So a learning
-    rate cannot win because its bad seeds failed. The placements that did not beat a bigram table come next. The
-    placements without a finished seed come last, sorted by status.
+    The best learning rate has the lowest mean loss among the learning rates with the largest part of finished seeds.
+    So a learning rate cannot win because its bad seeds failed. Placements that do not beat a bigram table come after
+    the placements that do. Placements without a finished seed come last, sorted by status.
 
     The main columns:
 
     ``rank``: NaN for a placement without a rank.
-    ``learning_rates``: the number of learning rates of the placement.
+    ``learning_rates``: the number of learning rates that the study tried for the placement.
     ``finished``, ``seeds``: the number of finished seeds, and of all seeds.
-    ``status``: the seeds' worst status.
+    ``status``: the worst status of the seeds.
     ``status_text``: the statuses in words, such as "2/3 finished, 1 diverged".
     ``eval_loss``, ``eval_loss_std``: the mean and standard deviation over the finished seeds (ddof 1, NaN for one
         seed).
@@ -69,7 +69,7 @@ def is_above_bigram(row: Json) -> bool:
 
 
 def by_rate(results: Frame) -> Frame:
-    """Return one row per placement and learning rate, with the columns of ``summarize``."""
+    """Return one row per placement and learning rate. The columns are as in ``summarize``, but without ranks."""
     groups = complete(results).groupby(["placement", "learning_rate"], sort=False)
     return pd.DataFrame([_at_rate(trials) for _, trials in groups])
 
@@ -110,7 +110,7 @@ def notices(
     recommended: Mapping[str, str] | None = None,
     settings: Mapping[str, object] | None = None,
 ) -> list[str]:
-    """List the warnings, for example about different initializers, too few seeds, or interrupted trials.
+    """Return the warnings, for example about different initializers, too few seeds, or interrupted trials.
 
     Args:
         summary: the result of ``summarize``
@@ -119,7 +119,7 @@ def notices(
         settings: the study's settings
 
     Returns:
-        Plain text, which a page must escape.
+        the warnings as plain text. A page must escape this text.
     """
     rows = rows_of(summary)
     compared = [
@@ -141,7 +141,7 @@ def listed(parts: Sequence[str]) -> str:
 
 
 def _inits(rows: list[Json], recommended: Mapping[str, str]) -> str:
-    """Warn if the placements have different initializers, or if a placement's source uses another initializer."""
+    """Warn if the placements have different initializers, or if the source of a placement uses another initializer."""
     users: dict[str, list[str]] = {}
     for row in rows:
         if row["init"]:
@@ -158,12 +158,12 @@ def _inits(rows: list[Json], recommended: Mapping[str, str]) -> str:
         return ""
     return (
         f"All placements have the same initializer, {next(iter(users))}. The sources of these placements use another "
-        f"initializer, and other widths: {listed(inits)}. To use each placement's initializer, add --init recommended"
+        f"initializer at other widths: {listed(inits)}. To use each source's initializer, add --init recommended"
     )
 
 
 def _widths(rows: list[Json], settings: Mapping[str, object]) -> list[str]:
-    """Warn of initializers whose standard deviation does not suit the width. Width scaling needs no warning."""
+    """Warn if the standard deviation of an initializer does not suit the width, unless the study scales by width."""
     width, preset = settings.get("hidden_size"), PRESETS.get(str(settings.get("backbone")))
     width = preset.fields["hidden_size"] if width is None and preset is not None else width
     if not isinstance(width, int) or settings.get("width_scaling", "none") != "none":
@@ -217,5 +217,6 @@ def _budget(rows: list[Json]) -> str:
         return ""
     return (
         f"{max(row['steps'] for row in finished):,.0f} steps give {ratio:.2g} tokens per parameter, but about "
-        f"{USUAL_TOKENS} are usual. So the ranking shows which placement starts fastest, not which placement ends best."
+        f"{USUAL_TOKENS} are usual. So the ranking shows which placement starts fastest, not which placement ends with "
+        "the lowest loss."
     )

@@ -40,7 +40,7 @@ _METRICS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One run's folder. A table is empty if its file is missing."""
+    """The records of one run. If a file is missing, the table from this file is empty."""
 
     name: str
     placement: str
@@ -56,23 +56,23 @@ class Trial:
 
     @cached_property
     def metrics(self) -> dict[str, np.ndarray]:
-        """Return the numbers of ``lines`` by name. A missing number becomes NaN."""
+        """Return each metric of ``lines`` as an array. A missing number becomes NaN."""
         return {name: _numbers([line.get(name, math.nan) for line in self.lines]) for name in _METRICS}
 
     def known(self, *columns: str) -> list[np.ndarray]:
-        """Return columns of ``metrics`` without the lines that have NaN in any of these columns."""
+        """Return these metrics from the lines that have numbers for all of these metrics."""
         found = [self.metrics[name] for name in columns]
         kept = ~np.any([np.isnan(values) for values in found], axis=0)
         return [values[kept] for values in found]
 
     @cached_property
     def task_scores(self) -> list[tuple[float, dict[str, float]]]:
-        """Return the tokens seen and the scores by task, for each evaluation with --eval-tasks."""
+        """For each evaluation on --eval-tasks, return the number of training tokens and the score of each task."""
         return [(line["tokens"], line["tasks"]) for line in self.lines if isinstance(line.get("tasks"), dict)]
 
     @cached_property
     def plan(self) -> Plan | None:
-        """Return the run's norm placement for each layer, or None if plan.json is missing or not readable."""
+        """Return where each layer's norms sit, or None if plan.json is missing or unreadable."""
         try:
             return Plan.from_dict(json.loads((self.folder / PLAN).read_text(encoding="utf-8", errors="replace")))
         except (OSError, ValueError, TypeError):
@@ -90,12 +90,11 @@ class Trial:
 
     @cached_property
     def layers(self) -> LayerRows:
-        """Return the layer monitor's rows for a page."""
         return LayerRows(self.folder, self.failed)
 
     @cached_property
     def probes(self) -> dict[str, Frame]:
-        """Return the table of each scheduled probe (probes/NAME/part-*.parquet), with the column ``step``."""
+        """Return the results of each scheduled probe, by the name of the probe (probes/NAME/part-*.parquet)."""
         folders = sorted(self.folder.glob("probes/*/"))
         return {folder.name: _parts(sorted(folder.glob("part-*.parquet"))) for folder in folders}
 
@@ -106,7 +105,7 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """A study's folder, or a single run's folder as a study of one trial."""
+    """The records of a study. A single run counts as a study of one trial."""
 
     folder: Path
     header: Json
@@ -116,14 +115,14 @@ class Study:
 
     @property
     def environment(self) -> Json:
-        """Return environment.json's content from the first trial that has this file."""
+        """Return the content of environment.json for the first trial that has this file."""
         return next((t.environment for t in self.trials if t.environment), {})
 
 
 def read_study(folder: Path) -> Study:
     """Read study.yaml and results.csv.
 
-    Raises UserError if there is nothing to report, or if a trial did not train with the study's settings.
+    Raises UserError if results.csv is missing, damaged or empty, or if a trial did not train with the study's settings.
     """
     header = study_header(folder)
     if not (folder / RESULTS).is_file():
@@ -159,7 +158,7 @@ def read_study(folder: Path) -> Study:
 
 
 def faults(folder: Path) -> list[str]:
-    """Return a line for each damaged record of a run, or of a study's trials."""
+    """Return a message for each damaged file of a run, or of a study's trials."""
     lines = []
     for run in (folder, *sorted(folder.glob("trials/*/"))):
         name = f"{run.relative_to(folder).as_posix()}: " * (run != folder)
@@ -168,11 +167,11 @@ def faults(folder: Path) -> list[str]:
 
 
 def study_header(folder: Path) -> Json:
-    """Read study.yaml, or return {} if it is damaged."""
+    """Return the content of study.yaml, or {} with a warning if the file is damaged."""
     try:
         return read_record(folder)
     except UserError as error:
-        logger.warning("%s. The report leaves it out", error.problem)
+        logger.warning("%s. The report omits the study's settings", error.problem)
         return {}
 
 
@@ -192,7 +191,7 @@ def read_run(folder: Path, failed: int | None = None) -> Study:
 
 
 def complete(results: Frame) -> Frame:
-    """Return the results with every column that a page reads, as strings or as floats (NaN if empty)."""
+    """Return the results with every column that the pages read. A missing number becomes NaN, and a missing text ""."""
     results = results.reset_index(drop=True).copy()
     for name in TEXTS:
         texts = results[name] if name in results else pd.Series("", index=results.index)
@@ -204,7 +203,7 @@ def complete(results: Frame) -> Frame:
 
 
 def _numbers(values: list[object]) -> np.ndarray:
-    """Return values as numbers. Any other value becomes NaN."""
+    """Convert values to numbers. A value that is not a number becomes NaN."""
     array = np.array(values) if {type(value) for value in values} <= {int, float} else None
     if array is None or array.dtype == object:
         numbers = pd.Series(pd.to_numeric(pd.Series(values, dtype=object), errors="coerce"))
@@ -225,23 +224,21 @@ def flatten(mapping: Json, prefix: str = "") -> Json:
 
 
 def read_parquet(path: Path, columns: Sequence[str] = ()) -> Frame:
-    """Read a table by its absolute path, because a relative path with a colon looks like a URI.
-
-    Raises OSError, or ValueError for another format or if the table lacks one of ``columns``.
-    """
-    table = pd.read_parquet(path.absolute())
+    """Read a table. Raises OSError, or ValueError if the file is not parquet or lacks one of ``columns``."""
+    table = pd.read_parquet(path.absolute())  # a relative path with a colon would look like a URI
     if missing := [name for name in columns if name not in table]:
         raise ValueError(f"{path.name} has no column {missing[0]}")
     return table
 
 
 def whole_of(metric: str) -> tuple[str, ...]:
-    """Return the sub-layers whose rows describe whole blocks. A block's output is its last sub-layer's hidden state."""
+    """Return the values of the column ``sublayer`` that mark rows of whole blocks."""
+    # the hidden state after a block's feed-forward is the block's output
     return ("feed_forward", "block") if metric.startswith("hidden_") else ("block",)
 
 
 def select(rows: Frame, columns: Mapping[str, object]) -> Frame:
-    """Return the rows with the given values in the given columns. None and NaN match missing values."""
+    """Return the rows in which each column of ``columns`` has the given value. None and NaN match missing values."""
     for column, value in columns.items():
         if column not in rows:
             return rows.iloc[:0]
@@ -250,13 +247,13 @@ def select(rows: Frame, columns: Mapping[str, object]) -> Frame:
 
 
 def groups(rows: Frame, columns: Sequence[str], *, dropna: bool = False) -> Iterator[tuple[Json, Frame]]:
-    """Group rows by the values in some columns, and yield the values and the rows of each group."""
+    """Group rows by columns. For each group, yield the values of these columns, and the rows."""
     for key, group in rows.groupby(list(columns), sort=False, dropna=dropna) if columns else [((), rows)]:
         yield dict(zip(columns, key if isinstance(key, tuple) else (key,), strict=True)), group
 
 
 def _inside(parent: Path, name: str) -> Path:
-    """Return the trial's folder. If the name leads out of the study, return a folder that does not exist."""
+    """Return a trial's folder. If the name leads out of the study, return a path that does not exist."""
     path = parent / name
     return path if name and real_path(path).is_relative_to(real_path(parent)) else parent / "no-such-trial"
 
@@ -276,9 +273,9 @@ def lenient_mapping(path: Path) -> Json:
 
 @contextmanager
 def whole(folder: Path, what: str) -> Iterator[None]:
-    """Turn errors into a UserError about incomplete records. ``what`` names the job.
+    """Turn the errors that damaged records cause into a UserError. ``what`` names the job.
 
-    A UserError stays unchanged. An OSError stays unchanged if Lamina cannot write the page.
+    A UserError stays unchanged, and so does an OSError about a full disk or missing permissions.
     """
     try:
         yield
@@ -290,7 +287,7 @@ def whole(folder: Path, what: str) -> Iterator[None]:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Return whether a recorded value of any type is a finite number."""
+    """Return whether a value is a finite number."""
     return isinstance(value, int | float) and math.isfinite(value)
 
 

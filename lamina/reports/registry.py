@@ -22,9 +22,9 @@ from lamina.reports.stages import joined, stages_in
 Page = Callable[[Path], Path]
 """A function that writes a folder's page and returns the page's path."""
 Ending = Callable[..., str]
-"""A function that returns the text that a job prints at its end, from the job's folder and result."""
+"""A function that takes a job's folder and result, and returns the text that the job prints when it ends."""
 Drawing = Callable[[Path], Sequence[Path]]
-"""A function that saves a page's figures as pictures and returns the pictures' paths."""
+"""A function that saves the figures of a page as pictures and returns the paths of the pictures."""
 
 _RECORDS = (METRICS, RESULTS, RESULT, ALARMS, CLAIMS)
 _pages: dict[str, Page] = {}
@@ -35,7 +35,7 @@ _drawings: dict[str, Drawing] = {}
 def report_of(kind: str, *, needs: str = "") -> Callable[[Page], Page]:
     """Register a function that writes the page for one kind of folder.
 
-    If ``needs`` names the job (such as "coordinate check"), incomplete records raise UserError.
+    If you give ``needs`` (the job's name in messages, such as "coordinate check"), incomplete records raise UserError.
     """
 
     def register(page: Page) -> Page:
@@ -50,7 +50,7 @@ def report_of(kind: str, *, needs: str = "") -> Callable[[Page], Page]:
 
 
 def ending_of(*kinds: str, switch: str = "") -> Callable[[Ending], Ending]:
-    """Register a function that makes the text at the end of jobs of these kinds.
+    """Register a function that returns the final text of jobs of these kinds.
 
     If you give a switch, the function serves only jobs with this switch.
     """
@@ -73,13 +73,13 @@ def drawing_of(kind: str) -> Callable[[Drawing], Drawing]:
 
 
 def ending(kind: str, switch: str = "") -> Ending:
-    """Return the function that makes the text at the end of a job."""
+    """Return the function that formats the text at the end of a job of this kind."""
     kinds()
     return _endings[kind, switch]
 
 
 def draw(folder: Path) -> Sequence[Path]:
-    """Save the figures of a folder's page as pictures, and return their paths. Raises UserError without figures."""
+    """Save a page's figures as pictures, and return their paths. Raises UserError if the page has no figures."""
     kinds()
     kind = kind_of(folder)
     if kind not in _drawings:
@@ -135,13 +135,13 @@ def follow(
     Args:
         folder: the job's folder. Lamina also follows the trials of a study.
         every: seconds between two checks
-        wait: the function that sleeps
+        wait: the function that sleeps for some seconds
 
     Yields:
-        the page and an empty text, or None and the reason if there is no page
+        the page's path and "", or None and the reason why there is no page yet
 
     Raises:
-        UserError: if the folder belongs to no job
+        UserError: if no job wrote the folder
     """
     runs = stages_in(folder) or [folder]
     if kind_of(runs[0]) is None:
@@ -156,19 +156,19 @@ def follow(
             except UserError as error:
                 if ended:
                     raise
-                yield None, str(error)  # a job that has only begun
+                yield None, str(error)  # the job has only begun
         if ended:
             return
         wait(every)
 
 
 def has_ended(folder: Path) -> bool:
-    """Return whether the job has ended: it has a result, and no process works in its folder."""
+    """Return whether the job has ended: the folder has a result, and no process works in the folder."""
     return not is_locked(folder) and any((folder / name).is_file() for name in (RESULT, RESULTS))
 
 
 def _state(folder: Path) -> list[tuple[str, int, int]]:
-    """Return the names, sizes and times of the record files in a folder and in its trials' folders."""
+    """Return the names, sizes and times of the record files in a folder and in the folders of the folder's trials."""
     files = []
     for run in (folder, *sorted(folder.glob("trials/*"))):
         for name in _RECORDS:

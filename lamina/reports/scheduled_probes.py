@@ -1,4 +1,4 @@
-"""Draw the results of scheduled probes in training, with one section per probe."""
+"""Draw the results of probes that ran during training, with one section per probe."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lamina.reports.plotting import Figure
 from lamina.reports.records import Frame, Trial, groups, lenient_mapping, select
 from lamina.reports.style import Shown
 
-_BY_DEPTH = ("layer", "size", "distance")  # possible x axes; the first that a frame has is used
+_BY_DEPTH = ("layer", "size", "distance")  # possible x axes. Lamina uses the first that a frame has
 _TEXTS = ("metric", "sublayer", "role", "format", "meaning")  # columns that tell measurements apart
 _WHOLE = ("model", "block", "state", "all", "jacobian", "", None)  # values for a whole layer
 _QUANTITIES = 6  # per probe
@@ -33,7 +33,7 @@ def sections(items: Sequence[Shown]) -> list[Section]:
 
 
 def quantities(name: str, frame: Frame, metrics: Sequence[str] = ()) -> list[Quantity]:
-    """Return a probe's quantities by layer, for all metrics or only for ``metrics``. Whole layers come first."""
+    """Return a probe's quantities by layer, either all or only ``metrics``. Quantities of whole layers come first."""
     by = next((column for column in _BY_DEPTH if column in frame), None)
     if by is None or frame.empty:
         return []
@@ -58,7 +58,7 @@ def quantities(name: str, frame: Frame, metrics: Sequence[str] = ()) -> list[Qua
 
 
 def table(probe: str, by: str, fixed: Mapping[str, Any], trial: Trial) -> Frame:
-    """Return a probe's mean values, with one row per layer (or distance) and one column per step."""
+    """Return a probe's mean values as a table, with one row per layer (or distance) and one column per step."""
     rows = select(trial.probes.get(probe, pd.DataFrame()), fixed)
     if rows.empty or by not in rows:
         return pd.DataFrame()
@@ -67,7 +67,7 @@ def table(probe: str, by: str, fixed: Mapping[str, Any], trial: Trial) -> Frame:
 
 
 def _label(probe: str, fixed: Mapping[str, Any]) -> str:
-    """Return a quantity's name on the axes."""
+    """Return the name of a quantity for the axes."""
     values = {k: str(v).replace("_", " ") for k, v in fixed.items()}
     silent = ("all", "model", "block", "", "None", "nan")
     rest = [v for k, v in values.items() if k not in ("metric", "index") and v not in silent]
@@ -127,7 +127,7 @@ def _section(name: str, items: Sequence[Shown]) -> Section:
         numbers = over_steps(items, frames, name)
         html += figure(numbers, "Numbers for the whole model, against the step.", "The whole model")
         if not (every or numbers):
-            html += callouts(["These probes have no chart by layer or by step. The numbers are in the folder."])
+            html += callouts(["This probe has no chart by layer or by step. The numbers are in the folder."])
     lead = f'<p class="lead">{escape(sentence(str(facts["summary"])))}</p>' if facts.get("summary") else ""
     source = f'<p class="source">Source: {escape(str(facts["source"]))}</p>' if facts.get("source") else ""
     title = str(facts.get("title") or name)
@@ -135,7 +135,7 @@ def _section(name: str, items: Sequence[Shown]) -> Section:
 
 
 def _notes(name: str, items: Sequence[Shown]) -> list[str]:
-    """List the remarks on failed measurements of a scheduled probe, each once, with its first step."""
+    """Return the distinct notes about failed measurements of a probe, each with the first step."""
     remarks: dict[str, str] = {}
     for item in items:
         owner = f"{item.placement}: " if len(items) > 1 else ""
@@ -145,8 +145,9 @@ def _notes(name: str, items: Sequence[Shown]) -> list[str]:
     return list(remarks.values())
 
 
-_LINES_CAPTION = "Each line is a step, from the first step (light) to the last step (dark), against the depth."
+_LINES_CAPTION = "Each line shows one step against the depth, from the first step (light) to the last step (dark)."
 _MAPS_CAPTION = (
     "The same quantity at every probed step. The {by} goes upward, and the steps go to the right. If a map becomes "
-    "brighter upward, the quantity grows with depth. If a map becomes brighter to the right, the quantity grows."
+    "brighter upward, the quantity grows with depth. If a map becomes brighter to the right, the quantity grows during "
+    "training."
 )

@@ -1,5 +1,3 @@
-"""Take a picture of a page with an installed browser."""
-
 from __future__ import annotations
 
 import shutil

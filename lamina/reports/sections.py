@@ -24,7 +24,7 @@ from lamina.reports.style import Shown, colors
 
 
 def prepare(study: Study) -> tuple[pd.DataFrame, list[Shown], dict[str, str]]:
-    """Return the ranking, the placements for the figures (at their best learning rates), and the colors."""
+    """Return the ranking, each placement with the trials at its best learning rate, and each placement's color."""
     summary = summarize(study.results)
     color = colors(study.results["placement"])
     rates = study.results["learning_rate"]
@@ -39,7 +39,7 @@ def prepare(study: Study) -> tuple[pd.DataFrame, list[Shown], dict[str, str]]:
 
 
 def finding(summary: Frame, color: dict[str, str]) -> str:
-    """Return the finding in large letters: the leading placement, and the placements that failed."""
+    """Return sentences in large letters about the best placement and the placements that failed."""
     return prose(sentences(summary), color, "finding")
 
 
@@ -73,7 +73,7 @@ def loss(study: Study, items: list[Shown], several: bool) -> Section:
 
 
 def forgetting(items: list[Shown], guess: Guess | None = None) -> str:
-    """Return the losses on a second corpus and the scores on tasks, for runs that have them."""
+    """Return charts of the loss on --eval-corpus and of the scores on --eval-tasks, if any run has them."""
     html = figure(figures.second_losses(items, guess), _SECOND, "On the second corpus")
     return html + figure(figures.task_scores(items), _TASKS, "On tasks")
 
@@ -114,7 +114,7 @@ def course(item: Shown, caption: str) -> Section:
 
 
 def _folded(equation: Sequence[str], columns: float) -> str:
-    """Return the equation's lines. A line that is too long breaks before each formula after the first."""
+    """Wrap an equation's lines. A line that is too long breaks before each formula except the first."""
     lines = []
     for line in equation:
         head, *formulas = re.split(r"(?<=:)\s+|(?<=,)\s+(?=[\w']+ = )", line) if len(line) > columns else [line]
@@ -123,13 +123,13 @@ def _folded(equation: Sequence[str], columns: float) -> str:
 
 
 def _scheme(spec: str) -> placements.Placement | None:
-    """Return the placement of this name, or None for a placement from a user's file."""
+    """Return the built-in placement that a spec names, or None for a placement from a user's file."""
     name = spec.partition("(")[0].strip()
     return placements.get(name) if name in placements.names() else None
 
 
 def _resolved(spec: str, study: Study) -> Plan | None:
-    """Return a placement's norms for each layer, for trials that recorded none."""
+    """Return where a placement's norms sit in each layer, for trials without plan.json."""
     layers = study.settings.get("num_layers")
     try:
         if _scheme(spec) is None or not isinstance(layers, int):
@@ -141,7 +141,7 @@ def _resolved(spec: str, study: Study) -> Plan | None:
 
 
 def scale_note(results: Frame) -> list[str]:
-    """Return a sentence on models that are far below the papers' sizes, or "" for larger models."""
+    """Return a warning if the models are far smaller than the papers' models."""
     sizes = [results[name].max() if name in results else math.nan for name in ("parameters", "tokens")]
     if not all(map(math.isfinite, sizes)) or sizes[0] >= _SMALL:
         return []
@@ -153,7 +153,7 @@ def scale_note(results: Frame) -> list[str]:
 
 
 def facts(study: Study) -> list[str]:
-    """Return the settings that a reader needs first."""
+    """Return the facts for the top of a page, such as the sizes of the model and the number of tokens."""
     backbone, layers, width = (study.settings.get(name) for name in ("backbone", "num_layers", "hidden_size"))
     parameters, tokens = study.results["parameters"].max(), study.results["tokens"].max()
     seeds, version = study.results["seed"].nunique(), study.header.get("version")
@@ -174,8 +174,8 @@ _LOSS = (
     "often each {} occurs. Double-click to also see the high losses of the first steps. Click a name in the legend to "
     "hide its lines."
 )
-_BIGRAM = " The dotted line is a bigram table's loss. A curve above this line shows nothing about the model's depth."
-_SEEDS = " With several seeds, the line is the mean of the seeds that finished, and the band is one standard deviation."
+_BIGRAM = " The dotted line is a bigram table's loss. A model above this line does not use its depth."
+_SEEDS = " With several seeds, the line is the mean of the finished seeds, and the band shows one standard deviation."
 _SECOND = "Loss on the text of --eval-corpus, with the same tokenizer. The run did not train on this text."
 _TASKS = "Scores on the tasks of --eval-tasks. Accuracies go from 0 to 1."
 _DIAGRAMS = (

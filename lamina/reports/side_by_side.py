@@ -1,4 +1,4 @@
-"""Compare two runs: find the first step and the first layer with a difference above the noise."""
+"""Compare two runs, and find the first step and the first layer at which the runs differ by more than noise."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from lamina.training.monitor.rules import noise_of
 from lamina.training.monitor.writers import LOSS, NORM, RATE, Row, read_about, read_rows
 
 Place: TypeAlias = tuple[int, str, str, str]
-"""layer, sub-layer, role, metric"""
+"""The layer, sub-layer, role and metric of a series."""
 Course: TypeAlias = Mapping[int, float]
-"""values by step"""
+"""The values of a series, by step."""
 
 _METRICS = (LOSS, NORM, RATE, "gradient_norm", "update_norm", "weight_norm", "hidden_variance", "hidden_abs_max")
-_FORWARD = ("hidden_variance", "hidden_abs_max")  # the first layer is the one at which these part
-_NOISES = 4.0  # of their difference, by which two runs must differ,
-_LEAST = {LOSS: 0.01, RATE: 0.001}  # nats, a share; at least
-_SHARE = 0.05  # at least, of other metrics: a share of the value
-_STAY, _PAST = 5, 32  # records in which they stay apart, and those that show the noise
-_SAME = 1e-6  # a share up to which two values are the same
+_FORWARD = ("hidden_variance", "hidden_abs_max")  # the lowest layer with a difference in these comes first
+_NOISES = 4.0  # the smallest difference that counts, as a multiple of the noise
+_LEAST = {LOSS: 0.01, RATE: 0.001}  # the smallest difference that counts: nats, and a fraction of the learning rate
+_SHARE = 0.05  # the smallest difference that counts for other metrics, as a fraction of the value
+_STAY, _PAST = 5, 32  # records: how long a difference must last, and how many earlier records show the noise
+_SAME = 1e-6  # the largest relative difference between two equal values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class Parting:
     def __str__(self) -> str:
         layer, sublayer, role, metric = self.place
         if layer < 0 and metric in _FORWARD:
-            role = "embedding"  # whose output it is
+            role = "embedding"  # the value describes the embedding's output
         location = {"layer": layer, "sublayer": sublayer, "role": role, "metric": metric}
         alarm = Alarm(step=self.step, rule="rise", value=1.0, usual=1.0, **location)
         where = "" if metric in (LOSS, NORM, RATE) else f", {place_in_words(alarm)}"
@@ -50,7 +50,7 @@ class Parting:
 
 @dataclass(frozen=True, kw_only=True)
 class SideBySide:
-    """Two runs side by side."""
+    """The result of comparing two runs."""
 
     names: tuple[str, str]  # the runs' names
     series: Mapping[Place, tuple[Course, Course]]  # the two runs' values by step, for each series in both runs
@@ -63,7 +63,7 @@ class SideBySide:
 
     @property
     def first(self) -> Parting | None:
-        """Return the earliest difference, or None if the runs do not differ."""
+        """Return the earliest difference except in the learning rate, or None."""
         return min(
             (part for part in (self.whole, self.layer) if part is not None), key=lambda one: one.step, default=None
         )
@@ -75,7 +75,7 @@ class SideBySide:
         return f"The two runs differ from step {self.first.step} on"
 
     def sentences(self) -> list[str]:
-        """Return sentences on the last equal step, the first differences, and the learning rates."""
+        """Return sentences about the last equal step, the first differences, and the learning rates."""
         steps = sorted({step for first, _ in self.series.values() for step in first})
         at = f"{len(steps):,} steps, {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
         texts = [f"Lamina compared {len(self.series)} series of {self.names[0]} and {self.names[1]} at {at}."]
@@ -95,7 +95,7 @@ class SideBySide:
             texts.append(f"The first layer that differs is at {self.layer}.")
         elif not any(location[0] >= 0 for location in self.series):
             texts.append(
-                "Neither run has records by layer. To find the first layer that differs, run both under lamina.watch."
+                "Neither run has records by layer. To find the first layer that differs, record both with lamina.watch."
             )
         if self.rate is not None:
             earlier = self.rate.step <= self.first.step
@@ -118,8 +118,8 @@ def side_by_side(first: Path, second: Path) -> SideBySide:
             shared[location] = first_course, second_course
     if not shared:
         raise UserError(
-            f"against: {str(second)!r} has no series at the steps of {str(first)!r}. Give two records of the same "
-            "steps, each with a loss or gradient norms."
+            f"against: {str(second)!r} has no series at the steps of {str(first)!r}. Give two runs that recorded the "
+            "loss or the gradient norm at the same steps."
         )
     layers_of = [{location[0] for location in each if location[0] >= 0} for each in courses]
     both = all(layers_of)  # a record without layers is no model without them
@@ -153,11 +153,11 @@ def _courses(path: Path) -> dict[Place, dict[int, float]]:
 
 
 def parting(place: Place, first: Course, second: Course) -> Parting | None:
-    """Return the first difference of two series, or None.
+    """Return the first step at which two series differ, and the two values at this step, or None.
 
-    A difference counts if five successive differences have the same sign and exceed the noise, or if only one value is
-    finite. Each difference of learning rates counts, because they have no noise. Lamina compares losses by their
-    difference, and other values by the logarithm of their ratio.
+    Two series differ if five successive differences have the same sign and exceed the noise, or if only one value is
+    finite. Learning rates have no noise, so one difference above 0.1 % is enough. Lamina subtracts losses. For other
+    metrics, Lamina takes the logarithm of the ratio.
     """
     steps, ratio = sorted(first), place[3] != LOSS
     least, stay = _LEAST.get(place[3], _SHARE), 1 if place[3] == RATE else _STAY
@@ -176,9 +176,9 @@ def parting(place: Place, first: Course, second: Course) -> Parting | None:
 
 
 def _distance(first: float, second: float, *, ratio: bool) -> float:
-    """Return the difference of two values or, with ``ratio``, the logarithm of their ratio.
+    """Return ``second - first`` or, with ``ratio``, ``log(second / first)``.
 
-    The result is infinite if only one value is finite, or if only one value of a ratio is positive.
+    The result is infinite if only one value is finite or, with ``ratio``, if only one value is positive.
     """
     if math.isfinite(first) != math.isfinite(second) or (ratio and (first > 0) != (second > 0)):
         return math.inf
@@ -188,7 +188,7 @@ def _distance(first: float, second: float, *, ratio: bool) -> float:
 
 
 def _order(one: Parting) -> tuple[float, ...]:
-    """Return the sort key of layers: the earliest step, then hidden states by layer, then the largest distance."""
+    """Return the sort key for differences by layer: the step, then hidden states by layer, then the largest ratio."""
     layer, _, _, metric = one.place
     forward = metric in _FORWARD
     return one.step, not forward, layer if forward else -abs(_distance(one.first, one.second, ratio=True)), layer

@@ -1,4 +1,4 @@
-"""Read the folders of a run's pipeline stages as one run."""
+"""Join the folders of a run's pipeline stages, so that Lamina can read all stages as one run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from lamina.training.monitor.writers import (
 
 
 def stages_in(folder: Path) -> list[Path]:
-    """Return the folders of pipeline stages in a folder, or [] for a job's folder or fewer than two stages."""
+    """Return the folders of pipeline stages inside ``folder``, or [] if ``folder`` belongs to one job."""
     if kind_of(folder) is not None:
         return []
     stages = [about.parent for about in sorted(folder.glob(f"*/{WATCHED}")) if kind_of(about.parent) == Kind.WATCHED]
@@ -42,11 +42,12 @@ def stages_in(folder: Path) -> list[Path]:
 
 
 def joined(folder: Path) -> Path:
-    """Join the records of pipeline stages into a new folder, and return this folder.
+    """Join the pipeline stages in a folder to one run, and return the run's folder. Without stages, return ``folder``.
 
-    For the stages' folder NAME, the new folder is NAME-lamina beside it. The gradient norm covers all stages. Other
-    values outside the layers, such as the loss, come from the first stage that has them. Without stages, return the
-    folder itself. Raises UserError if the stages belong to different runs.
+    If ``folder`` is NAME, the run's folder is NAME-lamina beside NAME. The gradient norm covers all stages. Every other
+    value outside the layers, such as the loss, comes from the first stage that recorded this value.
+
+    Raises UserError if the stages belong to different runs.
     """
     if not (stages := stages_in(folder)):
         return folder
@@ -68,7 +69,7 @@ def joined(folder: Path) -> Path:
         write_lines(target / METRICS, [{**lines[step], "grad_norm": norms.get(step)} for step in sorted(lines)])
         told = {(a.step, a.rule, a.layer, a.sublayer, a.role, a.metric): a for s in stages for a in read_alarms(s)}
         write_alarms(target, sorted(told.values(), key=lambda alarm: alarm.order))
-        if batches := read_batches(stages[0]):  # the others read states, no tokens
+        if batches := read_batches(stages[0]):  # the other stages receive hidden states, not tokens
             write_lines(target / BATCHES, batches)
         write_json(target / WATCHED, {"record": VERSION, **_about(stages, abouts, steps)})
         results = [read_result(stage) or {"status": "unfinished"} for stage in stages]
@@ -80,13 +81,13 @@ def joined(folder: Path) -> Path:
 
 
 def notes_of_stages(folder: Path) -> list[str]:
-    """Return the notes on the stages that Lamina joined in a folder, or [] for any other folder."""
+    """Return the notes about joined pipeline stages, or [] if the folder has no joined stages."""
     told = read_about(folder).get("stages") if folder.is_dir() else None
     return [f"{note}." for note in told or ()]
 
 
 def _write_rows(target: Path, stages: Sequence[Path]) -> dict[Path, set[int]]:
-    """Write the rows of all stages, and return each stage's steps."""
+    """Write the rows of all stages to ``target``, and return the recorded steps of each stage."""
     writer, steps = LayersWriter(target), dict[Path, set[int]]()
     outside: dict[tuple[int, str, str, int, str], list[float]] = {}
     for stage in stages:
@@ -98,7 +99,7 @@ def _write_rows(target: Path, stages: Sequence[Path]) -> dict[Path, set[int]]:
                 outside.setdefault((step, sublayer, role, index, metric), []).append(value)
     all_of = max((len(values) for key, values in outside.items() if key[-1] == NORM), default=0)
     for (step, sublayer, role, index, metric), values in sorted(outside.items()):
-        if metric != NORM or len(values) == all_of:  # that of some stages alone would look like a fall
+        if metric != NORM or len(values) == all_of:  # the norm of only some stages would look like a fall
             value = math.hypot(*values) if metric == NORM else values[0]
             writer.add([(step, -1, sublayer, role, index, metric, value)])
     writer.flush()
@@ -111,7 +112,7 @@ def _layers(about: Json) -> list[int]:
 
 
 def _refuse_others(stages: Sequence[Path], abouts: Mapping[Path, Json]) -> None:
-    """Raise UserError for folders of several runs, which have a layer in common or different widths."""
+    """Raise UserError if two stages cannot belong to one run: they have a common layer or different widths."""
     for stage, other in combinations(stages, 2):
         both = sorted({*_layers(abouts[stage])} & {*_layers(abouts[other])})
         widths = [about.get("hidden_size") for about in (abouts[stage], abouts[other])]
@@ -136,8 +137,8 @@ def _about(stages: Sequence[Path], abouts: Mapping[Path, Json], steps: Mapping[P
     first, last = min(layers, default=0), max(layers, default=-1)
     missing = [number for number in range(last + 1) if number not in layers]
     notes = [f"Lamina read {len(told)} pipeline stages as one run: {', '.join(told)}"]
-    notes += ["The stages have records of different steps"] * (len({max(steps[at], default=0) for at in stages}) > 1)
-    notes += [f"No folder has the layers {ranges(missing)}"] * bool(missing)
+    notes += ["The last recorded steps of the stages differ"] * (len({max(steps[at], default=0) for at in stages}) > 1)
+    notes += [f"No stage's folder has the layers {ranges(missing)}"] * bool(missing)
     return {
         **abouts[stages[0]],
         "parameters": sum(about.get("parameters") or 0 for about in abouts.values()),

@@ -24,8 +24,8 @@ from lamina.reports.records import Trial
 FONT = "system-ui, -apple-system, 'Segoe UI', 'Helvetica Neue', Arial, sans-serif"
 INK, GREY, GRID, RULE = "#1f2933", "#66717d", "#edf0f3", "#c9d0d8"
 
-_DASH = 9  # pixels of each color where lines take turns
-TURNS = '<p class="source">Where several lines have the same values, their dashes alternate.</p>'
+_DASH = 9  # pixels of each color where dashes alternate
+TURNS = '<p class="source">If several lines have the same values, their dashes alternate.</p>'
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class Look:
     marker: str = "circle"
 
 
-# Told apart with every common color blindness (after Okabe and Ito, and Tol).
+# Readers with common kinds of color blindness can distinguish these colors (after Okabe and Ito, and Tol).
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#332288", "#882255", "#44aa99", "#999933")
 
-# The papers' own have a color each that is safe alone; the others' colors need their dash and marker beside them.
+# The first six placements differ by color alone. The others differ only by color, dash and marker together.
 _LOOKS = {
     "pre_ln": Look("#0072b2"),
     "post_ln": Look("#d55e00", marker="square"),
@@ -72,8 +72,8 @@ _LOOKS = {
     "subln": Look("#7570b3", "dot", "star"),
     "sandwich_depth_scaled": Look("#4d4d4d", "dashdot", "x"),
 }
-_PAPERS_OWN = 6  # of the looks
-_OWN = [color for color in PALETTE if color != "#44aa99"]  # of a figure that colors its lines itself
+_PAPERS_OWN = 6  # the first looks, which differ by color alone
+_OWN = [color for color in PALETTE if color != "#44aa99"]  # for a figure that has no placements
 
 
 def look(placement: str) -> Look | None:
@@ -113,7 +113,7 @@ class Shown:
 
     @property
     def label(self) -> str:
-        """Return the placement's name, escaped because plotly reads a few HTML tags."""
+        """Return the placement's name, cut after 41 characters, and escaped because plotly reads a few HTML tags."""
         name = self.placement if len(self.placement) <= 42 else f"{self.placement[:41]}…"
         return escape(name)
 
@@ -131,7 +131,7 @@ class Shown:
 
 
 def rgba(color: str, alpha: float) -> str:
-    """Return a hexadecimal color with transparency."""
+    """Convert a hexadecimal color to a CSS color with transparency."""
     red, green, blue = (int(color[i : i + 2], 16) for i in (1, 3, 5))
     return f"rgba({red},{green},{blue},{alpha})"
 
@@ -187,7 +187,7 @@ def polish_own(figure: Figure) -> Figure:
 
 
 def _honest_axis(figure: Figure, values: np.ndarray) -> None:
-    """Set readable ticks and an axis range in which constant data look constant."""
+    """Set readable ticks, and an axis range in which nearly constant data look constant."""
     axis = figure.layout["yaxis"]
     if not len(values) or "range" in axis:
         return
@@ -215,7 +215,7 @@ def at_least_a_decade(low: float, high: float) -> tuple[float, float]:
 
 
 def to_html(figure: Figure) -> str:
-    """Return a figure's HTML with packed data, which the page's script unpacks and draws."""
+    """Return a figure as HTML with compressed data. The page's script unpacks and draws the data."""
     note = TURNS if _uncover(figure) else ""
     data = base64.b64encode(gzip.compress(figure.to_json().encode(), mtime=0)).decode()  # a third of the text's size
     return (
@@ -248,7 +248,7 @@ def _uncover(figure: Figure) -> bool:
                 and np.mean(np.abs(shown - heights) <= near) >= 0.5
                 for other, heights in zip(lines, drawn, strict=True)
             ]
-            if below := sum(hides[:number]):  # what they show stays free
+            if below := sum(hides[:number]):  # the lines below show through the gaps
                 dash, hidden = f"{_DASH * (1 + sum(hides[number:]))}px,{_DASH * below}px", True
                 line["line"] = {**line.get("line", {}), "dash": dash}
     return hidden
@@ -265,7 +265,7 @@ def _color(trace: Json) -> object:
 
 
 def _heights(values: object, *, log: bool) -> np.ndarray:
-    """Return the positions of values on their axis, with NaN for values off the axis."""
+    """Return the positions of values on the axis. A value that the axis cannot show becomes NaN."""
     heights = np.asarray(() if values is None else values, dtype=float)
     with np.errstate(all="ignore"):
         heights = np.log10(heights) if log else heights
@@ -273,13 +273,13 @@ def _heights(values: object, *, log: bool) -> np.ndarray:
 
 
 def thin(columns: Sequence[np.ndarray], count: int) -> list[np.ndarray]:
-    """Keep about ``count`` evenly spaced rows of columns, and always the last row."""
+    """Keep about ``count`` evenly spaced rows of the columns, and always the last row."""
     kept = evenly(len(columns[0]), count)
     return [values[kept] for values in columns]
 
 
 def log_ticks(low: float, high: float) -> tuple[list[float], list[str]]:
-    """Return the ticks between two powers of ten, as exponents and as texts, at most one per decade in a long range."""
+    """Return ticks from 10**low to 10**high, as exponents and as texts. Long ranges have at most one per decade."""
     steps = (1, 2, 3, 5, 7) if high - low < 1.2 else (1, 2, 5) if high - low < 2 else (1,)
     every = max(1, math.ceil((high - low) / 9))
     exponents = [

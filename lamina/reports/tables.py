@@ -1,4 +1,4 @@
-"""Build HTML tables: cells, and the tables of results and of settings. This module escapes every text."""
+"""Build HTML tables of results and of settings. This module escapes every text."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Row = Mapping[str, Any]
 NONE = '<span class="none">–</span>'  # for a missing number
 ABOVE_BIGRAM = "above a bigram table"
 _SPIKE_NOTE = (
-    "A spike is a step whose training loss or gradient norm (before clipping) is not finite or far too "
-    f"large: at least {SIGMAS:g} standard deviations above the mean of up to {WINDOW:,} previous steps. The first "
-    f"{FEWEST} steps do not count. The percentage after the count is the spike score: the share of steps that are "
-    "spikes (OLMo 2, arXiv 2501.00656, Sec 3.1)."
+    "A spike is a step at which the training loss or the gradient norm (before clipping) is far too large or not "
+    f"finite. Far too large means at least {SIGMAS:g} standard deviations above the mean of up to {WINDOW:,} previous "
+    f"steps. The first {FEWEST} steps do not count. The percentage after the count is the spike score: the number of "
+    "spikes divided by the number of steps (OLMo 2, arXiv 2501.00656, Sec 3.1)."
 )
 
 
@@ -51,7 +51,7 @@ def table(
         fields: the columns, from the left
         rows: the rows, as mappings for ``Field.cell``
         kind: the table's CSS class
-        row_kind: returns a row's CSS class ("": no class)
+        row_kind: the function that returns a row's CSS class, or "" for no class
     """
 
     def tag(name: str, kind: str, html: str) -> str:
@@ -65,12 +65,12 @@ def table(
 
 
 def text(name: str, title: str | None = None, kind: str = "") -> Field:
-    """Return a column with a text from each row, escaped."""
+    """Return a column that shows the escaped text ``name`` of each row."""
     return Field(name if title is None else title, lambda row: escape(str(row[name])), kind)
 
 
 def number(name: str, form: str, title: str | None = None, kind: str = "number", missing: str = NONE) -> Field:
-    """Return a column of numbers in the format ``form``. A dash stands for a missing number, NaN or infinity."""
+    """Return a column of numbers in the format ``form``. ``missing`` replaces a value that is not a finite number."""
     return Field(name if title is None else title, lambda row: in_form(row[name], form, missing), kind)
 
 
@@ -80,26 +80,25 @@ def status(name: str, title: str) -> Field:
 
 
 def placements(colors: Mapping[str, str], name: str = "placement", title: str = "placement") -> Field:
-    """Return a column of placements' names, each after a colored dot."""
+    """Return a column of placement names. Each name has a colored dot in front."""
     return Field(title, lambda row: swatch(colors[row[name]]) + escape(str(row[name])), "name")
 
 
 def in_form(value: object, form: str, missing: str = NONE) -> str:
-    """Return a number in a format. A missing number, or a number that is not finite, becomes ``missing`` (a dash)."""
+    """Format a number. A value that is not a finite number becomes ``missing``, which is a dash by default."""
     return format(value, form) if is_number(value) else missing
 
 
 def with_spread(value: str, std: object, form: str) -> str:
-    """Append the standard deviation to a number, if there is one."""
+    """Append "± std" to a formatted number, if ``std`` is a number."""
     return f'{value} <span class="spread">± {std:{form}}</span>' if is_number(std) else value
 
 
 def swatch(color: str) -> str:
-    """Return the HTML of the colored dot that precedes a placement's name."""
     return f'<span class="swatch" style="background:{color}"></span>'
 
 
-# The run's status whose color a word has, and the words that pages set as a status.
+# Each verdict has the color of a run's status.
 _WORDS = {
     "finished": ("fine", "flat", "holds", "holds at iso-loss"),
     "short": ("explained by loss", "needs scale"),
@@ -121,7 +120,7 @@ def chip(word: str, label: str | None = None) -> str:
 def ranking_table(summary: Frame, colors: Mapping[str, str]) -> str:
     """Return the table of the placements at their best learning rates, the best placement first.
 
-    If all placements have the same value in a column, a folded list below the table shows this value.
+    A column in which all placements have the same value moves to a folded list below the table.
     """
     several = bool((summary["learning_rates"] > 1).any())
     fields = [Field("", lambda row: in_form(row["rank"], ".0f"), "rank")]
@@ -145,19 +144,18 @@ def ranking_table(summary: Frame, colors: Mapping[str, str]) -> str:
 
 
 def trials_table(results: Frame, colors: Mapping[str, str]) -> str:
-    """Return the table of all trials, the best trial first, with the reason for each trial's status."""
+    """Return the table of all trials, sorted by status and then by eval loss."""
     ordered = results.assign(order=[severity(word) for word in results["status"]])
     ordered = ordered.sort_values(["order", "eval_loss"], na_position="last", kind="stable")
     return table([_field(column, colors) for column in _present(TRIALS, results)], rows_of(ordered), "trials")
 
 
 def _present(columns: Iterable[Column], frame: Frame) -> list[Column]:
-    """Return all columns except the optional columns without a value in ``frame``."""
+    """Leave out the optional columns that have no value in ``frame``."""
     return [c for c in columns if not c.optional or (c.name in frame and frame[c.name].notna().any())]
 
 
 def _field(column: Column, colors: Mapping[str, str]) -> Field:
-    """Turn a column of results into a column of a page's table."""
     if column.name == "placement":
         return placements(colors, title=column.title)
     if column.name == "status":
@@ -179,7 +177,7 @@ def _loss(row: Row) -> str:
 
 
 def _with_share(column: Column, share: str, row: Row) -> str:
-    """Return a count and its share in percent as HTML."""
+    """Return a count with the matching percentage as HTML."""
     count = row[column.name]
     part = f' <span class="spread">{100 * row[share]:.2g} %</span>' if math.isfinite(count) and count else ""
     return in_form(count, column.format or "") + part
@@ -195,7 +193,7 @@ def settings_table(settings: Mapping[str, object]) -> str:
 
 
 def spike_note(summary: Frame) -> str:
-    """Explain what counts as a spike, if a table counts spikes."""
+    """Explain what a spike is, if a table counts spikes."""
     return f'<p class="source">{escape(_SPIKE_NOTE)}</p>' if any(c.share for c in _present(RANKING, summary)) else ""
 
 

@@ -1,4 +1,4 @@
-"""Make the lines that a job prints when it ends. The job's page shows the same numbers, warnings and sentences."""
+"""Format the text that each kind of job prints when it ends. The job's page shows the same numbers and warnings."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SPEED = {"tokens_per_second": "{:,.0f} tokens/s", "mfu": "MFU {:.1%}"}
 
 
 def run_ended(folder: Path, result: Json, *, forms: Mapping[str, str]) -> str:
-    """Return the text about how a run ended, with the paths of the page and the model."""
+    """Return a run's status and results as text. ``forms`` maps names of results to formats, such as "loss {:.4f}"."""
     ended = result["status"] != "interrupted"
     forms = {**forms, **(_SPEED if ended else {})}
     values = {name: result.get(name) for name in forms}
@@ -51,12 +51,10 @@ ending_of(Kind.RUN)(partial(run_ended, forms=_PRETRAINED))
 
 @ending_of(Kind.COMPARE)
 def compare(folder: Path, results: Frame) -> str:
-    """Return the ranking, its warnings, and where the page and the numbers are."""
     return f"{ranking(results, read_record(folder)['settings'])}\n\n{_files(folder, RESULTS)}"
 
 
 def ranking(results: Frame, settings: Mapping[str, object] | None = None) -> str:
-    """Return the ranking of a study's results, and the warnings."""
     summary = summarize(results)
     lines, above = [f"{'':>3} {'placement':<24} {'status':<20} {'eval loss':>17} {'learning rate':>13}"], []
     for row in rows_of(summary):
@@ -71,14 +69,15 @@ def ranking(results: Frame, settings: Mapping[str, object] | None = None) -> str
     texts = notices(summary, results, settings=settings)
     if above:
         texts.insert(
-            0, f"Not ranked, because a bigram table of the training text is at least as good: {', '.join(above)}."
+            0,
+            "Lamina does not rank these placements, because their loss is no better than the loss of a bigram table of "
+            f"the training text: {', '.join(above)}.",
         )
     return "\n".join([*lines, "", *(f"note: {notice}" for notice in texts)])
 
 
 @ending_of(Kind.MAX_LR)
 def max_lr(folder: Path, results: Frame) -> str:
-    """Return the placements, highest learning rate first, and where the page and the numbers are."""
     rows = max_rate.summarize(results)
     width = max(12, *(len(row["placement"]) for row in rows))
     lines = [f"{'placement':<{width}} {'largest learning rate':>24} {'its loss':>10}  stopped by"]
@@ -91,14 +90,12 @@ def max_lr(folder: Path, results: Frame) -> str:
 
 @ending_of(Kind.TRANSFER)
 def transfer(folder: Path, results: Frame) -> str:
-    """Return a transfer's learning rates and sentences, and where the page and the numbers are."""
     del results
     summary = read_json(folder / TRANSFER)
     return f"{transferred(summary)}\n\n{_files(folder, RESULTS, TRANSFER)}"
 
 
 def transferred(summary: Json) -> str:
-    """Return the content of transfer.json as text."""
     lines = [f"{'learning rate':>13} {'on the proxy':<13} {'eval loss':>9}  at another width"]
     for rate in summary["rates"]:
         loss = in_form(rate["eval_loss"], ".4f", "-") + ("*" if rate["best"] else " ")
@@ -114,7 +111,6 @@ def transferred(summary: Json) -> str:
 
 @ending_of(Kind.COORD_CHECK)
 def coord_check(folder: Path, slopes: Frame) -> str:
-    """Return the exponent of each module's outputs, the verdict, and where the page and the numbers are."""
     sizes = slopes[slopes["metric"] == "size"]
     last = int(sizes["step"].max())
     lines = [f"{'module':<36} {'at the start':>13} {f'after {last} steps':>14}  over the steps"]
@@ -130,7 +126,6 @@ def coord_check(folder: Path, slopes: Frame) -> str:
 
 @ending_of(Kind.PREFLIGHT)
 def preflight(folder: Path | None, rows: Frame) -> str:
-    """Return a table with one line per planned run, then each run's reason and advice, and the page's path."""
     records = rows_of(rows)
     width = max(9, *(len(row["placement"]) for row in records))
     lines = [
@@ -153,7 +148,7 @@ def preflight(folder: Path | None, rows: Frame) -> str:
 
 @ending_of(Kind.PREFLIGHT, switch="json")
 def preflight_json(folder: Path | None, rows: Frame) -> str:
-    """Return the table as a JSON list of objects, with null for NaN and infinities."""
+    """Return the rows as JSON. NaN and infinities become null."""
     del folder
     return json.dumps(finite(rows_of(rows)), indent=2, ensure_ascii=False)
 
@@ -161,16 +156,16 @@ def preflight_json(folder: Path | None, rows: Frame) -> str:
 def _layers(row: Json) -> str:
     share = row["ffn_variance_share"]
     return (
-        f"the last hidden state has {10 ** row['growth']:.2g} times the embedding's variance. The weights' gradient "
-        f"is smallest in layer {row['weight_gradient_layer']}, where it is {10 ** -row['weight_gradient']:.2g} times "
-        "smaller than in the layer with the largest gradient. Before the first step, the ratio of feed-forward "
-        f"variance to skip variance, summed over the layers, is {share:.2g} (FuseNorm's Theorem 1 assumes about 1)"
+        f"the last hidden state has {10 ** row['growth']:.2g} times the embedding's variance. The gradient of the "
+        f"weights is smallest in layer {row['weight_gradient_layer']}. In the layer with the largest gradient, the "
+        f"gradient is {10 ** -row['weight_gradient']:.2g} times larger. FuseNorm's Theorem 1 sums the ratio of "
+        "feed-forward variance to skip variance over all layers, and assumes a sum of about 1. Before the first step, "
+        f"this sum is {share:.2g}"
     )
 
 
 @ending_of(Kind.EVALUATION)
 def evaluation(folder: Path, result: Json) -> str:
-    """Return the table of scores, the notes, and where the page and the numbers are."""
     lines = [(folder / "table.md").read_text(encoding="utf-8").rstrip()]
     lines += [f"left out: {model['name']} ({model['left_out']})" for model in result["models"] if model["left_out"]]
     lines += _paired(result.get("paired") or [])
@@ -179,7 +174,6 @@ def evaluation(folder: Path, result: Json) -> str:
 
 
 def _paired(rows: list[Json]) -> list[str]:
-    """Return a line per model and task: the difference from the first model, and its significance."""
     if not rows:
         return []
     width = max(5, *(len(row["model"]) for row in rows))
@@ -197,7 +191,6 @@ def _paired(rows: list[Json]) -> list[str]:
 
 @ending_of(Kind.PROBING)
 def probing(folder: Path, result: Json) -> str:
-    """Return each probe's sentences, or the reason why it has none, and where the page and the tables are."""
     model = result["model"]
     lines = [
         f"{model['model_type'] or model['class']}: {model['num_layers']} layers of width {model['hidden_size']}, "

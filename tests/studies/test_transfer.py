@@ -92,8 +92,8 @@ SAID = (
       "Is 0.002 safe at width 256? It is RISK."]),
     ("train at a learning rate of 0.001", {1e-3: ("finished", 3)}, of({1e-3: ("diverged", 9), 2e-3: ("stuck", 5)}, 256),
      [STABLE, "A learning rate of 0.001 has the lowest loss at width 64.", "Is 0.001 safe at width 256? It is RISK.",
-      "The best learning rate is at the edge of the list, so a learning rate beyond the list may be better. Try more "
-      "with --learning-rates.", "At width 256, 0 of 1 learning rates have the same outcome as at width 64."]),
+      "The best learning rate is at the edge of the list, so a learning rate beyond the list may be better. Add "
+      "values to --learning-rates.", "At width 256, 0 of 1 learning rates have the same outcome as at width 64."]),
 )  # fmt: skip
 
 

@@ -1,1 +1,1 @@
-"""The pages, one file for each kind of folder: ``lamina.reports.registry`` finds them here."""
+"""The pages, with one module per kind of folder. ``lamina.reports.registry`` imports all modules of this package."""

@@ -1,4 +1,4 @@
-"""The page of a coordinate check: mean |x| against the width or depth, the exponents, and the verdict."""
+"""Write the page of a coordinate check: mean |x| against the width or depth, the exponents, and the verdict."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def coordinates_report(folder: Path) -> Path:
 
 
 def _verdicts(slopes: Frame) -> dict[str, str]:
-    """Return each module's verdict, which is the worst verdict of the module's layers."""
+    """Return the verdict of each module: the worst verdict of any layer."""
     found = {name: set(rows["verdict"]) for name, rows in slopes[slopes["metric"] == "size"].groupby("module")}
     worst = ("broken", "grows", "shrinks")
     return {str(name): next((one for one in worst if one in verdicts), "flat") for name, verdicts in found.items()}
@@ -129,7 +129,7 @@ def _figure(sizes: Frame, verdicts: Mapping[str, str], axis: str) -> Figure:
 
 
 def _table(slopes: Frame, axis: str) -> str:
-    """Return a table of each module's exponents at the start and after the last step, with their range over layers."""
+    """Return a table of each module's exponents before the first and after the last step, with the layers' range."""
     verdicts = _verdicts(slopes)
     last = int(slopes["step"].max())
     rows = []

@@ -1,4 +1,4 @@
-"""The page of an evaluation: the table of scores, a figure, and every number."""
+"""Write the page of an evaluation: the table of scores, a chart, and all numbers."""
 
 from __future__ import annotations
 
@@ -118,14 +118,14 @@ _PAIRED = (
     number("items", ",.0f"),
 )
 _SCORES = (
-    "Shares (acc, acc_norm, exact_match, ...) are in percent. ± is the sample standard deviation over a model's runs. "
+    "Scores from 0 to 1 (acc, acc_norm, exact_match, ...) are in percent. ± is the standard deviation over the runs. "
     "The best number of each column is bold. Lamina leaves out diverged, stuck and failed runs, and counts them in the "
     "column runs."
 )
 GUESSING = "guessing"
 _BARS = (
-    "Each bar shows a share from the table, averaged over the runs. A gray dash shows the score of random guessing. A "
-    "thin line shows the sample standard deviation of several runs."
+    "Each bar shows a score of the table in percent, averaged over the runs. A gray dash shows the score of random "
+    "guessing. A thin line shows the sample standard deviation of several runs."
 )
 
 
@@ -135,9 +135,9 @@ def _paired(rows: list[Json]) -> str:
         return ""
     about = (
         f"Each row subtracts the score of {rows[0]['against']} from a model's score on the same items, with a 95 % "
-        "interval. If items are right or wrong, the p value comes from McNemar's exact test. For other scores, the p "
-        "value comes from a paired t test. Holm's method adjusts the p values over the tasks. The column “smallest to "
-        "show” is the smallest difference that the test would detect with a probability of 80 %."
+        "interval. If every item is either right or wrong, the p value comes from McNemar's exact test. For other "
+        "scores, the p value comes from a paired t test. Holm's method adjusts the p values over the tasks. The column "
+        "“smallest to show” is the smallest difference that the test would detect with a probability of 80 %."
     )
     return table(_PAIRED, rows, "trials") + f'<p class="source">{escape(about)}</p>'
 
@@ -152,7 +152,7 @@ def _scores(printed: Json, color: dict[str, str]) -> str:
 
     def cell(at: int) -> Field:
         best = printed["best"][at]
-        best = best if isinstance(best, list) else [best]  # one, in older records
+        best = best if isinstance(best, list) else [best]  # older records have a number
 
         def html(row: Row) -> str:
             shown = in_form(row["mean"][at], ".2f")

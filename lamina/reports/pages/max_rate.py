@@ -1,4 +1,4 @@
-"""The page of `lamina max-lr`, with each placement's largest learning rate and loss curve up to the failure."""
+"""Write the page of `lamina max-lr`: each placement's largest learning rate, and the loss up to the failure."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def max_rate_report(folder: Path) -> Path:
 def summarize(results: Frame) -> list[Json]:
     """Return one row per placement from results.csv, highest mean learning rate first.
 
-    ``mean``, ``std``, ``low``, ``high``: the seeds' largest learning rates (std: ddof 1, NaN for one seed).
+    ``mean``, ``std``, ``low``, ``high``: statistics of the seeds' largest learning rates (std: ddof 1, one seed: NaN).
     ``seeds``: the number of seeds with a largest learning rate.
     ``open``: the number of seeds that reached the end of the warm-up. If this number is above 0, the mean is a lower
         bound.
@@ -113,7 +113,7 @@ def summarize(results: Frame) -> list[Json]:
 
 
 def spread(row: Row) -> str:
-    """Return a placement's mean largest learning rate with its standard deviation as text. "≥" marks a lower bound."""
+    """Return a placement's mean largest learning rate as text, with the standard deviation. "≥" marks a lower bound."""
     if not row["seeds"]:
         return "-"
     if row["open"]:
@@ -148,7 +148,7 @@ def headline(rows: Sequence[Json]) -> str:
 
 
 def sentences(rows: Sequence[Json]) -> list[str]:
-    """Return sentences on the highest learning rate, and on its ratio to the lowest learning rate."""
+    """Return sentences about the placement with the highest learning rate, and the ratio to the lowest."""
     measured = [row for row in rows if row["seeds"] and row["mean"] > 0]
     if not measured:
         return ["No run has found a largest learning rate."]
@@ -168,7 +168,7 @@ def sentences(rows: Sequence[Json]) -> list[str]:
 
 
 def rules(settings: Mapping[str, object]) -> list[str]:
-    """Return the rules with this study's thresholds, in words."""
+    """Return the rules that stop a run, in words, with this study's thresholds."""
     value = {name: str(settings.get(name, "?")) for name in _THRESHOLDS}
     share = float(value["spike_patience"])  # steps from 1 on, a share of all steps below
     patience = f"{share:g} steps" if share >= 1 else f"{100 * share:g} % of all steps"
@@ -188,7 +188,7 @@ def rules(settings: Mapping[str, object]) -> list[str]:
 
 
 def loss_by_rate(study: Study, color: Mapping[str, str]) -> Figure | None:
-    """Draw the smoothed loss against the learning rate, with one line per placement and seed, up to the failure."""
+    """Draw the smoothed loss against the learning rate up to the failure, with one line per placement and seed."""
     picture, curves = Figure(), []
     named_in_legend: set[str] = set()
     for trial, row in zip(study.trials, rows_of(study.results), strict=True):
@@ -237,7 +237,7 @@ def loss_by_rate(study: Study, color: Mapping[str, str]) -> Figure | None:
 
 
 def curve_of(trial: Trial, settings: Mapping[str, object]) -> Frame:
-    """Return a trial's smoothed loss by learning rate, without the first step, whose learning rate is 0."""
+    """Return a trial's smoothed loss by learning rate. The first step is left out, because its learning rate is 0."""
     rows = trial.layers.of("step_loss").drop_duplicates("step", keep="last").sort_values("step")
     top, steps, window = (float(str(settings.get(name, 1))) for name in ("max_learning_rate", "steps", "window"))
     losses = smoothed(rows["value"].astype(float).to_numpy(), int(window))

@@ -1,4 +1,4 @@
-"""The page of a preflight: verdicts, their reasons, and the measurements by layer."""
+"""Write the page of a preflight: verdicts, reasons for the verdicts, and measurements by layer."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def preflight_report(folder: Path) -> Path:
 
 
 def headline(records: list[Json], labels: list[str]) -> str:
-    """Return the finding in a line: the only verdict, or the number of runs with the worst verdict."""
+    """Return the finding in one line: the only verdict, or the number of runs with the worst verdict."""
     if len(records) == 1:
         return f"{labels[0]}: {records[0]['verdict']}"
     bad = [label for label, row in zip(labels, records, strict=True) if row["verdict"] == "will not train"]
@@ -117,7 +117,7 @@ _BURN_IN = (
 
 
 def label_of(placement: str, rate: float, rows: Frame) -> str:
-    """Return the placement, and its learning rate if the runs have several learning rates."""
+    """Return the name of the placement. If the runs have several learning rates, add the learning rate."""
     return placement if rows["learning_rate"].nunique() == 1 else f"{placement} at {rate:g}"
 
 
@@ -159,7 +159,7 @@ def _numbers(records: list[Json], labels: list[str]) -> str:
 
 
 def _by_layer(rows: Frame, layers: Frame, metric: str, quantity: str, color: Mapping[str, str]) -> Figure:
-    """Draw a metric of the blocks by layer, before the first step and at the last measurement, side by side."""
+    """Draw a metric of whole blocks by layer. One panel shows the start, and one panel shows the last measurement."""
     chosen = layers[(layers["metric"] == metric) & (layers["sublayer"] == "block") & (layers["role"] == "all")]
     lines = []
     for key, run_rows in chosen.groupby(["placement", "learning_rate"], sort=False):

@@ -1,4 +1,4 @@
-"""The page of `lamina transfer`: the learning rates that work on the small model, converted to the target width."""
+"""Write the page of `lamina transfer`: learning rates that work on the small model, converted to the target width."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from lamina.studies.record import has_study
 
 @report_of(Kind.TRANSFER, needs="transfer")
 def transfer_report(folder: Path) -> Path:
-    """Write ``folder/report.html`` of a transfer. Without transfer.json, write the page of its trials.
+    """Write the report of a learning-rate transfer study to ``folder/report.html``.
 
-    Raises UserError if results.csv lacks a column.
+    Before transfer.json exists, the report compares the trials. Raises UserError if results.csv lacks a column.
     """
     if not (folder / TRANSFER).exists() and has_study(folder):
         return compare_report(folder)
@@ -54,14 +54,14 @@ def transfer_report(folder: Path) -> Path:
 
 
 def headline(summary: Row) -> str:
-    """Return the finding in a line: the learning rate for the target width."""
+    """Return the finding in one line: the learning rate for the target width."""
     rate = summary["learning_rate"]
     found = "no learning rate finished on the proxy" if rate is None else f"train at a learning rate of {rate:g}"
     return f"{summary['placement']}, width {summary['target_width']}: {found}"
 
 
 def sentences(summary: Row) -> list[str]:
-    """Return sentences on the stable learning rates, the best learning rate, the risk, and how the wider runs ended."""
+    """Return sentences about the stable and best learning rates, the risk, and the outcomes at other widths."""
     proxy, rate, above = summary["proxy_width"], summary["learning_rate"], summary["first_failing_above"]
     if rate is None:
         return [
@@ -78,8 +78,8 @@ def sentences(summary: Row) -> list[str]:
     texts.append(f"Is {rate:g} safe at width {summary['target_width']}? It is {summary['risk']}.")
     if summary["at_the_grids_edge"]:
         texts.append(
-            "The best learning rate is at the edge of the list, so a learning rate beyond the list may be better. Try "
-            "more with --learning-rates."
+            "The best learning rate is at the edge of the list, so a learning rate beyond the list may be better. Add "
+            "values to --learning-rates."
         )
     for width, rates in summary["verified"].items():
         same = [rate["agrees"] for rate in rates if rate["agrees"] is not None]
