@@ -88,12 +88,8 @@ class Argument:
     def take(self, values: Json, flag: str, inner: str, text: str | None, left: list[str]) -> None:
         """Read the option's value from the command line into ``values``. Raises UserError for an invalid value.
 
-        Args:
-            values: the values so far, by option name.
-            flag: the flag on the command line, with ``--no-`` for a switch that the user turns off.
-            inner: the text after the dot in the flag, for an entry of a mapping.
-            text: the text after an equals sign, or None without an equals sign.
-            left: the words after the flag. This method removes the words that it uses.
+        For ``--trainer.optim=sgd``, ``flag`` is --trainer, ``inner`` is optim, and ``text`` is sgd. ``left`` holds the
+        words after the flag. This method removes the words that it uses from ``left``.
         """
         names = "/".join(self.flags)
         if self.kind is bool:
@@ -181,12 +177,7 @@ class Argument:
 
 
 class Parser:
-    """The parser of one command. The parser also reads YAML files, and accepts other tools' names for settings.
-
-    Args:
-        command: the command's name, of one or two words.
-        positional: the words before the options in the usage line.
-    """
+    """The parser of one command, which also reads YAML files, and accepts other tools' names for settings."""
 
     def __init__(self, command: str, description: str, examples: str, positional: str = "") -> None:
         self.prog, self.usage = f"lamina {command}", f"lamina {command} {positional}[OPTIONS]"
@@ -195,10 +186,10 @@ class Parser:
         self.arguments: list[Argument] = []
 
     def add_settings(self, record: type[Settings], positional: Sequence[str] = ()) -> None:
-        """Add a flag for each field of a settings class, and the flag ``--config`` for a YAML file.
+        """Add the flag ``--config`` and a flag for each field of a settings class, such as ``--num-layers``.
 
-        The field ``num_layers`` gets the flag ``--num-layers``. The fields in ``positional`` get no flag. If a name in
-        ``positional`` ends in "...", the field takes any number of words.
+        The fields in ``positional`` get no flag. If a name in ``positional`` ends in "...", the field takes any number
+        of words.
         """
         self.record = record
         self.add_flag("--config", "a YAML file with any of these settings", metavar="YAML")
@@ -265,11 +256,7 @@ class Parser:
         return {**_from_yaml(Path(path("config", options.config)), self.record), **typed}, options
 
     def parse(self, argv: Sequence[str]) -> SimpleNamespace:
-        """Parse a command line. Raises UserError for an unknown flag.
-
-        The word after a flag is the flag's value, unless the flag is a switch. All other words are positional
-        arguments.
-        """
+        """Parse a command line. Raises UserError for an unknown flag."""
         values = {argument.name: argument.default for argument in self.arguments if not argument.is_setting}
         words, left, names = list[str](), list(argv), dict[tuple[str, bool], str]()
         options = left[: left.index("--")] if "--" in left else left

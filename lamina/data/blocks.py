@@ -121,10 +121,7 @@ class BlockSource(ItemSource[TokenBlock], ABC):
 
     @abstractmethod
     def rows(self, indices: Sequence[int]) -> np.ndarray:
-        """Return the token ids of the blocks ``indices``, [blocks, sequence_length], each block only once.
-
-        A run reads a stream only once, so for a stream this method returns ``known`` instead.
-        """
+        """Return the token ids of the blocks, [blocks, sequence_length], each block once. Streams return ``known``."""
 
 
 class ArrayBlocks(BlockSource):
@@ -268,10 +265,9 @@ def smoothed(counts: np.ndarray) -> np.ndarray:
 
 
 def unigram_entropy(train: np.ndarray, held_out: np.ndarray, vocab_size: int) -> float:
-    """Return the cross-entropy of held-out tokens under the smoothed token frequencies of the training split.
+    """Return the cross-entropy, in nats per token, of held-out tokens under the training split's smoothed frequencies.
 
-    The result is in nats per token. ``train`` and ``held_out`` are token ids [blocks, sequence_length]. Ids of
-    ``vocab_size`` or more are padding.
+    ``train`` and ``held_out`` are [blocks, sequence_length]. Ids of ``vocab_size`` or more are padding.
     """
     train_counts, eval_counts = count_tokens(train, vocab_size), count_tokens(held_out, vocab_size)
     log_probability = np.log(train_counts + 1) - np.log(train_counts.sum() + vocab_size)
@@ -477,10 +473,7 @@ def _share_of(blocks: int, share: Fraction) -> int:
 
 
 def mix(parts: Sequence[Part], blocks: Sequence[Blocks]) -> Blocks:
-    """Mix the training splits and the eval splits of several corpora. Return a single corpus unchanged.
-
-    The mixed training split is as long as all training splits together. The eval split repeats no block.
-    """
+    """Mix the training splits and the eval splits of several corpora. The eval split repeats no block."""
     if len(blocks) == 1:
         return blocks[0]
     train = [(p.corpus.spec, p.share, b.train) for p, b in zip(parts, blocks, strict=True)]

@@ -35,10 +35,7 @@ def cache_root(cache_dir: Path | str | None = None) -> Path:
 
 
 def is_whole(folder: Path) -> bool:
-    """Return whether the files of a folder are unchanged since Lamina wrote them. Log a warning for a damaged folder.
-
-    Lamina hashes the files again only if the size or the modification time of a file has changed.
-    """
+    """Return whether a folder's files are unchanged since Lamina wrote them. Log a warning for a damaged folder."""
     if not folder.exists():
         return False
     try:

@@ -53,10 +53,7 @@ class Shard(Protocol):
     """A part of a corpus, such as a file. Lamina can read a shard from its beginning or from a saved position."""
 
     def read(self, position: object = None) -> Iterator[tuple[Document, object]]:
-        """Yield each document that has text, with the position after the document. Start at ``position``.
-
-        Raises UserError if Lamina can't read the shard.
-        """
+        """Yield each document that has text, with its end position. Raises UserError if the shard is unreadable."""
         ...
 
 

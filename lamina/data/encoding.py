@@ -43,10 +43,7 @@ def vocab_size_of(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def known(token: int, size: int | None, source: str, notes: list[str] | None) -> int | None:
-    """Return the end-of-text token's id ``token``, or None if a vocabulary of ``size`` tokens lacks this id.
-
-    If the vocabulary lacks the id, add a line to ``notes`` that begins with ``source``.
-    """
+    """Return the end-of-text token's id, or add a line to ``notes`` and return None if the vocabulary lacks the id."""
     if size is None or token < size:
         return token
     if notes is not None:
@@ -57,10 +54,9 @@ def known(token: int, size: int | None, source: str, notes: list[str] | None) ->
 
 
 class TextEncoder:
-    """Encode texts without special tokens, truncation or padding.
+    """Encode texts without special tokens, truncation or padding. The tokenizer itself stays unchanged.
 
-    The encoder reads ``<|endoftext|>`` in a text as plain characters, so a text cannot fake the end of a document. The
-    tokenizer itself stays unchanged.
+    The encoder reads ``<|endoftext|>`` in a text as plain characters, so a text cannot fake the end of a document.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
@@ -143,13 +139,10 @@ class TokenJoiner:
 
 
 class RowJoiner(TokenJoiner):
-    """Convert each segment to a row of ``sequence_length`` token ids: cut the segment, or add padding.
+    """Convert each segment to a row of ``sequence_length`` token ids, which ends with an end-of-text token or is cut.
 
-    Each row contains one segment and an end-of-text token. The id ``vocab_size``, which no token has, marks padding.
-    Lamina drops rows with fewer than two tokens.
-
-    Attributes:
-        cut: the number of tokens cut off so far.
+    The id ``vocab_size``, which no token has, marks padding. Lamina drops rows with fewer than two tokens. ``cut``
+    counts the tokens that Lamina has cut off.
     """
 
     def __init__(self, encoder: TextEncoder, sequence_length: int):

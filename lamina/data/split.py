@@ -20,10 +20,7 @@ _PIECES_AT_LEAST = 20
 class Segment:
     """The part of a document that lies in one piece of the corpus. A piece is held out as a whole or not at all.
 
-    Attributes:
-        document: the document's number, counted from 0.
-        start: the position of the segment's first character in the document.
-        piece: the piece's number, counted from 0.
+    ``document`` and ``piece`` count from 0. ``start`` is the position of the first character in the document.
     """
 
     text: str
@@ -74,10 +71,7 @@ class Splitter:
     position: int = 0
 
     def cut(self, document: Document, chars: int) -> Iterator[Segment]:
-        """Yield the segments of the next document. Each piece has about ``chars`` characters.
-
-        Pieces end at line ends where possible. Several short documents share a piece.
-        """
+        """Yield the segments of the next document. Pieces have about ``chars`` characters and end at line ends."""
         if not document.continues:
             self.document, self.position = self.document + 1, 0
         text, start = document.text, 0
@@ -111,10 +105,7 @@ def split_documents(documents: Iterable[Document], chars: int) -> Iterator[Segme
 
 
 def whole_documents(documents: Iterable[Document], chars: int) -> Iterator[Segment]:
-    """Yield each document as one segment, in the piece in which the document begins.
-
-    If Lamina divides a long file into several Documents, yield only the first Document.
-    """
+    """Yield each document as one segment, in the piece in which the document begins. Omit a long file's later parts."""
     splitter = Splitter()
     for document in documents:
         first, *_ = splitter.cut(document, chars)

@@ -147,7 +147,6 @@ class Division:
     Attributes:
         chars: the number of characters per piece.
         fraction: the held-out fraction of the pieces that Lamina has read.
-        held_out: the text to evaluate on.
         known: the training text between the held-out pieces.
         limits: for each shard, the number of pieces up to the last held-out piece.
     """
@@ -252,7 +251,6 @@ class TokenStream:
     Tokens left over at the end of the corpus begin the first block of the next epoch.
 
     Args:
-        shards: the shards of the corpus, in order.
         chars: the number of characters per piece.
         held_out: for each shard, the number of pieces up to the last held-out piece.
         eval_fraction: the held-out fraction of the pieces in ``held_out``.

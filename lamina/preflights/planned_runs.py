@@ -130,11 +130,7 @@ class PlanProgress:
 
 
 def run_preflight(settings: PreflightSettings, *, bar: bool = True) -> list[Preflight]:
-    """Measure and judge every planned run, without writing files.
-
-    Raises:
-        UserError: if the settings are invalid, or Lamina cannot read the corpus
-    """
+    """Measure and judge every planned run. Raises UserError for invalid settings or an unreadable corpus."""
     runs = settings.runs()
     for run in runs:
         objective_of(backbone_config(run)).refuse_for("preflight", CausalLM.head, run.backbone)
@@ -201,7 +197,7 @@ def burn_in_of(
 ) -> BurnIn:
     """Train a planned run's first steps. Measure the model halfway, at the end, and after each extension.
 
-    Lamina takes the requested steps, or more if the warm-up is long. While ``is_undecided`` returns true, Lamina
+    Lamina trains for the requested steps, or longer if the warm-up is long. While ``is_undecided`` returns true, Lamina
     extends the training by a quarter of the requested steps. The limit is three times the requested steps, or 60 % of
     the run.
     """
@@ -231,8 +227,8 @@ def burn_in_of(
 def burn_in_steps(settings: PreflightSettings, run: PretrainSettings) -> tuple[int, int]:
     """Return the number of steps to train, and the number of warm-up steps among them.
 
-    The warm-up takes at most twice the requested steps. Some placements need a long warm-up, and would get a bad
-    verdict with a short warm-up.
+    The warm-up lasts at most twice as many steps as the user requested. Some placements need a long warm-up, and would
+    get a bad verdict with a short warm-up.
     """
     warmup = min(in_steps(run.warmup, run.steps), 2 * settings.burn_in)
     return min(max(settings.burn_in, warmup + settings.burn_in // 2), run.steps), warmup

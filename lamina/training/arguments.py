@@ -171,11 +171,7 @@ def training_arguments(settings: PretrainSettings, processes: int = 1) -> Traini
 
 
 def check_arguments(trainer: Json, schedule: str, record: type[Settings]) -> None:
-    """Raise UserError for a Trainer argument that this kind of job does not accept.
-
-    A job rejects unknown arguments, arguments that the job sets, and values that would change how Lamina records the
-    training.
-    """
+    """Raise UserError for arguments that are unknown, that the job sets, or that would change Lamina's records."""
     for name, value in trainer.items():
         if name in _FIXED:
             if value != _FIXED[name]:

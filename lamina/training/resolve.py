@@ -284,10 +284,7 @@ def _check_memory(
     arguments: TrainingArguments,
     processes: int,
 ) -> None:
-    """Raise UserError if the weights, or the hidden states between blocks, need more than the memory.
-
-    ``whole`` is the backbone's configuration. ``small`` is a model with fewer layers, on the meta device.
-    """
+    """Raise UserError if a step needs more than the memory. ``small`` is a shallower model on the meta device."""
     num_layers, length = whole.num_hidden_layers, objective_of(whole, settings.objective).item_tokens(whole, settings)
     config = backbone_of(small.config)
     device = "cuda" if arguments.device.type == "cuda" else "cpu"

@@ -137,11 +137,7 @@ class TrainingStage(ABC, Generic[S]):
     def trainer(self, run: TrainingRun) -> Any: ...
 
     def callbacks(self, run: TrainingRun) -> list[TrainerCallback]:
-        """Return the callbacks for this kind of run.
-
-        Lamina sets each callback's attribute ``trainer``. A resumed run restores callbacks that have
-        ``load_state_dict``.
-        """
+        """Return the callbacks. Lamina sets each callback's ``trainer``, and restores its state in a resumed run."""
         return []
 
     def states(self, run: TrainingRun) -> list[Stateful]:

@@ -130,11 +130,9 @@ def check_vocabulary(config: PreTrainedConfig, vocab_size: int, source: str) -> 
 
 
 def load(source: str, config: PreTrainedConfig, head: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Load a checkpoint as a Lamina model in training mode. Raises UserError if Lamina cannot convert the checkpoint.
+    """Load a checkpoint as a Lamina model in training mode, with the number of positions in ``config``.
 
-    Args:
-        config: the run's backbone, which decides the number of positions.
-        head: the name of the model's head.
+    Raises UserError if Lamina cannot convert the checkpoint. ``head`` is the name of the model's head.
     """
     folder = _folder(source)
     loaded: Any = conversion.load(folder, dtype=dtype, head=head)

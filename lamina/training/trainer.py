@@ -39,7 +39,6 @@ class RunTrainer(MonitoredTrainer):
     """Add the layer monitor, checkpoints, training order and schedules to Trainer and TRL's trainers.
 
     Attributes:
-        processes: the run's processes.
         guard: the divergence guard, which checks the loss and gradient norm of every step. On a GPU, the guard checks
             all steps since the last record at once.
         states: further objects with a state that checkpoints store.

@@ -69,7 +69,7 @@ def load(source: HubSource) -> Dataset:
 def load_splits(source: HubSource, held_out: Sequence[str]) -> list[Dataset]:
     """Load a dataset's training split, and the first split in ``held_out`` that the dataset has.
 
-    If the user named a split, load only this split. Raises UserError as :func:`load` does.
+    If the user named a split, load only this split. Raises the same errors as :func:`load`.
     """
     loaded = _loaded(source)
     first = cast("Dataset", _one_split(source, loaded))
@@ -80,7 +80,7 @@ def load_splits(source: HubSource, held_out: Sequence[str]) -> list[Dataset]:
 
 
 def stream(source: HubSource) -> tuple[IterableDataset, str]:
-    """Return a split as a stream, and a hash that identifies the dataset. Raises UserError as :func:`load` does."""
+    """Return a split as a stream, and a hash that identifies the dataset. Raises the same errors as :func:`load`."""
     if source.folder is not None and _was_saved_to_disk(source.folder):
         saved = load(source)
         return saved.to_iterable_dataset(), saved._fingerprint
@@ -92,10 +92,7 @@ def stream(source: HubSource) -> tuple[IterableDataset, str]:
 
 
 def texts(spec: str, rows: Iterable[Mapping[str, object]], text_field: str) -> Iterator[str]:
-    """Yield the texts in a dataset's column, row by row. A null becomes an empty text.
-
-    Raises UserError if the column does not exist, or if a value is not a text.
-    """
+    """Yield the texts in a dataset's column. A null becomes an empty text. Raises UserError for any other value."""
     for row in rows:
         if text_field not in row:
             raise unknown("text_field", text_field, row, f"corpus {spec!r}")

@@ -56,11 +56,7 @@ def collected(states: Iterable[Stateful]) -> Json:
 
 
 class Checkpoints:
-    """The checkpoints of a run.
-
-    Args:
-        folder: the folder "checkpoints" in the run's folder.
-    """
+    """The checkpoints of a run, in the folder "checkpoints" of the run's folder."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -121,12 +117,9 @@ class Checkpoints:
     def prune(self, step: int, keep: int, keep_also: Callable[[Json], bool] | None = None) -> None:
         """Delete old checkpoints, and all checkpoints from steps after the current step.
 
-        Checkpoints with a wrong step in their name stay, because their content may exist nowhere else.
-
-        Args:
-            step: the run's current step.
-            keep: the number of the newest checkpoints to keep.
-            keep_also: a test on a checkpoint's run state. Lamina also keeps the newest checkpoint that passes the test.
+        Lamina keeps the newest ``keep`` checkpoints, and the newest checkpoint whose run state passes the test
+        ``keep_also``. Lamina also keeps checkpoints with a wrong step in their name, because their content may exist
+        nowhere else.
         """
         named_right = [path for path in self.paths() if _of_its_step(path)]
         retained = [p for p in named_right if step_of(p) <= step][-keep:]
@@ -144,11 +137,7 @@ class Checkpoints:
 
 
 class Background:
-    """Write one checkpoint at a time in a thread, while training continues.
-
-    Attributes:
-        processes: the run's processes, with a separate process group for the thread.
-    """
+    """Write one checkpoint at a time in a thread with a separate process group, while training continues."""
 
     def __init__(self, processes: Processes):
         self._training, self.processes = processes, processes.apart()
@@ -193,10 +182,7 @@ def listed_state(path: Path) -> Json | None:
 
 
 def what_is_broken(path: Path) -> str | None:
-    """Describe the first missing, shortened or altered file of a checkpoint. Return None for an intact checkpoint.
-
-    A checkpoint with a wrong step in its name is not intact.
-    """
+    """Describe the first fault in a checkpoint's files, or in the step of its name. Return None without a fault."""
     broken = manifest.what_is_broken(path)
     if broken is None and (step := run_state(path)["step"]) != step_of(path):
         return f"Lamina saved this checkpoint at step {step}, so the checkpoint's name is wrong"

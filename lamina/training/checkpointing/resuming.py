@@ -64,10 +64,7 @@ class RunIdentity:
 
 
 def refuse_another_text(settings: PretrainSettings, folder: Path, fingerprint: str, known: Json | None = None) -> None:
-    """Raise UserError if the text has changed since the run began.
-
-    ``fingerprint`` is a hash of the current text and tokenizer. ``known`` is the result of ``known_of``.
-    """
+    """Raise UserError if ``fingerprint``, a hash of the text and the tokenizer, has changed since the run began."""
     known = known_of(folder) if known is None else known
     stored = known["text"] if "text" in known else noted(folder / DATA).get("fingerprint")
     if stored is not None and stored != fingerprint:
@@ -178,12 +175,10 @@ class Rollbacks:
         return all(state["step"] <= entry.step for entry in self.done[int(state["rollbacks"]) :])
 
     def add(self, *, step: int, diverged_at: int, reason: str, factor: float, skip: int | None) -> Rollback:
-        """Add a rollback to rollbacks.json, before the rollback has any effect.
+        """Record a rollback to the checkpoint of ``step`` in rollbacks.json, before the rollback has any effect.
 
-        Args:
-            step: the step of the checkpoint to restore.
-            factor: the factor on the learning rate.
-            skip: the number of steps of data that the run skips (default: all data up to the divergence).
+        ``factor`` multiplies the learning rate. ``skip`` is the number of steps of data to skip (default: all data up
+        to the divergence).
         """
         before = ahead(self.skips, step + 1)
         until = diverged_at + ahead(self.skips, diverged_at) if skip is None else step + before + skip

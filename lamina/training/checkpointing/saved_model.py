@@ -69,11 +69,7 @@ class ModelCard:
         (folder / CARD).write_text(self.text(model, plan), encoding="utf-8")
 
     def text(self, model: PreTrainedModel, plan: Plan | None) -> str:
-        """Return the card as YAML fields and Markdown.
-
-        Args:
-            plan: the placement of the norms, or None for a model with a transformers class.
-        """
+        """Return the card as YAML fields and Markdown. ``plan`` is None for a model with a transformers class."""
         backbone = backbone_of(model.config)
         tags, about = ["lamina", backbone.model_type], [f"# {_plain(backbone.model_type)}", "", "A model"]
         placed, used = [], []

@@ -175,10 +175,7 @@ def set_scalars(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def full_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Gather a sharded model's tensors on the first process's CPU.
-
-    Other processes get an empty result, but must also call this function.
-    """
+    """Gather a sharded model's tensors on the first process's CPU. All processes must call this function."""
     reshard(model)
     state: Any = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     return {name: value.reshape(()) if name in _scalars(model) else value for name, value in state.items()}
@@ -226,10 +223,7 @@ def copies(tensors: Mapping[str, torch.Tensor]) -> Tensors:
 def write_shards(tensors: Mapping[str, torch.Tensor], folder: Path, group: ProcessGroup | None = None) -> None:
     """Write sharded tensors into a folder, with one safetensors file per process.
 
-    If one process fails, all processes raise the error. Raises OSError if a disk is full.
-
-    Args:
-        group: the process group to communicate in (default: the training's group).
+    If one process fails, all processes raise the error, such as OSError for a full disk.
     """
     storage = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     try:

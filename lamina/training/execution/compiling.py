@@ -79,10 +79,7 @@ def discard(model: nn.Module) -> None:
 
 
 def structure(block: Block) -> tuple:
-    """Return a key that is equal for two blocks if they can share a compiled graph.
-
-    The key has the block's modules, shapes and settings, but no weights or scales.
-    """
+    """Return a key of a block's modules, shapes and settings. Blocks with equal keys can share a compiled graph."""
     parts: list[Any] = [getattr(block, "attention_type", None)]
     for name, module in block.named_modules():
         described = (name, type(module), tuple((n, p.shape) for n, p in module.named_parameters(recurse=False)))

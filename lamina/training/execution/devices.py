@@ -44,10 +44,7 @@ _PEAKS: tuple[tuple[str, float], ...] = (
 
 
 def peak_flops(card: str) -> float | None:
-    """Return a GPU's dense bf16 FLOP/s by its name, such as "NVIDIA H100 80GB HBM3". None means unknown.
-
-    The speeds of laptop GPUs and of parts of a GPU (MIG) are unknown.
-    """
+    """Return a GPU's dense bf16 FLOP/s by its name, or None if unknown, as for laptop GPUs and parts of a GPU (MIG)."""
     words = set(card.lower().replace("-", " ").split())
     if words & {"laptop", "mig"}:
         return None

@@ -31,8 +31,8 @@ def check_float8(device: torch.device, tokens: int, tensor_parallel: int) -> Non
         raise UserError(f"precision: 'float8' does not work on {device.type} (allowed here: auto, fp32, bf16, fp16)")
     if tokens % _MULTIPLE:
         raise UserError(
-            f"precision: 'float8' does not work with {tokens} tokens in a process's micro-batch. Choose a batch_size "
-            f"and sequence_length with a multiple of {_MULTIPLE} tokens."
+            f"precision: 'float8' does not work with {tokens} tokens in a process's micro-batch. Choose batch_size "
+            f"and sequence_length so that this number is a multiple of {_MULTIPLE}."
         )
     if tensor_parallel > 1:
         raise UserError(

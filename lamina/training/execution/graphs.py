@@ -66,12 +66,7 @@ class _OfTensors(nn.Module):
 
 
 class Replay:
-    """The CUDA graphs of a model's blocks. Do not move the blocks' weights while the graphs are in use.
-
-    Args:
-        blocks: all blocks of the model, in order.
-        capture: the function that captures the blocks (default: torch.cuda.make_graphed_callables).
-    """
+    """The CUDA graphs of a model's blocks, in order. Do not move the weights while the graphs are in use."""
 
     def __init__(self, blocks: Sequence[Block], capture: Capture | None = None):
         self.blocks = blocks

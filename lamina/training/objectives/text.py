@@ -66,10 +66,7 @@ def padding_of(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 
 def with_vocabulary(config: PreTrainedConfig, vocab_size: int, from_model: str | None = None) -> PreTrainedConfig:
-    """Copy a configuration with a vocabulary size. A checkpoint's vocabulary size stays unchanged.
-
-    Raises UserError if the checkpoint's vocabulary is too small.
-    """
+    """Copy a configuration with a vocabulary size. Raises UserError if a checkpoint's vocabulary is too small."""
     if from_model is None:
         return resolve_backbone(config, vocab_size=vocab_size)
     source.check_vocabulary(config, vocab_size, from_model)

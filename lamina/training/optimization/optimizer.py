@@ -126,11 +126,8 @@ def parameter_groups(
 ) -> list[Json]:
     """Group the parameters by learning rate and weight decay. Groups with an unscaled learning rate come first.
 
-    Gains, biases and learned scales have no weight decay.
-
-    Args:
-        factors: each parameter's factors on the learning rate and on epsilon.
-        epsilon: Adam's epsilon, before these factors.
+    Gains, biases and learned scales have no weight decay. ``factors`` scale each parameter's learning rate and
+    ``epsilon``.
     """
     groups: dict[tuple[float, bool, float, float, bool], Json] = {}
     decay = set(decaying(model))
@@ -159,10 +156,7 @@ def check_optimizer(arguments: TrainingArguments) -> None:
 
 
 def schedule_of(settings: RunSettings) -> Callable[[int], float] | None:
-    """Return the wsd schedule, or None if the settings choose the cosine schedule.
-
-    A schedule is a function from the number of finished steps to a fraction of the peak learning rate.
-    """
+    """Return the wsd schedule, from finished steps to a fraction of the peak learning rate, or None for cosine."""
     if settings.schedule == "cosine":
         return None
     return partial(
@@ -222,9 +216,7 @@ _STEPS = "steps"
 class WeightAverage(TrainerCallback):
     """An exponential moving average of the weights. After the first step, the average equals the weights.
 
-    Args:
-        model: the model before the first step. Lamina copies the model.
-        decay: the factor on the old average at each step, below 1.
+    ``decay`` is the factor on the old average at each step, below 1. Lamina copies ``model`` before the first step.
     """
 
     def __init__(self, model: PreTrainedModel, decay: float):
