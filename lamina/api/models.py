@@ -325,8 +325,8 @@ def placement_of(model: nn.Module | PreTrainedConfig | str | PathLike[str], *, l
 
     Args:
         model: a transformers or Lamina model, a run's folder, or a folder with config.json. You can also give a
-            configuration, a model type of transformers or a name on the hub, for which Lamina builds a model with
-            random weights. Lamina downloads only config.json, and runs no code from a checkpoint's folder.
+            configuration, a model type of transformers or a name on the hub. Lamina then builds a model with random
+            weights. Lamina downloads only config.json, and runs no code from a checkpoint's folder.
         layers: the module path of the list of layers, such as ``model.layers`` (default: Lamina finds the list).
 
     Returns: The placement and the evidence for it.

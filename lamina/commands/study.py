@@ -36,7 +36,7 @@ usage: lamina study list|show|run|worker [STUDY] [OPTIONS]      lamina study run
   list     list all studies with their claims and verdicts (--json: as JSON)
   show     show one study: the question, its settings and runs, the verdicts so far
   run      train the missing runs, measure them, and judge the claims; OUTPUT/report.html shows the verdicts
-  worker   train a share of a study's runs on this machine; several machines can share one --store
+  worker   train some of a study's runs on this machine; several machines can use the same --store
 
 examples:
 {EXAMPLES.strip(chr(10))}
@@ -140,7 +140,7 @@ def _run_one(settings: Json, resume: bool, overwrite: bool, record: bool) -> int
 
 
 def _worker(argv: list[str]) -> int:
-    flags = _parser("worker", "Train a share of a study's trials. Other workers with the same --store train the rest.")
+    flags = _parser("worker", "Train some of a study's trials. Other workers with the same --store train the rest.")
     from lamina.jobs.status import ENDED
     from lamina.lab.papers.engine.study_run import work
 

@@ -105,7 +105,7 @@ def split_documents(documents: Iterable[Document], chars: int) -> Iterator[Segme
 
 
 def whole_documents(documents: Iterable[Document], chars: int) -> Iterator[Segment]:
-    """Yield each document as one segment, in the piece in which the document begins. Omit a long file's later parts."""
+    """Yield each document as one segment, in the piece in which the document begins. Cut off a long file's end."""
     splitter = Splitter()
     for document in documents:
         first, *_ = splitter.cut(document, chars)

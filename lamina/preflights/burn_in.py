@@ -268,12 +268,12 @@ class BurnIn:
         return self.proxy.settings
 
     def spent(self, step: int) -> float:
-        """Return the sum of the learning rates before ``step``, as a fraction of the planned run's whole sum."""
+        """Return the sum of the learning rates before ``step``, as a fraction of the planned sum over all steps."""
         whole = self.planned.learning_rate * rates_until(self.planned, self.planned.steps)
         return sum(self.learning_rates[:step]) / whole
 
     def step_at(self, share: float) -> int:
-        """Return the first step at which the summed learning rates reach ``share`` of the planned run's whole sum."""
+        """Return the first step at which the summed learning rates reach the fraction ``share`` of the planned sum."""
         steps = self.planned.steps
         target = share * rates_until(self.planned, steps) * (1.0 - 1e-9)
         return min(steps, bisect_left(range(steps), target, key=lambda step: rates_until(self.planned, step)))

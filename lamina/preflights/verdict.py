@@ -156,7 +156,7 @@ def deciding_share(numbers: Features, fitted: Json) -> float:
     """Return the fraction of the run after which the verdict should be clear, measured in summed learning rates.
 
     If the loss is far above the loss of token frequencies, Lamina extrapolates the loss at its present pace. A fitted
-    factor allows for a slower pace later. Otherwise, the result is the fraction so far times a fitted factor.
+    factor allows for a slower pace later. Otherwise, the result is the finished fraction times a fitted factor.
     """
     rule = fitted["deciding"]
     if not learns_frequencies(numbers):
@@ -190,8 +190,8 @@ class PreflightVerdict:
 def judge(numbers: Features, burn_in: BurnIn, better: str = "") -> PreflightVerdict:
     """Return the verdict in words.
 
-    ``better`` is a text with flags that improve the verdict, and with the improved verdict. Lamina uses this text only
-    if an early layer hardly affects the output or a loss is not finite.
+    ``better`` is a text that names flags, and the better verdict with these flags. Lamina uses this text only if an
+    early layer hardly affects the output or a loss is not finite.
     """
     fitted = calibration()
     sure, kind, deciding = chance(numbers, fitted), verdict_of(numbers, fitted), 0

@@ -253,7 +253,10 @@ def _claim(held: ExitStack, job: Job[S], stage: TrainingStage[S]) -> bool:
 
 
 def _recorded(run: Callable[[], Json], folder: Path, processes: Processes, *, seconds: float) -> Json:
-    """Execute a run, and write result.json unless a UserError ends the run. ``seconds`` counts earlier attempts."""
+    """Execute a run, and write result.json unless a UserError ends the run.
+
+    ``seconds`` is the duration of earlier attempts.
+    """
     began = time.monotonic()
 
     def write(result: Json) -> Json:
@@ -342,7 +345,7 @@ class TrainingRun:
     """One attempt at a run in this process, from the beginning or from a checkpoint.
 
     Args:
-        stage: the kind of run, which has read its data.
+        stage: the kind of run. The stage must have read the data.
         rollbacks: the run's rollbacks so far.
         resume: whether to continue from the newest intact checkpoint.
 
@@ -448,7 +451,7 @@ class TrainingRun:
         return self.processes.by_first(verdict)
 
     def _warn_of_repetition(self) -> None:
-        """Log a warning for each corpus of a mix that the run trains on more than once."""
+        """Log a warning for each corpus in a mix if the run trains on the corpus more than once."""
         if not self.processes.first or self.checkpoint is not None:
             return
         for name, part in self.stage.realized(self, self.settings.steps).items():

@@ -378,7 +378,7 @@ class ExpertSettings(Settings, group="experts"):
 class SpeedSettings(Settings, group="machine"):
     """Options that change the speed, the memory and the precision of a run."""
 
-    gradient_checkpointing: bool = setting(False, "recompute activations in the backward pass")
+    gradient_checkpointing: bool = setting(False, "recompute activations in the backward pass, to save memory")
     precision: Literal["auto", "fp32", "bf16", "fp16", "float8"] = setting(
         "auto",
         "auto (bf16 on a GPU, otherwise fp32), fp32, bf16, fp16 or float8 (the blocks' linear layers by torchao, the "

@@ -101,7 +101,7 @@ def test_two_processes_that_share_the_weights_train_nearly_the_same(torchao, cor
 @pytest.mark.parametrize(
     ("device", "tokens", "tensor", "says"),
     [
-        ("cpu", 24, 1, "24 tokens in a process's micro-batch. Choose a batch_size and sequence_length"),
+        ("cpu", 24, 1, "24 tokens in a process's micro-batch. Choose batch_size and sequence_length"),
         ("mps", 32, 1, "precision: 'float8' does not work on mps (allowed here: auto"),
         ("cuda", 32, 1, "on a GPU of compute capability 8.0 (needed: 8.9; allowed here: auto, fp32, bf16, fp16)"),
         ("cpu", 32, 2, "precision: 'float8' does not work with tensor_parallel = 2. Use --tensor-parallel 1, or bf16."),

@@ -42,7 +42,7 @@ _OPENING = re.compile(r"\s*(?:\[\s*)?\{")
 
 
 class NotTextError(Exception):
-    """The file is not readable as text. Lamina skips such a file in a folder, but stops if the user named the file."""
+    """The file is not readable as text. In a folder, Lamina skips the file. If the user named it, Lamina stops."""
 
 
 def inner_suffix(path: Path) -> str:
@@ -54,7 +54,7 @@ def inner_suffix(path: Path) -> str:
 
 
 def compression(path: Path) -> str | None:
-    """Detect a file's compression, or None. Raises NotTextError if an uncompressed file has a suffix such as .gz."""
+    """Return a file's compression, or None. Raises NotTextError if an uncompressed file has a suffix such as .gz."""
     with path.open("rb") as file:
         head = file.read(8)
     if kind := next((kind for kind, magic in _MAGIC.items() if head.startswith(magic)), None):

@@ -111,7 +111,7 @@ class Rollback:
         step: the step of the restored checkpoint, or 0 for the initial weights.
         diverged_at: the step at which the run diverged.
         skipped: the positions of the first and last skipped step in the training order.
-        ahead: the number of steps of data that the run has skipped in total when it continues.
+        ahead: the total number of steps of data that the run has skipped.
         learning_rate_factor: the product of the learning-rate factors of all rollbacks so far.
     """
 
@@ -154,13 +154,13 @@ class Rollbacks:
         if (taken_after := int(state.get("rollbacks", 0))) > len(self.done):
             raise UserError(
                 f"resume: checkpoint-{state['step']} was saved after {taken_after} rollbacks, but "
-                f"{str(self.folder / ROLLBACKS)!r} lists {len(self.done)}. Restore the original file, or give "
-                "another --output or --overwrite"
+                f"{str(self.folder / ROLLBACKS)!r} lists {len(self.done)}. Restore the original file, or "
+                "begin again with another --output or with --overwrite."
             )
 
     @property
     def skips(self) -> list[Skip]:
-        """The skipped data, as pairs (step, ahead). After ``step``, step n trains on the data of step n + ahead."""
+        """The skipped data, as pairs (step, ahead). Each step n after ``step`` trains on the data of step n + ahead."""
         kept: list[Skip] = []
         for entry in self.done:
             kept = [skip for skip in kept if skip[0] < entry.step] + [(entry.step, entry.ahead)]

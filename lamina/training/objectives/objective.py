@@ -67,7 +67,7 @@ class Objective(ABC):
 
     @abstractmethod
     def fit(self, config: PreTrainedConfig, settings: PretrainSettings) -> None:
-        """Set the sizes of a configuration that depend on the data. Raises UserError if the sizes are impossible."""
+        """Set the data-dependent sizes of a configuration. Raises UserError if the sizes are impossible."""
 
     @abstractmethod
     def item_tokens(self, config: PreTrainedConfig, settings: PretrainSettings) -> int:

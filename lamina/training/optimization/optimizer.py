@@ -156,7 +156,7 @@ def check_optimizer(arguments: TrainingArguments) -> None:
 
 
 def schedule_of(settings: RunSettings) -> Callable[[int], float] | None:
-    """Return the wsd schedule, from finished steps to a fraction of the peak learning rate, or None for cosine."""
+    """Return the wsd schedule, a function of the number of finished steps, or None for the cosine schedule."""
     if settings.schedule == "cosine":
         return None
     return partial(

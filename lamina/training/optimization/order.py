@@ -25,8 +25,7 @@ class TrainOrder(Sampler[list[int]]):
         blocks: the number of blocks.
         batch_size: the number of blocks in a micro-batch, over all processes.
         gradient_accumulation: the number of micro-batches in a step.
-        skips: the data that rollbacks skipped, as pairs (step, ahead). After ``step``, step n trains on the data of
-            step n + ahead.
+        skips: the skipped data, as pairs (step, ahead). A step n after ``step`` trains on the data of step n + ahead.
         done: the number of steps already trained.
         rank: the rank of this process.
         size: the number of processes, which must divide the batch size.
