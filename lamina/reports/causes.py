@@ -178,8 +178,7 @@ CAUSES = {
                     setting="skip_outliers",
                 ),
                 Change(text="clip the gradient's norm (max_grad_norm=1.0)", setting="max_grad_norm", made=1.0),
-                "go back to a checkpoint before step {step} and skip the data, as PaLM did (arXiv 2204.02311, Sec "
-                "5.1; lamina pretrain --rollback)",
+                "go back to a checkpoint before step {step} and skip the data, as PaLM did (arXiv 2204.02311, Sec 5.1)",
             ),
             claims=("peri-instability",),
         ),
@@ -188,7 +187,7 @@ CAUSES = {
             finding="labels or data changed at step {step}",
             unlike=("telling: written", "then fall size: yes"),
             proofs=("then repeated batch_repeats: yes", "then fall label_match: yes"),
-            meaning="From this step on, the model gets different texts, different labels, or the same batch again.",
+            meaning="The model gets different texts, different labels, or the same batch again.",
             check="print the inputs and labels of step {step} as text. Then compute the loss of an earlier batch with "
             "the current weights. The earlier batch should still have a low loss",
             changes=(

@@ -93,9 +93,11 @@ class Evidence(Signs):
 
     @cached_property
     def rise(self) -> int | None:
-        """Return the step at which the rise of the loss begins, or None. An alarm may notice the rise later."""
+        """Return the step at which the rise of the loss begins, or None. ``rose`` may come later in the rise."""
+        if self.rose is None or not math.isfinite(self.losses.get(self.rose, math.nan)):
+            return self.rose
         told = any((alarm.step, alarm.rule, alarm.metric) == (self.rose, "rise", LOSS) for alarm in self.alarms)
-        return rise_begins(self.losses, self.rose) if told and self.rose is not None else self.rose
+        return rise_begins(self.losses, self.rose, summed=told)
 
     @cached_property
     def anomaly(self) -> Alarm | None:
@@ -314,8 +316,7 @@ def _answer(evidence: Evidence) -> Answer:
     texts += [*_early(evidence, first), *_next(evidence, first, location), *everywhere]
     if causes[0][0] == NOT_KNOWN:
         record = f", and record {more}" if (more := _more(evidence)) else ""
-        batches = _high_batches(evidence, first.step) if first.metric == LOSS else _batch(evidence, first.step)
-        look = f"To check: inspect {_unrecorded_rate(evidence)}{batches}{record}."
+        look = f"To check: inspect {_unrecorded_rate(evidence)}{_batches(evidence, first)}{record}."
         told = [" ".join(course), " ".join(texts), *_rows(evidence)]
         return Answer(cause=[_not_known(evidence)], evidence=told, changes=[look])
     return _explained(evidence, causes, [course[0], *texts, *course[1:], *_rows(evidence)])
@@ -448,7 +449,7 @@ def _filled(text: str, evidence: Evidence, cause: Cause | None = None) -> str:
     first, jump = evidence.anomaly, _jump(evidence) if cause is not None and "rate: jumped" in cause.proofs else None
     step = jump[0] if jump is not None else "" if first is None else first.step
     where = "" if first is None else place_in_words(evidence.place or first)
-    text = text.replace("{batch}", _batch(evidence, first.step)) if first is not None else text
+    text = text.replace("{batch}", _batches(evidence, first)) if first is not None else text
     return text.replace("{step}", str(step)).replace("{where}", where)
 
 
@@ -469,6 +470,11 @@ def _high_batches(evidence: Evidence, rise: int) -> str:
             return _batch(evidence, rise, last)
         last = step
     return _batch(evidence, rise)
+
+
+def _batches(evidence: Evidence, first: Alarm) -> str:
+    """Name the batches of the first anomaly."""
+    return _high_batches(evidence, first.step) if first.metric == LOSS else _batch(evidence, first.step)
 
 
 def _early(evidence: Evidence, first: Alarm) -> list[str]:

@@ -19,7 +19,7 @@ from lamina.training.monitor.writers import LOSS
 
 _EARLY = 1.5  # times the first losses
 _SLOW, _PATIENCE = 0.5, 20  # nats above its best, and steps for which a loss that has risen slowly stays there
-_ABOVE = 1.5  # noises above the usual level, from which on a loss belongs to a rise that an alarm noticed later
+_ABOVE = 1.5  # noises above the usual level, from which on a loss belongs to a rise
 _CALM = 5  # losses that are compared with those before a rise
 _NATS = 0.15  # least difference of losses that have risen
 _WANDERS = 3.0  # times the spread of losses that are far apart
@@ -82,16 +82,19 @@ def spikes_of(losses: Mapping[int, float]) -> dict[int, tuple[float, int | None]
     return spikes
 
 
-def rise_begins(losses: Mapping[int, float], alarm: int) -> int:
-    """Return the step at which the rise begins that an alarm noticed. The alarm adds up losses, so it comes later."""
+def rise_begins(losses: Mapping[int, float], rose: int, *, summed: bool) -> int:
+    """Return the step at which a rise of the loss begins: the first of the high losses that end at the step ``rose``.
+
+    ``summed``: whether an alarm found the rise, which adds up losses and so also finds smaller ones.
+    """
     steps = sorted(losses)
-    at = bisect_left(steps, alarm)
+    at = bisect_left(steps, rose)
     before = [
         loss for step in steps[max(0, at - LAG - 2 * BEFORE) : max(0, at - LAG)] if isfinite(loss := losses[step])
     ]
     if len(before) < BEFORE // 2:
-        return alarm
-    ceiling = statistics.median(before[-BEFORE:]) + max(_NATS, _ABOVE * noise_of(before))
+        return rose
+    ceiling = statistics.median(before[-BEFORE:]) + max(_NATS, (_ABOVE if summed else 2 * _ABOVE) * noise_of(before))
     while at > 0 and losses[steps[at - 1]] > ceiling:
         at -= 1
     return steps[at]

@@ -111,6 +111,11 @@ def test_the_first_anomaly_is_the_rise_if_a_rule_notices_it_later(tmp_path):
     assert "150" in _headline(evidence)
     said = " ".join(diagnosed(tmp_path / "train.log", lines))
     assert "The first anomaly is at step 150, the model: the loss went from 2.59 to 5.83" in said
+    (tmp_path / "bad").mkdir()
+    few = {step: loss - 3.2 * (step >= 162) for step, loss in losses.items()}
+    evidence = read(tmp_path / "bad", [f"step {step} loss {loss:.4f}" for step, loss in few.items()])
+    inspect = _explained(evidence, [("bad batch", 0.9)], []).changes[0]
+    assert inspect.startswith("To change: inspect the batches of steps 150 to 161: repeated text")
     assert "152" not in said
 
 
