@@ -239,9 +239,10 @@ def sentences(study: str, found: Sequence[Difference]) -> Iterator[str]:
     for one in found:
         if one.study != study or not one.learned:
             continue
-        name, where = NAMES[one.placement], f" ({plain(one.setting)})" if one.setting else ""
+        name = NAMES[one.placement]
+        where = f'In the setting "{plain(one.setting)}"' if one.setting else "In these models"
         if one.side == "cannot tell":
-            yield f"In these models{where}, we cannot tell whether {name}'s loss is lower than Pre-LN's loss."
+            yield f"{where}, we cannot tell whether {name}'s loss is lower than Pre-LN's loss."
         else:
             amount = f"{number(abs(one.finding.margin or 0.0), '.2g')} {one.unit}"
-            yield f"In these models{where}, {name}'s loss is {amount} {one.side} than Pre-LN's loss."
+            yield f"{where}, {name}'s loss is {amount} {one.side} than Pre-LN's loss."

@@ -151,7 +151,7 @@ def read(line: str, quantity: str = "", *, named: bool = True) -> Comparison:
     cells = (value, _minus(fields.get("claimed", "")), _minus(fields.get("interval", "")), fields.get("seeds", ""))
     what = re.sub(r"(^|<br>)gain (?=\(|after|at)", r"\1Pre-LN's loss minus Keel's loss ", _by_line(said.plain(what)))
     return Comparison(
-        what=what,
+        what=re.sub(r"(?<=: )-(?=\d)", "−", what),
         cells=tuple(map(said.plain, (*cells, fields.get("p", ""), fields["verdict"]))),
         is_difference=bool(match and re.search(r" vs |: .+ pairs$", fields["what"])),
     )

@@ -41,8 +41,8 @@ branch. An std of 0.02 (`scaled`) is 4.5 times too small.
 <!-- front-page -->
 <!-- /front-page -->
 
-With a standard deviation of 0.02, one FuseNorm run got stuck. Our longer runs (20 tokens per parameter, shallower
-models) rank the placements differently ([evidence](results/ours.md#ladder))."""
+Our longer runs (20 tokens per parameter, shallower models) rank the placements differently
+([evidence](results/ours.md#ladder))."""
 _GENERATED = "<!-- Made from docs/decisions.yaml and studies/records by `make results-docs`. -->"
 
 

@@ -51,26 +51,27 @@ PAPERS = {
 _FIELD = "field"
 _SCALES = ("cpu", "gpu", "paper")
 _HOW = (
-    "**A verdict applies only to models of this size.** The papers' models are hundreds to thousands of times larger. "
-    "They train on more than a hundred thousand times as much text. [Methods](../evidence/methods.md) explains each "
-    "verdict and its test. `studies/records` has every number."
+    "**A verdict applies only to models of this size.** The papers' models are hundreds to thousands of times larger, "
+    "and train on more than a hundred thousand times as much text. [Methods](../evidence/methods.md) explains each "
+    "verdict and its test. The folder `studies/records` has every number."
 )
 _BIGRAM = (
-    "A bigram table counts how often each token follows another token. If a model's loss is not below the loss of this "
+    "A bigram table counts how often each token follows another token. If a model's loss is above the loss of a bigram "
     "table, we draw no conclusion from the model."
 )
 _READ = (
     "The headings below are the names of the studies. Each study has these tables and figures:",
-    "- **Comparisons.** Each cell shows two settings with their means over the seeds. The difference is the first mean "
-    "minus the second mean. If runs failed, Lamina ranks them last, and shows the median of the paired differences.",
-    '- **p values.** The column "p" shows each test without a correction. The column "p (Holm)" is corrected for the '
+    "- **Comparisons.** A cell names two settings and their means over the seeds. The difference is the first mean "
+    "minus the second mean. If runs failed, Lamina ranks these runs last, and shows the median of the paired "
+    "differences. If models of this size cannot decide a claim, the comparisons of this claim have no other verdict.",
+    '- **p values.** The column "p" shows each test without a correction. We corrected the column "p (Holm)" for the '
     "number of claims in the study.",
-    "- **Settings.** A run is `finished` if it learned more than token frequencies. Otherwise, the run is `short` if "
-    "its loss was still falling, and `stuck` if not. A learning rate is good if its mean loss is within 0.02 nats of "
-    "the best mean loss.",
-    "- **Figures.** Error bars show the standard deviation over the seeds that trained, and bands show the range over "
-    "the seeds. Marks along the top edge show points at which no seed trained. If a study has several learning rates, "
-    "a figure with another quantity along x shows each setting at its best learning rate.",
+    "- **Settings.** A run is `finished` if the model learned more than token frequencies. Otherwise, the run is "
+    "`short` if the loss was still falling at the end, and `stuck` if the loss was not falling. A learning rate is "
+    "good if the mean loss is within 0.02 nats of the best mean loss.",
+    "- **Figures.** Error bars show the standard deviation over the seeds that trained. Bands show the range over the "
+    "seeds. Marks along the top edge show points at which no seed trained. If a study has several learning rates, most "
+    "figures show each setting at its best learning rate.",
 )
 _SAID = (LOST, SPREAD, AT_BEST, RANGE)  # captions that _READ replaces
 WITHIN = 0.02  # nats above the best mean at which a rate still counts as good
@@ -423,12 +424,12 @@ def resolution(folder: StudyFolder) -> list[str]:
     lost = [str(placement) for placement in trials.values("placement") if placement not in trained]
     shown = sorted(row["detectable"] for row in rows if math.isfinite(row["detectable"]))
     words = [
-        "A pair is two runs with the same seed. Pairs detect a difference if a two-sided t test at 95 % finds it nine "
-        "times in ten.",
+        "A pair is two runs with the same seed. Pairs detect a difference if a two-sided t test at 95 % finds the "
+        "difference in nine of ten studies.",
         *(
             [
-                f"{PAIRS} pairs detect a difference of {shown[0]:.3f} nats for the placement with the least noise, and "
-                f"of {shown[-1]:.3f} nats for the placement with the most noise."
+                f"For the placement with the least noise, {PAIRS} pairs detect a difference of {shown[0]:.3f} nats. "
+                f"For the placement with the most noise, {PAIRS} pairs detect a difference of {shown[-1]:.3f} nats."
             ]
             if shown
             else []
