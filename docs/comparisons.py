@@ -167,7 +167,8 @@ def _by_line(what: str) -> str:
     if sides is None:
         return what
     quantity, left, first, right, second = sides.groups()
-    return "<br>".join(filter(None, [quantity, f"{left}: {first}", f"{_whole(left, right)}: {second}"]))
+    names = left.removesuffix("'s"), _whole(left, right)
+    return "<br>".join(filter(None, [quantity, f"{names[0]}: {first}", f"{names[1]}: {second}"]))
 
 
 def _whole(left: str, right: str) -> str:

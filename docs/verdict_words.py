@@ -117,7 +117,7 @@ _OLDER = (  # words of older records, and today's words for the same
     (r"\bat end\b", "after training"),
     (r": (falling|rising) with tau\b", r" (\1, by Kendall's tau)"),
     (r"^(\d+ runs) here, (\d+) at gate A", r"\1 of this study and \2 of fused-keel-a"),
-    (r"^(\S+) trains at \[(.+)\] rates by seed", r"\1 trains at this number of learning rates, by seed: \2"),
+    (r"^(\S+) trains at \[(.+)\] rates by seed", r"by seed, the number of learning rates at which \1 trains is \2"),
     (r"^narrow and wide at (.+)", _narrow_and_wide),
     (r"^best rate ", "the best learning rates are "),
     (r"^in them, ", "in these models, "),
@@ -175,6 +175,7 @@ def counts(verdicts: Sequence[Json]) -> list[str]:
 
 def sentence(note: str) -> str:
     """Write a note as a sentence: with a capital, unless it begins with a setting's name, and with a full stop."""
+    note = re.sub(r"(?<![\w.])-(?=\d)", "−", note)
     first = note[:1] if re.match(r"\w*_|\w+=", note) else note[:1].upper()
     return f"{first}{note[1:]}{'' if note.endswith('.') else '.'}"
 
