@@ -142,9 +142,8 @@ def test_a_caption_names_the_color_of_each_line_of_the_loss_chart(rose, marked, 
     drawn = []
     monkeypatch.setattr("lamina.reports.pages.diagnosis.figure", lambda *given: drawn.append(given) or "")
     about = {"rows": lambda metrics: [], "notable": (), "status": "finished", "steps": 199, "names": {}}
-    evidence = Evidence(
-        alarms=(GRADIENT,), rose=rose, losses=course(3.0, 4.0, 200), norms=course(1.0, 12.0, 200), **about
-    )
+    losses = {at + (rose or SPIKE) - SPIKE: loss for at, loss in course(3.0, 4.0, 200).items()}
+    evidence = Evidence(alarms=(GRADIENT,), rose=rose, losses=losses, norms=course(1.0, 12.0, 200), **about)
     loss_chart(evidence)
     ((picture, caption),) = drawn
     named = dict(re.findall(r"The (\w+) line marks the (rise|first anomaly)", caption))
