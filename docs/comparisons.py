@@ -200,7 +200,9 @@ def in_short(one: Json) -> str:
         return "losses above a bigram table" if "bigram" in str(one.get("note")) else _joined(one)
     limits = [found[1] for found in map(_LIMIT.search, map(said.in_todays_words, _notes(one))) if found]
     reached = f"<br>runs at the highest learning rate that we tried: {limits[0]}" if limits else ""
-    return deciding(one).short + reached
+    notes = filter(None, map(_AS_A_LINE.match, map(said.in_todays_words, _notes(one))))
+    opposite = "".join(f"<br>{note['where']}: {said.in_words(note['verdict'])}" for note in notes if note["verdict"])
+    return deciding(one).short + reached + opposite
 
 
 def claims(verdicts: Sequence[Json]) -> str:

@@ -124,16 +124,16 @@ def _alarm_counts(counts: dict[str, Any]) -> str:
         f"{counts['diverged']} of {counts['healthy_runs']} runs diverged. "
     )
     heard = (
-        f". In {counts['heard_before']}, Lamina also raised an alarm before the rise"
+        f". In {counts['heard_before']} failures, Lamina also raised an alarm before the rise"
         if "heard_before" in counts
         else ""
     )
     return (
         f"{healthy if counts['healthy_runs'] else ''}In {counts['rose']} failures, the loss rose two or more steps "
-        f"after the fault. In {counts['before']} of these, the first anomaly came before the rise{heard}. Lamina "
-        f"named the right location in {counts['place']} of {counts['placed']} failures, and the right cause in "
-        f"{counts['cause']} of {counts['failures']}. Lamina named a wrong cause in {counts['wrong_cause']} failures, "
-        f"and raised no alarm in {counts['failures'] - counts['told']}."
+        f"after the fault. In {counts['before']} of these failures, the first anomaly came before the rise{heard}. "
+        f"Lamina named the right location in {counts['place']} of {counts['placed']} failures, and the right cause in "
+        f"{counts['cause']} of {counts['failures']} failures. Lamina named a wrong cause in {counts['wrong_cause']} "
+        f"failures, and raised no alarm in {counts['failures'] - counts['told']} failures."
     )
 
 

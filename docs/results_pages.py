@@ -124,8 +124,8 @@ def paper_page(
             *said.counts(own),
             *_claims_table("what we measured", with_result),
             "Main claims are in bold. Below a main claim, the table lists the parts of the claim that our models could "
-            "decide. If a claim has several comparisons, the table shows the deciding comparison. The details show all "
-            "measured comparisons, and what the papers report.",
+            "decide. If a claim has several comparisons, the table shows only the comparison that decided the verdict. "
+            "The details show all comparisons, and what the papers report.",
             *(["## Claims without a result", f"{_BIGRAM} {_too_short(without, folders)}".strip()] if without else []),
             *(_claims_table("reason", without)),
             *(["## Run a study again", _again(ran[0], not_ran)] if ran else []),

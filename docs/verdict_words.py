@@ -214,7 +214,7 @@ def findings(verdicts: Iterable[Json]) -> dict[str, str]:
     """Return a sentence for each claim that was supported or refuted, by the claim's name."""
     sentences = {}
     for one in (one for one in best(verdicts) if one["verdict"] in {Verdict.HOLDS, *FAILED} and one["ours"]):
-        verb = "supports" if one["verdict"] == Verdict.HOLDS else "does not support"
+        verb = "supports this claim" if one["verdict"] == Verdict.HOLDS else "does not support this claim"
         models = "small models" if one["scale"] == "cpu" else f"models of scale {one['scale']}"
         sentences[str(one["claim"])] = f'On {models}, Lamina\'s study {one["claim"]} {verb}: "{one["says"]}".'
     return sentences
