@@ -143,3 +143,13 @@ def unsuited(init: str, hidden_size: int) -> tuple[float, float] | None:
     std = INITIALIZERS[name](Facts(hidden_size=hidden_size), base)
     suits = _LOWEST * (1 - 1e-9) <= std * math.sqrt(hidden_size) <= _HIGHEST
     return None if suits else (std, math.sqrt(2 / (5 * hidden_size)))
+
+
+def misfit(init: str, hidden_size: int) -> str:
+    """Return a warning that an initializer does not suit the width, or ""."""
+    if (stds := unsuited(init, hidden_size)) is None:
+        return ""
+    return (
+        f"The initializer {init} has a standard deviation of {stds[0]:.3g} in the blocks, but width {hidden_size} "
+        f"needs about {stds[1]:.3g}. This difference matters more than the placement."
+    )

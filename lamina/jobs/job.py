@@ -13,7 +13,7 @@ from typing import Any, Generic, Self, TypeVar
 from lamina.core.values import text
 from lamina.errors import UserError, unknown
 from lamina.jobs.environment import environment
-from lamina.jobs.files import write_json, write_sealed, write_text
+from lamina.jobs.files import noted, write_json, write_sealed, write_text
 from lamina.jobs.folder import Resume, hold, in_use, nothing_to_resume, refuse
 from lamina.jobs.names import CONFIG, ENVIRONMENT
 from lamina.jobs.seals import lift_seal, seal_tables
@@ -79,7 +79,10 @@ class Job(Generic[S]):
             self.resumes = held.enter_context(self._hold())
             self._as_sealed = lift_seal(self.folder)
             seed = getattr(self.settings, "seed", 0)
-            write_json(self.folder / ENVIRONMENT, environment(seed, self.kind))  # marks the folder as ours
+            about = environment(seed, self.kind)
+            if self.resumes and (first := noted(self.folder / ENVIRONMENT).get("command")):
+                about["command"] = first  # the command that made the folder, not `--resume`
+            write_json(self.folder / ENVIRONMENT, about)  # marks the folder as ours
             self._held = held.pop_all()
         return self
 

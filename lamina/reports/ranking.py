@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from lamina.core.backbone_presets import PRESETS
-from lamina.core.initializers import SAME, SUITS, unsuited
+from lamina.core.initializers import SAME, SUITS, misfit
 from lamina.core.json_types import Json
 from lamina.jobs import columns
 from lamina.jobs.status import severity
@@ -121,13 +121,13 @@ def notices(
     Returns:
         the warnings as plain text. A page must escape this text.
     """
-    rows = rows_of(summary)
+    rows, width = rows_of(summary), _width_of(settings or {})
     compared = [
-        _inits(rows, recommended or {}),
+        _inits(rows, recommended or {}, width),
         _rates(rows),
         ONE_SEED * (max((row["seeds"] for row in rows), default=2) < 2),
     ]
-    texts = [*(compared if len(rows) > 1 else ()), *_widths(rows, settings or {}), *_edges(rows, results)]
+    texts = [*(compared if len(rows) > 1 else ()), *_widths(rows, width), *_edges(rows, results)]
     texts.append(_budget(rows) if len(rows) > 1 else "")
     cut = int((results["status"] == "interrupted").sum())
     stopped = f"{cut} trial{'s were' if cut > 1 else ' was'} interrupted. To continue the study, add --resume"
@@ -140,8 +140,8 @@ def listed(parts: Sequence[str]) -> str:
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 
-def _inits(rows: list[Json], recommended: Mapping[str, str]) -> str:
-    """Warn if the placements have different initializers, or if the source of a placement uses another initializer."""
+def _inits(rows: list[Json], recommended: Mapping[str, str], width: int | None) -> str:
+    """Warn if the placements have different initializers, or if a placement's source uses another initializer."""
     users: dict[str, list[str]] = {}
     for row in rows:
         if row["init"]:
@@ -153,7 +153,11 @@ def _inits(rows: list[Json], recommended: Mapping[str, str]) -> str:
             "placement. To use one initializer for all, add --init same:small_scaled"
         )
     inits = [(name, recommended[name]) for names in users.values() for name in names if name in recommended]
-    inits = [f"{name} ({initializer})" for name, initializer in inits if initializer not in users]
+    inits = [
+        f"{name} ({initializer})"
+        for name, initializer in inits
+        if initializer not in users and (width is None or not misfit(initializer, width))
+    ]
     if not inits:
         return ""
     return (
@@ -162,18 +166,17 @@ def _inits(rows: list[Json], recommended: Mapping[str, str]) -> str:
     )
 
 
-def _widths(rows: list[Json], settings: Mapping[str, object]) -> list[str]:
-    """Warn if the standard deviation of an initializer does not suit the width, unless the study scales by width."""
+def _width_of(settings: Mapping[str, object]) -> int | None:
+    """Return the study's width, or None if it is unknown or the study scales initial weights with the width."""
     width, preset = settings.get("hidden_size"), PRESETS.get(str(settings.get("backbone")))
     width = preset.fields["hidden_size"] if width is None and preset is not None else width
-    if not isinstance(width, int) or settings.get("width_scaling", "none") != "none":
-        return []
-    misfits = {str(row["init"]): misfit for row in rows if (misfit := unsuited(str(row["init"]), width)) is not None}
-    return [
-        f"The initializer {init} has a standard deviation of {std:.3g} in the blocks, but width {width} needs about "
-        f"{suited:.3g}. This difference matters more than the placement. To suit any width, add --init {SAME}{SUITS}"
-        for init, (std, suited) in misfits.items()
-    ]
+    return width if isinstance(width, int) and settings.get("width_scaling", "none") == "none" else None
+
+
+def _widths(rows: list[Json], width: int | None) -> list[str]:
+    """Warn of initializers whose standard deviation does not suit the width."""
+    said = dict.fromkeys(misfit(str(row["init"]), width) for row in rows if width is not None)
+    return [f"{each} To suit any width, add --init {SAME}{SUITS}" for each in said if each]
 
 
 def _rates(rows: list[Json]) -> str:

@@ -146,9 +146,10 @@ def scale_note(results: Frame) -> list[str]:
     if not all(map(math.isfinite, sizes)) or sizes[0] >= _SMALL:
         return []
     parameters, tokens = (f"{size / 1e6:,.1f} million" if size >= 1e5 else f"{size:,.0f}" for size in sizes)
+    what = "the ranking" if len(results) > 1 else "the numbers of each layer"
     return [
         f"These models have {parameters} parameters and saw {tokens} tokens each. The papers' smallest models have 71 "
-        f"million parameters and see a billion tokens, so the ranking may differ for larger models."
+        f"million parameters and see a billion tokens, so {what} may differ for larger models."
     ]
 
 
@@ -170,9 +171,9 @@ def facts(study: Study) -> list[str]:
 
 _SMALL = 20e6  # parameters
 _LOSS = (
-    "Points show the eval loss, and thin lines show the training loss. A run on the dashed line has learned only how "
-    "often each {} occurs. Double-click to also see the high losses of the first steps. Click a name in the legend to "
-    "hide its lines."
+    "Points show the eval loss, and thin lines show the training loss. A run at the dashed line has learned only how "
+    "often each {} occurs. If all runs are better, the line is above the chart. Double-click to also see the high "
+    "losses of the first steps. Click a name in the legend to hide its lines."
 )
 _BIGRAM = " The dotted line is a bigram table's loss. A model above this line does not use its depth."
 _SEEDS = " With several seeds, the line is the mean of the finished seeds, and the band shows one standard deviation."

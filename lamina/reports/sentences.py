@@ -122,10 +122,10 @@ def _noise(first: Json, second: Json) -> str:
     spread = math.hypot(first["eval_loss_std"], second["eval_loss_std"])
     if not math.isfinite(spread) or spread == 0:
         return ""
-    seeds = int(min(first["finished"], second["finished"]))
+    seeds, what = int(min(first["finished"], second["finished"])), "the standard deviation over seeds"
     if gap <= spread:
-        return f"; the gap to {second['placement']} is within the seeds' spread ({spread:.3f}, {seeds} seeds)"
-    return f"; the gap to {second['placement']} is {gap / spread:.1f} times the seeds' spread ({seeds} seeds)"
+        return f"; the gap to {second['placement']} is within {what} ({spread:.3f}, {seeds} seeds)"
+    return f"; the gap to {second['placement']} is {gap / spread:.1f} times {what} ({seeds} seeds)"
 
 
 def _trouble(summary: Frame) -> str:

@@ -18,7 +18,9 @@ from transformers import (
     TrainingArguments,
 )
 
+from lamina.core.initializers import SUITS, misfit
 from lamina.core.json_types import Json
+from lamina.core.terminal import show_line
 from lamina.core.values import text
 from lamina.data.blocks import Blocks, ItemSource, PartShare, Splits, pair_entropy, spread
 from lamina.errors import UserError
@@ -109,6 +111,16 @@ class Pretraining(TrainingStage[PretrainSettings]):
     def read(self, processes: Processes, *, bar: bool) -> None:
         self.splits, self.processor = processes.first_per_host(lambda: self.resolved.read(bar=bar))
         self.identity = RunIdentity(self.settings, self.resolved.plan, self.splits.stats.fingerprint)
+        width = getattr(self.resolved.backbone, "hidden_size", None)
+        if bar and isinstance(width, int) and self.resolved.scaling is None and (said := misfit(self._init, width)):
+            show_line(f"note: {said} To suit any width, add --init {SUITS}")
+
+    @property
+    def _init(self) -> str:
+        """The name of the initializer, or "checkpoint"."""
+        if self.settings.from_model is not None:
+            return "checkpoint"
+        return recommended(self.resolved.plan) if self.settings.init == "recommended" else self.settings.init
 
     def model(self, run: TrainingRun) -> PreTrainedModel:
         settings, processes = self.settings, run.processes
@@ -235,8 +247,6 @@ class Pretraining(TrainingStage[PretrainSettings]):
         last = recorder.evaluation
         loss = last.loss if math.isfinite(last.loss) else math.nan
         parameters = sum(p.numel() for p in run.model.parameters())
-        init = recommended(self.resolved.plan) if settings.init == "recommended" else settings.init
-        init = init if settings.from_model is None else "checkpoint"
         spikes = run.processes.by_first(lambda: spike_columns(run.folder))
         result: dict[str, object] = {
             "status": str(status),
@@ -254,7 +264,7 @@ class Pretraining(TrainingStage[PretrainSettings]):
             **({} if speed is None else recorder.utilization(speed)),
             "parameters": parameters,
             "flops": self._flops_per_token(run) * tokens,
-            "init": init,
+            "init": self._init,
             **({} if settings.from_model is None else {"from": settings.from_model}),
             **({"mix": mix} if (mix := recorder.realized(steps)) else {}),
             "reason": reason,

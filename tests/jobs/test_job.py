@@ -295,6 +295,15 @@ def test_there_is_no_revision_outside_a_checkout(tmp_path, monkeypatch):
     assert environment.git_revision() is None
 
 
+def test_a_resumed_job_keeps_the_command_that_made_its_folder(begun, monkeypatch):
+    first = json.loads((begun / "environment.json").read_text())["command"]
+    monkeypatch.setattr(sys, "argv", ["lamina", "compare", "--output", str(begun), "--resume"])
+    with opened({"output": str(begun)}, resume=True):
+        assert json.loads((begun / "environment.json").read_text())["command"] == first
+    with opened({"output": str(begun)}, overwrite=True):
+        assert "--resume" in json.loads((begun / "environment.json").read_text())["command"]
+
+
 @pytest.mark.parametrize("program", ["bin/lamina", "site-packages/lamina/__main__.py"])
 def test_a_page_shows_a_command_that_can_be_typed(monkeypatch, program):
     monkeypatch.setattr(sys, "argv", [program, "compare", "--output", "runs/mine"])

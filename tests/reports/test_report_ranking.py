@@ -149,6 +149,14 @@ def test_compare_and_max_lr_start_from_an_initializer_that_suits_their_width():
         assert unsuited(init, PRESETS[str(job.default("backbone"))].fields["hidden_size"]) is None
 
 
+@pytest.mark.parametrize(("width", "advised"), [(1024, True), (48, False)])
+def test_a_recommended_initializer_that_does_not_suit_the_width_is_not_advised(width, advised):
+    frame = of_losses(keel=2.4, pre_ln=2.3, init="small_scaled")
+    recommended = {"keel": "normal", "pre_ln": "normal"}
+    said = " ".join(notices(summarize(frame), frame, recommended, settings={"hidden_size": width}))
+    assert ("add --init recommended" in said) == advised
+
+
 def trials(*rows, **more):
     names = ("placement", "learning_rate", "seed", "status", "eval_loss", "reason")
     frame = pd.DataFrame([dict(zip(names, row, strict=False)) for row in rows])
@@ -215,9 +223,11 @@ SAID = {
         THREE, "fusenorm has the lowest", gradients=NOT_FINITE, never="gradient norm",
     ),
     "a gap within the spread": case(
-        seeds([2.5, 2.6, 2.7], [2.5, 2.6, 2.7]), "within the seeds' spread (0.141, 3 seeds)",
+        seeds([2.5, 2.6, 2.7], [2.5, 2.6, 2.7]), "within the standard deviation over seeds (0.141, 3 seeds)",
     ),
-    "a gap beyond the spread": case(seeds([2.5, 2.51], [2.6, 2.61]), "times the seeds' spread (2 seeds)"),
+    "a gap beyond the spread": case(
+        seeds([2.5, 2.51], [2.6, 2.61]), "times the standard deviation over seeds (2 seeds)",
+    ),
     "nothing finished": case(
         NONE, "None of 2 placements finished, so Lamina cannot name the best placement.", "a diverged",
         "b is stuck: its eval loss of 3.30 is no better than the unigram entropy of 3.24 nats",
