@@ -122,12 +122,14 @@ def notices(
         the warnings as plain text. A page must escape this text.
     """
     rows, width = rows_of(summary), _width_of(settings or {})
+    misfits = dict.fromkeys(misfit(str(row["init"]), width) for row in rows if width is not None)
+    misfits = [f"{each} To suit any width, add --init {SAME}{SUITS}" for each in misfits if each]
     compared = [
         _inits(rows, recommended or {}, width),
         _rates(rows),
         ONE_SEED * (max((row["seeds"] for row in rows), default=2) < 2),
     ]
-    texts = [*(compared if len(rows) > 1 else ()), *_widths(rows, width), *_edges(rows, results)]
+    texts = [*(compared if len(rows) > 1 else ()), *misfits, *_edges(rows, results)]
     texts.append(_budget(rows) if len(rows) > 1 else "")
     cut = int((results["status"] == "interrupted").sum())
     stopped = f"{cut} trial{'s were' if cut > 1 else ' was'} interrupted. To continue the study, add --resume"
@@ -171,12 +173,6 @@ def _width_of(settings: Mapping[str, object]) -> int | None:
     width, preset = settings.get("hidden_size"), PRESETS.get(str(settings.get("backbone")))
     width = preset.fields["hidden_size"] if width is None and preset is not None else width
     return width if isinstance(width, int) and settings.get("width_scaling", "none") == "none" else None
-
-
-def _widths(rows: list[Json], width: int | None) -> list[str]:
-    """Warn of initializers whose standard deviation does not suit the width."""
-    said = dict.fromkeys(misfit(str(row["init"]), width) for row in rows if width is not None)
-    return [f"{each} To suit any width, add --init {SAME}{SUITS}" for each in said if each]
 
 
 def _rates(rows: list[Json]) -> str:
