@@ -180,6 +180,11 @@ def test_records_beside_a_bar_that_lags_are_at_multiples_of_a_constant(tmp_path,
     path = tmp_path / "train.log"
     path.write_text("\n".join(lines))
     assert [*read_history(path).values(LOSS)] == [*range(5, 165, 5)]
+    path.write_text("\n".join([lines[0].replace(f"{shown[5]}/160", "1/160"), *lines]))  # logging_first_step
+    assert [*read_history(path).values(LOSS)] == [1, *range(5, 165, 5)]
     exact = [line.replace(f"{bar}/160", f"{at + 2}/160") for line, (at, bar) in zip(lines, shown.items(), strict=True)]
+    assert "stands still" not in str(read_history(path))
+    path.write_text("\n".join([*exact, *exact[-1:], exact[-1].replace("1.3", "1.4")]))
+    assert "the progress bar stands still, so Lamina skips 2 records" in str(read_history(path))
     path.write_text("\n".join(exact))
     assert [*read_history(path).values(LOSS)] == [*range(7, 167, 5)]

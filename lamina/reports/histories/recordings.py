@@ -261,7 +261,7 @@ def _count_on(columns: Columns) -> list[str]:
 
 
 def _one(columns: Columns, steps: Ints, clock: str, notes: Sequence[str], first: int, last: int) -> Recording:
-    series, gone = {}, 0
+    series, gone, stands = {}, 0, plain(clock) == "progress_bar"
     orders: dict[int, tuple[slice, Bools, Ints, Ints, int]] = {}  # of lines that columns share
     for name, (at, of) in columns.values.items():
         if plain(name) in STEPS or plain(name) in TIMES or name == clock:
@@ -271,14 +271,15 @@ def _one(columns: Columns, steps: Ints, clock: str, notes: Sequence[str], first:
             steps_inside = steps[at[inside]]
             kept = _latest(steps_inside)
             order = np.argsort(steps_inside[kept], kind="stable")
-            left = int((~kept).sum()) if (np.diff(steps_inside) < 0).any() else 0
+            left = int((~kept).sum()) if stands or (np.diff(steps_inside) < 0).any() else 0
             orders[id(at)] = inside, kept, order, steps_inside[kept][order], left
         inside, kept, order, ordered, left = orders[id(at)]
         if left > gone and (whole(name) or parameter_of(name)):
             gone = left
         if len(ordered):
             series[name] = (ordered, of[inside][kept][order])
-    again = f"the steps go back, so Lamina skips {gone} records that later records replace"
+    why = "the progress bar stands still" if stands else "the steps go back"
+    again = f"{why}, so Lamina skips {gone} records that later records replace"
     return Recording(
         form=columns.form,
         series=series,
@@ -356,12 +357,12 @@ def _on_time(bar: Ints) -> Ints:
 
     If the bar's steps do not fit such multiples, return the bar's steps.
     """
-    apart = round((bar[-1] - bar[0]) / max(1, len(bar) - 1))
-    if len(bar) < _SHOWN or apart < 1:
+    begun, shown = np.split(bar, [int(len(bar) > 0 and bar[0] == 1)])  # logging_first_step
+    if len(shown) < _SHOWN or (apart := round((shown[-1] - shown[0]) / (len(shown) - 1))) < 1:
         return bar
-    steps = apart * (-(-bar[0] // apart) + np.arange(len(bar)))
-    lag = steps - bar
-    return steps if lag.min() == 0 and lag.max() <= apart else bar
+    steps = apart * (-(-shown[0] // apart) + np.arange(len(shown)))
+    lag = steps - shown
+    return np.concatenate([begun, steps]) if lag.min() == 0 and lag.max() <= apart else bar
 
 
 def _is_whole(values: Floats) -> bool:
