@@ -19,7 +19,7 @@ WRITTEN = (
     "placement_of",
     "prune",
     "report",
-)  # the functions that are no job's
+)  # functions for commands that are not jobs
 _RESULTS = ("Comparison", "Diagnosis", "RunResult", "StudyOutcome")
 __all__ = sorted([*(row.function_name for row in JOBS.values()), *WRITTEN, *_RESULTS])
 

@@ -27,8 +27,8 @@ from lamina.jobs.names import RESULT, RESULTS, TRANSFER
 from lamina.jobs.row import JobRow, refuse_other_kind
 from lamina.jobs.settings import Settings
 
-_PLACE = re.compile(r"hf:\S+|\S*/\S*|\S+\.(txt|jsonl?|parquet|gz|xz|zst)")  # what is meant as a path, not as a text
-_REPORTED = (RESULT, RESULTS, TRANSFER)  # an interrupted job with one of them gets a page
+_PLACE = re.compile(r"hf:\S+|\S*/\S*|\S+\.(txt|jsonl?|parquet|gz|xz|zst)")  # texts that look like a path
+_REPORTED = (RESULT, RESULTS, TRANSFER)  # an interrupted job gets a page if one of these files exists
 
 
 @cache
@@ -41,7 +41,7 @@ def function_of(row: JobRow) -> Callable[..., Any]:
     record, modes = row.settings(), _modes(row)
 
     def act(**given: Any) -> Any:
-        require(row.name, row.extra)  # before rows become a file
+        require(row.name, row.extra)  # before Lamina writes the given rows to a file
         chosen = {mode.name: given.pop(mode.name, mode.default) for mode in modes}
         settings = as_settings(in_our_words(given, record.names()))
         for name in settings:
@@ -63,7 +63,8 @@ def run_row(row: JobRow, settings: Json, modes: Json) -> Any:
     if settings.get("output") is not None:
         settings["output"] = path("output", settings["output"])
     folder = row.folder_of(settings)
-    if os.environ.get("WORLD_SIZE", "1") in ("", "1"):  # of several processes the first one speaks, in the job
+    # with several processes, the job checks this in the first process
+    if os.environ.get("WORLD_SIZE", "1") in ("", "1"):
         _refuse(row, settings, folder, modes)
     draws = [switch.name for switch in row.switches if switch.draws]
     with _page_of(folder):
@@ -98,12 +99,12 @@ def _signature(row: JobRow, record: type[Settings], modes: list[inspect.Paramete
 
 def _documentation(row: JobRow) -> str:
     about = " ".join(row.about.split("\n\n")[0].split())
-    about = re.sub(r"(?<=\.) [^.]*:$", "", about)  # a list that only the help has
+    about = re.sub(r"(?<=\.) [^.]*:$", "", about)  # drop the introduction of a list that is only in the help
     returns = f"The keywords are the settings of `lamina {row.name}`. {row.returns}"
     raises = f"UserError: (a ValueError) for invalid settings, {row.raises}, or an output folder with files."
     failed = ["TrialsFailed: (a UserError) if every trial failed. Lamina still writes the page."]
     errors = [raises, *(failed if row.outcome == "Comparison" else [])]
-    fill = partial(textwrap.fill, width=110, break_on_hyphens=False)  # a flag stays whole
+    fill = partial(textwrap.fill, width=110, break_on_hyphens=False)  # do not break flags
     listed = [fill(error, initial_indent="    ", subsequent_indent=" " * 8) for error in errors]
     return "\n".join([fill(about), "", fill(returns), "", "Raises:", *listed, ""])
 
@@ -118,7 +119,7 @@ def _refuse(row: JobRow, given: Json, folder: Path | None, modes: Json) -> None:
                     refuse_as_output(str(folder), model)
         resume = modes.get("resume", False)
         refuse(folder, resume=resume, overwrite=modes["overwrite"], resumes=bool(row.resumes))
-        if resume and in_use(folder):  # its own settings decide, and the job checks them
+        if resume and in_use(folder):  # the job checks the settings in the folder
             refuse_other_kind(folder, row)
             return
     settings = row.settings().from_dict(given)

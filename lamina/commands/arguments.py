@@ -21,9 +21,9 @@ from lamina.jobs.aliases import in_our_words, is_text, meaning, passed_on, sugge
 from lamina.jobs.folder import Resume
 from lamina.jobs.settings import Settings
 
-WIDTHS = (80, 110, 120)  # of the help: narrowest, without a terminal, widest
+WIDTHS = (80, 110, 120)  # the help's minimum width, width without a terminal, and maximum width
 INDENT = 28
-OWN, OUTSIDE = "options", "files, folders and help"  # the groups of a command's own flags, and of what is no setting
+OWN, OUTSIDE = "options", "files, folders and help"  # groups: a command's own flags, and all that is not a setting
 ORDER = (
     *(
         OWN,
@@ -361,7 +361,7 @@ def _from_yaml(file: Path, record: type[Settings]) -> Json:
     data, names = read_mapping(file), record.names()
     if isinstance(data.get("settings"), Mapping):  # a study.yaml is also a configuration
         data = dict(data["settings"])
-    data.pop("digest", None)  # of a run's config.yaml: here it may have been edited
+    data.pop("digest", None)  # a run's config.yaml has a digest, but the user may have edited the file
     passed: dict[str, Json] = {}
     data = in_our_words({str(key): value for key, value in data.items()}, names, f"{str(file)!r}: ")
     for name, value in data.items():
@@ -372,7 +372,7 @@ def _from_yaml(file: Path, record: type[Settings]) -> Json:
             hint = did_you_mean(suggestion(name, names))
             raise UserError(f"{str(file)!r}: unknown setting {name!r}{hint}")
         argument = Argument(name, record.kind(name), "")
-        if isinstance(value, str) and {int, float} & set(argument.kinds):  # YAML 1.1 takes 1e-3 for text
+        if isinstance(value, str) and {int, float} & set(argument.kinds):  # YAML 1.1 reads 1e-3 as text
             data[name] = argument.read(value, f"{str(file)!r}: {name}")
     kept: Json = {name: value for name, value in data.items() if name in names}
     return kept | {name: {**options, **kept.get(name, {})} for name, options in passed.items()}

@@ -44,7 +44,7 @@ def run(argv: list[str]) -> int:
 
     options = vars(parser().parse(argv))
     if options["to"] is not None:
-        target_of(options["to"])  # before a command is suggested with this name
+        target_of(options["to"])  # before a message suggests a command with this name
     for name in ("to", "num_layers"):
         if options[name] is None:
             to, layers = options["to"] or "pytorch", 24 if options["num_layers"] is None else options["num_layers"]

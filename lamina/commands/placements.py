@@ -84,7 +84,8 @@ def _list(specs: list[str], svg: str | None, num_layers: int) -> None:
     widest = max(map(len, specs)), max(len(placement.title) for placement in placements.values())
     for spec, placement in placements.items():
         ends = [number for number, line in enumerate(placement.equation, start=1) if "x' =" in line]
-        lines = [" ".join(line.split()) for line in placement.equation[: max([2, *ends[:1]])]]  # without the constants
+        # omit the lines that define constants
+        lines = [" ".join(line.split()) for line in placement.equation[: max([2, *ends[:1]])]]
         show(f"{spec:<{widest[0]}}  {placement.title:<{widest[1]}}  {'   '.join(lines)}")
     show("\n`lamina placements NAME` shows a placement in full: all equations, diagram, options, source.")
     if svg:

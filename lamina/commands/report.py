@@ -74,5 +74,5 @@ def _follow(folder: Path, every: float) -> Path:
         elif why != said:
             said = why
             show(f"{time.strftime('%H:%M:%S')}  no page yet: {why}")
-    assert written is not None  # the last one is written, or raises
+    assert written is not None  # ``follow`` ends with a page or with an error
     return written

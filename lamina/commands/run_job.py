@@ -12,7 +12,7 @@ from lamina.core.terminal import show, show_error
 from lamina.errors import TrialsFailed
 from lamina.jobs.row import JobRow
 
-CODES = {"interrupted": 130, "failed": 1}  # by the status of a result
+CODES = {"interrupted": 130, "failed": 1}  # exit codes by a result's status
 
 
 def parser(name: str) -> Parser:
@@ -59,7 +59,7 @@ def run(row: JobRow, argv: Sequence[str]) -> int:
     from lamina.modeling.processes import launched
     from lamina.reports import ending
 
-    if launched()[0] > 0:  # of several processes the first one prints
+    if launched()[0] > 0:  # only the first process prints
         return code
     folder = row.folder_of(settings)
     rows = getattr(result, "results", result)

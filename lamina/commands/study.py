@@ -17,7 +17,7 @@ from lamina.jobs.names import PAGE
 from lamina.lab.papers.engine.settings import StudySettings
 from lamina.lab.papers.judging.findings import in_words
 
-_WIDEST = 23  # letters of a verdict
+_WIDEST = 23  # the maximum number of letters in a verdict
 
 EXAMPLES = """
   lamina study list

@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 if TYPE_CHECKING:
     from lamina.data.corpus import Part
 
-_AT_ONCE = 2**20  # tokens whose pairs are counted together
+_AT_ONCE = 2**20  # the number of tokens for each count of token pairs
 T = TypeVar("T")
 EVAL_SEED = 20_260_101
 """The seed of all random numbers for held-out items. All runs use this seed, so that their losses are comparable."""
@@ -412,7 +412,7 @@ class MixedBlocks(BlockSource):
             before, after = (_share_of(n, share / rest) for n in (index, index + 1))
             if after > before:
                 return part, before
-            index, rest = index - before, rest - share  # it belongs to another part: count among those
+            index, rest = index - before, rest - share  # the block belongs to a later part
         raise AssertionError("the last part takes every block that remains")
 
     def counts(self, blocks: int) -> list[int]:

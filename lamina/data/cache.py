@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 _DRAFT = re.compile(r"\.[0-9a-f]{32}\.(?:(?P<host>[0-9a-f]{8})\.)?(?P<process>\d+)\.[0-9a-f]{8}")
 _ABANDONED_SECONDS = 86_400.0
-# folders that this process has checked: names, sizes and times of their files
+# folders that this process has checked, with the names, sizes and times of the files
 _whole: dict[Path, list[tuple[str, int, int]]] = {}
 
 
@@ -49,7 +49,7 @@ def is_whole(folder: Path) -> bool:
         state, broken = [], str(error.strerror)
     if broken is None:
         _whole[folder] = state
-    elif (folder / MANIFEST).exists():  # without a manifest it is from an older Lamina, or half deleted
+    elif (folder / MANIFEST).exists():  # a folder without a manifest is from an older Lamina, or half deleted
         logger.warning("%s: %s. Lamina creates the folder again", folder, broken)
     return broken is None
 
@@ -81,7 +81,7 @@ def publish(folder: Path, write: Callable[[Path], object]) -> None:
             os.replace(draft, folder)
             sync(folder.parent)
         except OSError:
-            # renaming fails where another process was first, with the same content
+            # renaming fails if another process has created the same folder
             if not is_whole(folder):
                 raise
     finally:

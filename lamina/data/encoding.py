@@ -71,7 +71,7 @@ class TextEncoder:
         self.is_bytes = self.backend is not None and ids_are_bytes(json.loads(self.backend.to_str()))
         self.vocab_size = vocab_size_of(tokenizer)
         self.dtype = np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.uint32)
-        self.padded_dtype = np.min_scalar_type(self.vocab_size)  # the number after the last id stands for padding
+        self.padded_dtype = np.min_scalar_type(self.vocab_size)  # the id ``vocab_size`` marks padding
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """Return the token ids of each text, [tokens] of ``dtype``."""

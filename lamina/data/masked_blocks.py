@@ -8,7 +8,7 @@ from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBas
 from lamina.data.blocks import EVAL_SEED, DrawnItems, ItemSource, TokenBlock
 
 MASK = "<|mask|>"
-REPLACED, RANDOM = 0.8, 0.1  # of the chosen tokens: BERT's shares; the rest stays as it is
+REPLACED, RANDOM = 0.8, 0.1  # fractions of the tokens to predict, as in BERT; the rest stays unchanged
 
 
 class MaskedBlocks(DrawnItems[TokenBlock]):

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 _BATCH_CHARS = 1024 * 1024
 logger = logging.getLogger(__name__)
 
-# They increase whenever the same corpus and settings would give other blocks.
+# Increase these versions whenever the same corpus and settings would give other blocks.
 _FORMAT, _WHOLE_FORMAT = "blocks-1", "whole-1"
 _META, _TRAIN, _EVAL = "meta.json", "train.bin", "eval.bin"
 
@@ -82,7 +82,8 @@ class PaddedBlocks(PackedBlocks):
         rows = torch.from_numpy(self.array[np.asarray(indices, dtype=np.int64)].astype(np.int64))
         real = rows != self.padding
         ids, mask, labels = rows.where(real, self.filler), real.long(), rows.where(real, -100)
-        labels[:, 0] = -100  # not predicted either, so that the labels are as many as the predictions
+        # no prediction for the first token, so the number of labels equals the number of predictions
+        labels[:, 0] = -100
         batch = zip(ids, mask, labels, strict=True)
         return [{"input_ids": row, "attention_mask": shown, "labels": wanted} for row, shown, wanted in batch]
 
@@ -98,7 +99,7 @@ class PaddedBlocks(PackedBlocks):
     def lengths(self) -> np.ndarray:
         if self._lengths is None and self._lengths_file.is_file():
             self._lengths = np.load(self._lengths_file, mmap_mode="r")
-        if self._lengths is None:  # an older version packed the rows
+        if self._lengths is None:  # an older version of Lamina packed the rows
             step = max(1, 2**22 // self.shape[1])
             parts = [self.array[start : start + step] != self.padding for start in range(0, len(self), step)]
             self._lengths = np.concatenate([part.sum(1) for part in parts])

@@ -91,7 +91,7 @@ def _cut(text: str, start: int, room: int, chars: int) -> int:
     full = start + room
     if len(text) <= full:
         return len(text)
-    # at least half a piece: otherwise a long line after a short one makes pieces of very different lengths
+    # at least half a piece, because a long line after a short line would make pieces of very different lengths
     earliest = start + max(0, room - chars // 2)
     ends = (text.rfind("\n", earliest, full), text.find("\n", full, full + chars), text.rfind(" ", earliest, full))
     return next((end + 1 for end in ends if end >= start), full)

@@ -35,20 +35,20 @@ from lamina.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-_SCANNED = 64 * 2**20  # the held-out text is spread over this many characters
-_SHARDS = 64  # and over this many shards
+_SCANNED = 64 * 2**20  # the number of characters over which the held-out text is spread
+_SHARDS = 64  # the number of shards over which the held-out text is spread
 _PIECES, _SMALLEST_PIECE, _CHARS_PER_TOKEN = 64, 1024, 4
 _BATCH_CHARS = 1024 * 1024
 logger = logging.getLogger(__name__)
 
-_CHUNK = 1024  # the least number of blocks read at a time
-_ANCHORS = 64  # how many chunks a reader can go back without starting over
+_CHUNK = 1024  # the minimum number of blocks that Lamina reads at once
+_ANCHORS = 64  # the number of chunks that a reader can go back without starting over
 _ENDLESS = 2**40
 _READING: weakref.WeakSet[StreamedBlocks] = weakref.WeakSet()
 SHUFFLE_BUFFER = 2048
-# increases whenever the same corpus and settings would give other blocks
+# increase this version whenever the same corpus and settings would give other blocks
 _FORMAT = "stream-1"
-_EVAL_BLOCKS, _FEWEST = 1000, 64  # held-out blocks: by default, at least
+_EVAL_BLOCKS, _FEWEST = 1000, 64  # the default and the minimum number of held-out blocks
 
 
 def stream_blocks(
@@ -118,7 +118,7 @@ class Excerpt:
     bytes: int = 0
 
     def __post_init__(self) -> None:
-        # the first segment of every shard has an end-of-text token: which shard comes first is known only at the end
+        # an end-of-text token begins every shard, because the first shard is known only at the end
         self._joiner = TokenJoiner(self.encoder, TokenJoiner.ELSEWHERE)
         self._shard: int | None = None
 

@@ -106,7 +106,7 @@ def _byte_tokenizer() -> Tokenizer:
 def _work_on_bytes(tokenizer: Tokenizer, *, split_words: bool) -> None:
     from tokenizers import decoders, pre_tokenizers
 
-    # properties of the Rust class, which its stubs declare read-only
+    # the Rust class has these properties, but the stubs declare the properties read-only
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split_words)  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -153,7 +153,7 @@ def _trained_bpe(size: int, corpus: Corpus, cache: Path, eval_fraction: float) -
 
 
 def _train_texts(corpus: Corpus, eval_fraction: float) -> Iterator[str]:
-    for part in corpus.parts:  # each of them whole, whatever its share in a mix
+    for part in corpus.parts:  # each corpus as a whole, regardless of the shares
         for segment in split_documents(part.corpus.documents(), piece_chars(count_chars(part.corpus))):
             if not is_held_out(segment.piece, eval_fraction):
                 yield segment.text
@@ -172,7 +172,7 @@ def _pretrained(spec: str) -> PreTrainedTokenizerFast:
         else:
             with local_when_unreachable() as reachable:
                 tokenizer = AutoTokenizer.from_pretrained(spec, trust_remote_code=False)
-    # a malformed file, a missing file and an unreachable hub raise a dozen unrelated types
+    # malformed files, missing files and an unreachable hub raise a dozen unrelated exception types
     except Exception as error:
         if path.is_dir():
             reason = f"the folder holds no tokenizer that transformers can load; {one_line(error)}"

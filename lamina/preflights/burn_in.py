@@ -90,7 +90,7 @@ def choose(planned: PretrainSettings, vocab_size: int, steps: int, flops: float)
         width = int(config.hidden_size)
         if cost * batch * micro_batches <= flops or width % 2 or width // 2 < NARROWEST:
             break
-        # a tied tensor could not have both the rate of an embedding and that of a readout
+        # a tied tensor cannot have the learning rates of both the embedding and the output head
         narrower = replace(planned, hidden_size=width // 2, num_heads=None, untie_embeddings=True)
         try:
             config = backbone_config(narrower, vocab_size)
@@ -132,10 +132,10 @@ class Snapshot:
 
     step: int
     loss: float  # nats per token
-    unigram: float  # the loss of a constant prediction with the corpus's token frequencies
-    error: float  # the standard error of their difference over the sequences (infinite for a single one)
-    context: float  # by how many nats the model's predictions beat their own mean over all positions
-    rows: list[Row]  # (step, layer, sublayer, role, index, metric, value), layer 0-based, -1 for the embedding's output
+    unigram: float  # the loss of a model that predicts only token frequencies
+    error: float  # the standard error of loss - unigram over the sequences (infinite for one sequence)
+    context: float  # nats by which the loss is lower than for the mean prediction over all positions
+    rows: list[Row]  # (step, layer, sublayer, role, index, metric, value); layers from 0, -1: the embedding's output
 
     def series(self, metric: str, sublayer: str = "block") -> dict[int, float]:
         return {row[1]: row[6] for row in self.rows if row[5] == metric and row[2] == sublayer}
@@ -208,7 +208,7 @@ class _LayerNumbers:
     """Hooks that measure hidden states, branches and gradients, and keep only numbers."""
 
     values: dict[tuple[int, str, str], torch.Tensor | float] = field(default_factory=dict)
-    metric: str = ""  # that the next backward pass measures at the states
+    metric: str = ""  # the metric of the next backward pass
     factor: float = 1.0
     first: torch.Tensor | None = None
     last: torch.Tensor | None = None
@@ -231,13 +231,13 @@ class _LayerNumbers:
             self.first = state
         self.last = state
 
-        def note(gradient: torch.Tensor) -> None:  # double: the squares of a vanishing gradient would underflow
+        def note(gradient: torch.Tensor) -> None:  # double, because the squares of a tiny gradient would underflow
             self.values[layer, "block", self.metric] = gradient.double().norm() * self.factor
 
         state.register_hook(note)
 
     def _terms(self, layer: int, name: str, residual: Residual, terms: Terms) -> None:
-        # double before the scale: a large or small one would cost the variance its digits
+        # double before the scale, because a very large or small scale would make the variance imprecise
         skip = residual.scale_skip(terms.source.detach().double())
         tensors = {"branch_variance": terms.output, "added_variance": terms.branch, "skip_variance": skip}
         for metric, tensor in tensors.items():
@@ -317,7 +317,7 @@ class BurningIn:
         probe = blocks.eval.sample(sequences)
         self.unigram, self.probe = unigram_losses(blocks, probe), probe.to(device)
         train = blocks.train.for_run(settings.seed)
-        train.load_state_dict(None, verbose=False)  # from the beginning, whatever was read before
+        train.load_state_dict(None, verbose=False)  # start at the beginning, even if blocks were read before
         planned = in_steps(settings.warmup, settings.steps)
         self.warmup = min(planned, longest_warmup)
         schedule = partial(with_shorter_warmup, planned_shares(settings), warmup=self.warmup, planned_warmup=planned)

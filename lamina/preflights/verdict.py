@@ -27,20 +27,20 @@ class Features:
 
     step: int
     finite: float  # 0.0 if the loss or the gradient was not finite, else 1.0
-    excess: float  # the loss in nats per token above that of a constant prediction with the tokens' frequencies
-    excess_error: float  # its standard error over the held-out sequences
-    context: float  # nats by which the predictions beat their own mean
-    similarity: float  # mean cosine between tokens in x^N
-    jacobian: float  # log10 of the smallest gain of the Jacobian from the output of any layer to x^N
-    jacobian_layer: int  # that layer
-    weight_gradient: float  # log10 of the smallest over the largest gradient norm of a block's weights
-    weight_gradient_layer: int  # the layer with the smallest
-    spike: float  # largest rise of the training loss above its best so far, in nats
-    magnitude: float  # the largest |x| of any state
-    magnitude_layer: int  # the layer of that state
+    excess: float  # nats per token by which the loss exceeds the loss of token frequencies
+    excess_error: float  # the standard error of ``excess`` over the held-out sequences
+    context: float  # nats by which the loss is lower than for the mean prediction
+    similarity: float  # mean cosine between the tokens' hidden states after the last layer, x^N
+    jacobian: float  # log10 of the smallest gain of the Jacobian from a layer's output to x^N
+    jacobian_layer: int  # the layer with this smallest gain
+    weight_gradient: float  # log10 of the smallest gradient norm of a block's weights, divided by the largest
+    weight_gradient_layer: int  # the layer with this smallest norm
+    spike: float  # largest rise of the training loss above its lowest earlier value, in nats
+    magnitude: float  # the largest absolute value in any hidden state
+    magnitude_layer: int  # the layer of this hidden state
     growth: float  # log10 of Var(x^N) / Var(x^0)
-    spent: float  # the sum of the learning rates of the steps taken, divided by that of all planned steps
-    pace: float  # nats by which the held-out loss fell from the middle to the end, divided by ``spent`` in between
+    spent: float  # the sum of the learning rates so far, divided by the sum over all planned steps
+    pace: float  # fall of the held-out loss in the second half of the burn-in, in nats per unit of ``spent``
 
     @property
     def headroom(self) -> float:
@@ -89,11 +89,11 @@ def _log(value: float) -> float:
 
 VerdictWord = Literal["fine", "risky", "undecided", "will not train"]
 VERDICTS: tuple[VerdictWord, ...] = ("fine", "risky", "undecided", "will not train")
-LEAST_CONTEXT = 1e-4  # nats: the least that the held-out sequences can distinguish from 0
-MOST_LEFT = 10.0  # the whole schedule over the part taken: few of the fitted runs had more
+LEAST_CONTEXT = 1e-4  # nats: the smallest context that the held-out sequences can distinguish from 0
+MOST_LEFT = 10.0  # the maximum of 1 / spent; few of the fitted runs had more
 CLEAR = 2.0  # standard errors
 WEAK = -1.0  # log10 of a gain to the last layer
-FALLING = 0.3  # nats above a constant prediction's loss: the tokens' frequencies are still being learned
+FALLING = 0.3  # nats above the loss of token frequencies, from which the model still learns frequencies
 
 
 @cache
@@ -170,7 +170,7 @@ def learns_frequencies(numbers: Features) -> bool:
     return numbers.excess > FALLING
 
 
-HIGH = 0.5  # nats: a loss that rose by more above its best calls for a lower learning rate
+HIGH = 0.5  # nats: a larger rise of the loss calls for a lower learning rate
 FP16_LITTLE = 2.0
 
 

@@ -112,7 +112,7 @@ def try_out(arguments: TrainingArguments, options: Mapping[str, Any]) -> None:
         weight.grad = torch.ones_like(weight)
         if chosen:
             optimizer.step()
-    except Exception as error:  # each optimizer's library raises its own
+    except Exception as error:  # each optimizer's library raises other exception types
         raise UserError(
             f"trainer.optim: {name!r} does not work on this machine or with these arguments ({_line(error)})"
         ) from None
@@ -130,7 +130,7 @@ def try_out(arguments: TrainingArguments, options: Mapping[str, Any]) -> None:
         shares = [float(schedule.lr_lambdas[0](s)) for s in {0, 1, warmup, warmup + 1, steps // 2, steps - 1, steps}]
         if not all(math.isfinite(share) and share >= 0 for share in shares):
             raise ValueError(f"the schedule returns {', '.join(f'{s:g}' for s in shares)} times the peak learning rate")
-    except Exception as error:  # whatever its arguments cause
+    except Exception as error:  # a schedule's arguments can raise any exception type
         raise UserError(
             f"trainer.lr_scheduler_type: {scheduler!r} does not work with these arguments ({_line(error)})"
         ) from None
@@ -140,7 +140,7 @@ def _line(error: BaseException) -> str:
     return (" ".join(str(error).split()) or type(error).__name__)[:200]
 
 
-_FIXED: Json = {  # each with the value that may be said, too
+_FIXED: Json = {  # arguments with one allowed value
     **dict.fromkeys(("logging_strategy", "eval_strategy", "save_strategy"), "steps"),
     **dict.fromkeys(("logging_first_step", "ignore_data_skip", "average_tokens_across_devices"), True),
     **dict.fromkeys(("logging_nan_inf_filter", "remove_unused_columns", "dataloader_drop_last"), False),
@@ -150,7 +150,7 @@ _FIXED: Json = {  # each with the value that may be said, too
 }
 _OFFERED = PretrainSettings.names()
 _NAMES = {entry.name for entry in fields(TrainingArguments) if entry.init}
-_OURS = {  # by the argument, the setting of a run that decides it
+_OURS = {  # for each argument, the setting that decides the argument
     name: setting
     for name in _NAMES - set(_FIXED)
     if (setting := name if name in _OFFERED else meaning(name, _OFFERED, near=True)) not in (None, "trainer")
@@ -204,7 +204,7 @@ def arguments_of(kind: type[A], settings: PretrainSettings, processes: int = 1, 
         values.setdefault("lr_scheduler_kwargs", {"min_lr_rate": settings.min_learning_rate})
     try:
         arguments = kind(**{**values, **own})
-    except Exception as error:  # its checks raise any type
+    except Exception as error:  # the checks in ``kind`` can raise any exception type
         raise UserError(f"trainer: {' '.join(str(error).split())}") from error
     if settings.trainer:
         try_out(arguments, settings.trainer)
@@ -236,7 +236,7 @@ def _values(settings: PretrainSettings, processes: int) -> Json:
         "save_strategy": "steps" if settings.save_steps else "no",
         "save_steps": settings.save_steps or 500,
         "save_total_limit": settings.keep,
-        # TensorBoard's callback gets its own writer later: it would take its folder from the environment
+        # Lamina adds TensorBoard's callback later, because transformers takes the folder from the environment
         "report_to": [r for r in entries(settings.report_to) if r not in ("none", "tensorboard")] or "none",
         "logging_dir": None,
         "run_name": real_path(settings.output).name,
@@ -246,13 +246,13 @@ def _values(settings: PretrainSettings, processes: int) -> Json:
         "fp16": settings.precision == "fp16",
         "remove_unused_columns": False,
         "prediction_loss_only": True,
-        # renamed in transformers 5.23; the name that this version does not have is dropped below
+        # transformers 5.23 renamed this argument; ``arguments_of`` drops the name that this version lacks
         "activation_checkpointing": settings.gradient_checkpointing,
         "disable_tqdm": True,
         "use_cpu": device == "cpu",
         "ddp_backend": ("nccl" if device == "cuda" else "gloo") if launched()[1] > 1 else None,
         "ddp_find_unused_parameters": False,
-        # the training order starts where a checkpoint ended, and a step's tokens are those of all processes
+        # the training order starts where a checkpoint ended; a step counts the tokens of all processes
         "ignore_data_skip": True,
         "average_tokens_across_devices": True,
         **{name: value for name, value in settings.trainer.items() if name not in _FIXED},

@@ -103,7 +103,7 @@ class Pretraining(TrainingStage[PretrainSettings]):
 
         self.resolved = processes.by_first(resolved)
         self.settings, self.plan = self.resolved.settings, self.resolved.plan
-        if processes.size > 1:  # a norm of one's own is registered where its file has run
+        if processes.size > 1:  # each process must run the file that registers a user's norm
             processes.together(lambda: source.plan_of(self.settings, self.resolved.plan.num_layers))
         self.tokens_per_step = self.resolved.tokens_per_step
         self.unit = "tokens" if self.settings.packing == "on" else "real tokens"
@@ -412,7 +412,8 @@ class Branches(TrainerCallback):
                 batches, settings.gradient_accumulation, trainer.args.device
             )
             for inputs in micro_batches:
-                Trainer.training_step(trainer, model, inputs, predicted)  # the trainer's own would join the records
+                # LaminaTrainer's method would add the branch to the records
+                Trainer.training_step(trainer, model, inputs, predicted)
             if settings.max_grad_norm:
                 trainer.accelerator.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
             optimizer.step()

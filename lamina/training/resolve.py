@@ -170,7 +170,7 @@ def training_flops(model: PreTrainedModel, plan: Plan, sequence_length: int) -> 
     matrices = [(name, p.numel()) for name, p in model.named_parameters() if p.ndim >= 2 and p.shape[0] > 1]
     weights = sum(int(size * used_by_a_token(name, config)) for name, size in matrices)
     if isinstance(embedding, torch.nn.Embedding) and not config.tie_word_embeddings:
-        weights -= embedding.weight.numel()  # looked up; images are multiplied by theirs
+        weights -= embedding.weight.numel()  # an embedding is a look-up; only images are multiplied by an embedding
     weights += wiring_multiplications(plan) * config.hidden_size
     return 6.0 * weights + 12.0 * plan.num_layers * config.hidden_size * sequence_length
 
@@ -202,7 +202,8 @@ def check_settings(settings: PretrainSettings, plan: Plan, processes: int = 1) -
         registry.make_all(settings.probes)
     if settings.init != "recommended":
         initializers.check(settings.init)
-    if settings.from_model is None:  # also where the run takes another: a placement's file may name what does not exist
+    # even if the run uses another initializer, because a placement file may name an unknown initializer
+    if settings.from_model is None:
         initializers.check(recommended(plan))
     arguments = training_arguments(settings, processes)
     if settings.optimizer == "muon" and "optim" in settings.trainer:
@@ -230,7 +231,7 @@ def task_measure(settings: PretrainSettings) -> TaskMeasure | None:
     """Return the function that scores eval_tasks, or None. Raises UserError for missing tasks or data."""
     if settings.eval_tasks is None:
         return None
-    from lamina.evaluation.job import TaskMeasure  # needs the harness only now
+    from lamina.evaluation.job import TaskMeasure  # imported here, because the import needs the harness
 
     return TaskMeasure.find(
         settings.eval_tasks,
@@ -255,7 +256,8 @@ def check_modules(
 
     Lamina builds one layer of each kind on the meta device. ``trained`` is true if this machine will train the model.
     """
-    kinds = tuple(replace(layer, sources=None) for layer, _ in plan.kinds()[:4])  # which would name other layers
+    # ``sources`` would name layers that do not exist here
+    kinds = tuple(replace(layer, sources=None) for layer, _ in plan.kinds()[:4])
     with torch.device("meta"):
         few = resolve_backbone(config, num_layers=len(kinds))
         small = build(few, replace(plan, layers=kinds, final_sources=None), init="normal", scaling=scaling_of(settings))
@@ -293,7 +295,7 @@ def _check_memory(
     weights = weights * num_layers // config.num_hidden_layers // parts
     optimizer = str(getattr(arguments.optim, "value", arguments.optim))
     adamw = settings.optimizer == "adamw" and optimizer.startswith("adamw_torch")
-    copies = 4 if adamw else 2  # the weight, its gradient, AdamW's two averages
+    copies = 4 if adamw else 2  # the weight, the gradient, and AdamW's two averages
     states = settings.batch_size // processes * length * config.hidden_size * num_layers
     refuse_beyond_memory(
         "hidden_size, num_layers", f"training {weights:.3g} weights in the blocks takes", 4.0 * copies * weights, device

@@ -176,7 +176,7 @@ class TrainingStage(ABC, Generic[S]):
         """Clean up after the model is saved. Only the first process calls this."""
 
 
-GRACE_SECONDS = 30.0  # for a killed study's worker that still writes its checkpoint
+GRACE_SECONDS = 30.0  # a killed study's worker may still write its checkpoint
 
 
 def train(
@@ -224,11 +224,12 @@ def train(
             if (job.folder / MODEL).is_dir():
                 processes.by_first(lambda: _push(job.settings))
             return earlier
-        stage.read(processes, bar=bar)  # before the folder is touched: the data may be unreadable
+        stage.read(processes, bar=bar)  # before Lamina changes the folder, because the data may be unreadable
         with ExitStack() as held:
             resumes = processes.by_first(lambda: _claim(held, job, stage))
             complete: Options = stage.settings
-            if bar and (options.precision == "auto" or options.compile != complete.compile):  # say what auto stands for
+            # show the choices for auto
+            if bar and (options.precision == "auto" or options.compile != complete.compile):
                 compiled = "compiled" if complete.compile == "on" else "eager"
                 show_line(f"{complete.precision}, {compiled} (--precision, --compile)")
             return _recorded(
@@ -275,7 +276,7 @@ def _recorded(run: Callable[[], Json], folder: Path, processes: Processes, *, se
         if disk_full(error):
             full = full_disk(folder)
             if not processes.first:
-                mark_reported(full)  # one line for all processes
+                mark_reported(full)  # only the first process reports the full disk
             raise full from error
         reason = GONE if lost_another(error) else f"{type(error).__name__}: {error}"
         write({"status": str(Status.FAILED), "reason": reason})
@@ -367,7 +368,7 @@ class TrainingRun:
         self.folder = Path(self.settings.output)
         self.model = stage.model(self)
         checkpoints, state, self.checkpoint = self.folder / "checkpoints", {}, None
-        if resume:  # without a checkpoint the run begins again
+        if resume:  # without a checkpoint, the run starts again at step 0
             self.checkpoint = processes.by_first(lambda: checkpoint_to_resume(checkpoints, rollbacks))
             state = run_state(self.checkpoint) if self.checkpoint else {"step": -1}
         self.done = max(0, int(state.get("step", 0)))
@@ -380,7 +381,7 @@ class TrainingRun:
         trackers = None if self.recorder.records is None else self.recorder.records.trackers
         self.callbacks = [self.updates, self.recorder, *tensorboard(trackers), *self._further]
         self.states: list[Any] = [
-            self.recorder,  # first: it syncs to disk what the others refer to
+            self.recorder,  # first, because the recorder syncs files that the other states refer to
             rollbacks,
             stage.identity,
             *stage.states(self),
@@ -414,7 +415,7 @@ class TrainingRun:
         if self.settings.async_checkpoints:
             trainer.background = Background(self.processes)
         trainer.series, trainer.gradient_norms = self.recorder.series, self.updates.groups
-        trainer.remove_callback(PrinterCallback)  # with ``disable_tqdm``, Trainer adds no other
+        trainer.remove_callback(PrinterCallback)  # with ``disable_tqdm``, Trainer adds only this printer
         for callback in (self.recorder, *self._further):
             callback.trainer = trainer  # type: ignore[attr-defined]
         return trainer
@@ -429,7 +430,7 @@ class TrainingRun:
                 ending.callback(trainer.background.wait)
             try:
                 if self.checkpoint is not None and step_of(self.checkpoint) >= steps:
-                    trainer._load_from_checkpoint(str(self.checkpoint))  # Trainer would take another step
+                    trainer._load_from_checkpoint(str(self.checkpoint))  # Trainer would train another step
                     trainer._move_model_to_device(trainer.bare_model(), trainer.args.device)
                     trainer.state = TrainerState.load_from_json(str(self.checkpoint / "trainer_state.json"))
                 else:

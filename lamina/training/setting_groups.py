@@ -23,7 +23,7 @@ from lamina.placements.resolution import check_spec
 Balance = Literal["auto", "none", "bias", "loss"]
 TRACKERS = ("tensorboard", "wandb", "trackio")
 WIDTH_SCALINGS = ("none", *SCHEMES)
-COMPILED_FROM = 300  # steps that win back the seconds that compiling takes
+COMPILED_FROM = 300  # the number of steps from which compiling saves more time than it takes
 
 
 class PlacementSettings(Settings, group="model"):
@@ -63,7 +63,8 @@ class ModelSettings(Settings, group="model"):
         """Raise UserError for an unknown placement, initializer or backbone."""
         super().check_names()
         specs = split(str(getattr(self, "placements", "") or getattr(self, "placement", "")), "placement")
-        files = [spec for spec in specs if re.search(r"\.py\s*(\(|$)", spec)]  # they run as code: once is enough
+        # skip Python files here, because Lamina executes them later
+        files = [spec for spec in specs if re.search(r"\.py\s*(\(|$)", spec)]
         for spec in specs:
             if spec not in files:
                 check_spec(spec)

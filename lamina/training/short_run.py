@@ -69,7 +69,7 @@ class ShortRun(TrainerCallback):
         self.settings = replace(
             settings, precision=precision, compile="off", device=device, probe_every=0, report_to="none"
         )
-        nn.Module.to(model, device)  # transformers' own ``to`` is wrapped and loses its type
+        nn.Module.to(model, device)  # transformers wraps ``to`` without its type
         self.model, self.step_factors, self.schedule, self.dataset = model, step_factors, schedule, train
         self.order = order_of(settings, train)
         self.losses: list[float] = []

@@ -24,7 +24,7 @@ from lamina.training.optimization.optimizer import scaling_of
 from lamina.training.settings import PretrainSettings
 
 DECIDED = ("placement", "backbone", "num_layers", "hidden_size", "num_heads", "untie_embeddings", "init", "tokenizer")
-_Read: TypeAlias = tuple[Plan, Any]  # a checkpoint's plan and its backbone, whose fields differ by model
+_Read: TypeAlias = tuple[Plan, Any]  # a checkpoint's plan and backbone; the backbone's fields differ by model
 _SHAPE = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
@@ -90,7 +90,7 @@ def _same(name: str, value: Any, stored: Json, plan: Plan, config: Any) -> bool:
         from lamina.data.tokenizers import load_tokenizer
 
         if value.startswith("bpe:"):
-            return False  # trained on the new text, it would be another tokenizer
+            return False  # a tokenizer trained on the new text is another tokenizer
         return (
             TextEncoder(load_tokenizer(value)).content_hash()
             == TextEncoder(load_tokenizer(stored["tokenizer"])).content_hash()

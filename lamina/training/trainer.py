@@ -87,7 +87,7 @@ class RunTrainer(MonitoredTrainer):
     ) -> torch.Tensor:
         if self.background is not None:
             self.background.look()
-        if self.sharded:  # gradients are reduced once per step, not once per micro-batch
+        if self.sharded:  # reduce the gradients once per step, not once per micro-batch
             model.set_requires_gradient_sync(self.accelerator.sync_gradients)  # type: ignore[operator]
         return super().training_step(model, inputs, num_items_in_batch)
 
@@ -99,7 +99,7 @@ class RunTrainer(MonitoredTrainer):
             background.wait()
             processes = background.processes
         own = self.state_dict()
-        if not math.isfinite(loss := sum(own["losses"])):  # on a GPU, not every step's loss is checked
+        if not math.isfinite(loss := sum(own["losses"])):  # on a GPU, the guard has not checked every step's loss yet
             self.guard.see_loss(step, loss)
         self.store_flos()
         state = {**own, **collected((*self.states, self.guard))}  # the recorder shows the guard its last steps
@@ -182,7 +182,8 @@ class RunTrainer(MonitoredTrainer):
             pin_memory=self.args.dataloader_pin_memory and self.args.device.type == "cuda",
             persistent_workers=self.args.dataloader_persistent_workers and workers > 0,
             prefetch_factor=self.args.dataloader_prefetch_factor,
-            generator=torch.Generator().manual_seed(self.args.seed),  # else it draws from the model's random state
+            # without a generator, the loader would change the model's random state
+            generator=torch.Generator().manual_seed(self.args.seed),
         )
 
     def _prepare_input(self, data: object) -> object:
@@ -194,7 +195,8 @@ class RunTrainer(MonitoredTrainer):
     def _get_num_items_in_batch(self, batch_samples: list[Json], device: torch.device) -> torch.Tensor | int | None:
         """Count the labels. If the labels are on the CPU, copy their count to the GPU asynchronously."""
         first = batch_samples[0] if batch_samples else None
-        labels = first.get("labels") if isinstance(first, Mapping) else None  # a policy's are lists of rows
+        # a policy's batch samples are lists of rows
+        labels = first.get("labels") if isinstance(first, Mapping) else None
         here = device.type == "cuda" and self.args.world_size == 1
         if not here or not isinstance(labels, torch.Tensor) or labels.device.type != "cpu":
             return super()._get_num_items_in_batch(batch_samples, device)
@@ -255,7 +257,7 @@ class LaminaTrainer(RunTrainer, Trainer):
         self.experts = experts
         if experts is not None:
             self.add_callback(experts)
-        self._operations: dict[int, int] = {}  # of a micro-batch, by the size of its main input
+        self._operations: dict[int, int] = {}  # FLOPs of a micro-batch, by the size of the main input
 
     def floating_point_ops(self, inputs: Json) -> int:
         """Return Trainer's estimate of the FLOPs. Cache the slow estimate by the input's size."""
@@ -317,10 +319,11 @@ class LaminaTrainer(RunTrainer, Trainer):
             tasks = self.measure_tasks(self.bare_model() if self.average is None else self.average.model)
         self.evaluation = LastEvaluation(second=second, tasks=tasks)
         alone = self.processes.size == 1 and self.scores is None and self.average is None
-        # Trainer's mean over items is one over tokens only where all have as many
+        # Trainer averages over items, which equals an average over tokens only for items of equal length
         alone = alone and "attention_mask" not in self.eval_dataset[0]  # type: ignore[index]
         if alone or any(args) or any(kwargs.values()):
-            with torch.random.fork_rng(devices=[]):  # its data loader draws a seed: training's numbers stay as they are
+            # the data loader draws a seed, which must not change the training's random numbers
+            with torch.random.fork_rng(devices=[]):
                 return super().evaluate(*args, **kwargs)
         measured = self._measured(self.eval_dataset)
         scores = {name: value for name, value in measured.items() if name != "eval_loss"}
@@ -341,11 +344,11 @@ class LaminaTrainer(RunTrainer, Trainer):
             for start in range(0, len(held_out), batch):
                 chunk = range(start, min(start + batch, len(held_out)))
                 mine = chunk[rank::size]
-                # a process without an item computes anyway: a sharded model needs every process
+                # a process without an item computes anyway, because a sharded model needs every process
                 inputs = self._prepare_inputs(dict(self.collate_eval([held_out[i] for i in mine or chunk[:1]])))
                 with torch.no_grad(), uncompiled(model), self.compute_loss_context_manager():
                     loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
-                labels = inputs["labels"]  # of items or, where each of an item's tokens has one, of tokens
+                labels = inputs["labels"]  # one label per item, or one label per token
                 of_tokens = labels.ndim == 2 and not labels.is_floating_point()
                 weight = 0 if not mine else int((labels != -100).sum()) if of_tokens else len(labels)
                 totals["eval_loss"] += float(loss) * weight

@@ -116,7 +116,7 @@ def open_text(path: Path, start: int = 0) -> Iterator[TextIO]:
                 buffered.seek(start)
             while kind is not None and start > 0 and (passed := buffered.read(min(start, 1 << 20))):
                 start -= len(passed)
-            # newline="\n": neither a lone \r nor \r\n is rewritten, so that bytes are counted as in the file
+            # newline="\n" leaves \r and \r\n unchanged, so that Lamina counts the file's bytes
             with io.TextIOWrapper(buffered, encoding="utf-8", newline="\n") as text:
                 yield text
     except UnicodeDecodeError:
@@ -153,7 +153,7 @@ def walk(root: Path, linked: list[Path] | None = None) -> list[Path]:
             linked += [path for name in folders if (path := Path(folder, name)).is_symlink()]
         try:
             paths += [path for name in files if not name.startswith(".") and (path := Path(folder, name)).is_file()]
-        except PermissionError as error:  # a link into a folder of somebody else's
+        except PermissionError as error:  # a link into another user's folder
             refuse(error)
     return sorted(paths, key=lambda path: path.relative_to(root).parts)
 
@@ -163,7 +163,7 @@ def hash_files(digest: hashlib._Hash, root: Path) -> None:
         name = os.fsencode(path.relative_to(root if root.is_dir() else root.parent).as_posix())
         try:
             with path.open("rb") as file:
-                # a hash per file, so that bytes cannot move from one file to the next unnoticed
+                # a hash per file, to notice bytes that move from one file to the next
                 content = hashlib.file_digest(file, "sha256").digest()
         except PermissionError as error:
             raise UserError(f"corpus: {str(path)!r} cannot be read ({error.strerror})") from None
@@ -240,7 +240,7 @@ def _parts(
     offset, number = start
     with open_text(path, offset) as text:
         while part := text.read(part_chars):
-            # the search for the end of the line is bounded: a file may be one line of gigabytes
+            # limit the search for the line's end, because a file may be one line of gigabytes
             part = part if part.endswith("\n") else part + text.readline(part_chars)
             if number == 0 and _begins_with_row(part, text_field):
                 on_rows()
@@ -297,7 +297,8 @@ def _table(path: Path, text_field: str, start: Position) -> Iterator[tuple[Docum
             if text_field not in schema.names:
                 raise unknown("text_field", text_field, schema.names, f"corpus {str(path)!r}")
             kind = schema.field(text_field).type
-            values = kind.value_type if pyarrow.types.is_dictionary(kind) else kind  # a column of few different texts
+            # a dictionary column stores each different text once
+            values = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
             types = pyarrow.types
             if not (types.is_string(values) or types.is_large_string(values) or types.is_string_view(values)):
                 raise UserError(f"corpus: {str(path)!r}: the column {text_field!r} must hold strings, not {kind}")

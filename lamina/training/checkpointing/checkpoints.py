@@ -93,7 +93,7 @@ class Checkpoints:
 
         def begin() -> None:
             self.folder.mkdir(parents=True, exist_ok=True)
-            for rest in [*self.folder.glob(".draft-*"), *self.folder.glob(".gone-*")]:  # of a killed run
+            for rest in [*self.folder.glob(".draft-*"), *self.folder.glob(".gone-*")]:  # left by a killed run
                 shutil.rmtree(rest)
             path.mkdir()
 
@@ -206,7 +206,7 @@ def _accepts(keep_also: Callable[[Json], bool], path: Path) -> bool:
 
 def _publish(path: Path, final: Path, entries: dict[str, Entry]) -> None:
     seal(path, entries)
-    if final.exists():  # broken, or abandoned by a rollback: a whole one would have been resumed
+    if final.exists():  # broken, or abandoned by a rollback, because the run would resume from an intact checkpoint
         _discard(final)
     os.replace(path, final)
     sync(final.parent)

@@ -28,7 +28,7 @@ from lamina.training.settings import PretrainSettings
 
 logger = logging.getLogger(__name__)
 
-DATA = "data.json"  # which text the run began with
+DATA = "data.json"  # the text with which the run began
 ROLLBACKS = "rollbacks.json"
 
 
@@ -268,7 +268,7 @@ def checkpoint_to_resume(folder: Path, rollbacks: Rollbacks) -> Path | None:
         rollbacks.load_state_dict(run_state(checkpoint))
         return checkpoint
     existing = Checkpoints(folder).paths()
-    abandoned = bool(rollbacks.done) and rollbacks.done[-1].step == 0  # killed during a rollback to the beginning
+    abandoned = bool(rollbacks.done) and rollbacks.done[-1].step == 0  # the run was killed during a rollback to step 0
     if existing and not (abandoned and all(what_is_broken(path) is None for path in existing)):
         raise UserError(
             f"resume: {', '.join(path.name for path in existing)} in {str(folder)!r} cannot be resumed (see the "

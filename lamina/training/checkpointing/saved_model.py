@@ -136,7 +136,7 @@ def _is_on_hub(model: str | None) -> bool:
 def _source(plan: Plan) -> list[str]:
     try:
         source = find(plan.placement).source
-    except ValueError:  # one's own placement, from a file
+    except ValueError:  # the user's placement from a file has no source
         return []
     return ["", f"Source: {_plain(source)}"]
 
@@ -185,7 +185,8 @@ def push(folder: Path, name: str) -> bool:
     try:
         api.create_repo(name, private=True, exist_ok=True)
         commit = api.upload_folder(repo_id=name, folder_path=folder, commit_message="Trained with Lamina")
-    except Exception as error:  # the hub's client raises dozens of types; the training is done and must not be lost
+    # the hub's client raises dozens of exception types, but the finished training must not be lost
+    except Exception as error:
         logger.warning(
             "push_to_hub: %s failed (%s). To upload later, run: hf upload %s %s", name, one_line(error), name, folder
         )

@@ -67,9 +67,9 @@ def shard(model: PreTrainedModel, processes: Processes, device: str, *, bf16: bo
         scales = {id(p) for sublayer in sublayers for p in sublayer.parameters(recurse=False)}
         small = scales | {id(parameter) for norm in norms for parameter in norm.parameters()}
         if bf16 and all(p.ndim >= 2 or id(p) in small for p in block.parameters()):
-            if norms:  # one unit, so that one all-gather serves all of them
+            if norms:  # one unit, so that one all-gather serves all norms
                 fully_shard(norms, mesh=mesh, mp_policy=float32)
-            if scales:  # the block's unit has what is left: the scales
+            if scales:  # the block's own unit then has only the scales
                 fully_shard([sublayer.module for sublayer in sublayers], mesh=mesh, mp_policy=policy)
             fully_shard(block, mesh=mesh, mp_policy=float32 if scales else policy)
         else:
@@ -126,7 +126,7 @@ def _scalar(vector: torch.Tensor) -> torch.Tensor:
 
 def _set_scalar(vector: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Set a sharded tensor's only element in place."""
-    local_part(vector).fill_(value.item())  # most processes' part is empty
+    local_part(vector).fill_(value.item())  # the part is empty in most processes
     return vector
 
 
@@ -228,7 +228,7 @@ def write_shards(tensors: Mapping[str, torch.Tensor], folder: Path, group: Proce
     storage = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     try:
         save(dict(tensors), storage_writer=storage, process_group=group)
-    except CheckpointException as failed:  # not an Exception, and it hides the cause
+    except CheckpointException as failed:  # CheckpointException is not an Exception, and hides the cause
         raise next(iter(failed.failures.values()))[0] from None
 
 
@@ -243,7 +243,7 @@ class _Reader(HuggingFaceStorageReader):
 def read_tensors(tensors: dict[str, torch.Tensor], files: Sequence[Path], *, alone: bool) -> None:
     """Fill tensors in place from safetensors files, which any number of processes may have written."""
     with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that one process loads alone is intended
+        warnings.simplefilter("ignore")  # the warning that only one process loads
         try:
             load(tensors, storage_reader=_Reader(files), no_dist=alone)
         except CheckpointException as failed:

@@ -18,7 +18,7 @@ from lamina.modeling.linear_cross_entropy import LinearLoss
 from lamina.modeling.wiring_lamina import Block, Residual
 from lamina.training.execution.graphs import Replay
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # constants of malloc.h
 
 
 def prepare(model: nn.Module, *, compiled: bool, replayed: bool = False, device: str = "cpu") -> None:

@@ -14,8 +14,8 @@ from lamina.modeling.wiring_lamina import Block
 
 logger = logging.getLogger(__name__)
 
-_MULTIPLE = 16  # of the sizes that a GPU's float8 product takes
-_CAPABLE = (8, 9)  # the least compute capability that has one
+_MULTIPLE = 16  # a GPU's float8 product needs sizes that are multiples of this
+_CAPABLE = (8, 9)  # the minimum compute capability for float8 products
 
 
 def check_float8(device: torch.device, tokens: int, tensor_parallel: int) -> None:
@@ -47,7 +47,7 @@ def to_float8(model: nn.Module, device: str) -> None:
     The embedding, the output head, routers, fused experts, and layers with a size that is not a multiple of 16 stay
     unchanged. Raises UserError if no layer is left.
     """
-    torchao = importlib.import_module("torchao.float8")  # an extra
+    torchao = importlib.import_module("torchao.float8")  # an optional package
 
     def chosen(layer: nn.Module, name: str) -> bool:
         sizes = (layer.in_features, layer.out_features) if isinstance(layer, nn.Linear) else (1,)

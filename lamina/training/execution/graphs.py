@@ -62,7 +62,7 @@ class _OfTensors(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> object:
         args, kwargs = self.call.arguments(tensors)
-        return self.block._call_impl(*args, **kwargs)  # with the block's own hooks, but not what replays it
+        return self.block._call_impl(*args, **kwargs)  # runs the block's hooks, but does not replay the block
 
 
 class Replay:
@@ -74,7 +74,7 @@ class Replay:
         self.calls: dict[int, BlockCall] = {}
         self.graphs: Replayed | None = None
         for index, block in enumerate(blocks):
-            block._compiled_call_impl = partial(self._call, index)  # what `block.compile` sets, too
+            block._compiled_call_impl = partial(self._call, index)  # the attribute that `block.compile` also sets
 
     def _call(self, index: int, *args: object, **kwargs: object) -> object:
         block = self.blocks[index]

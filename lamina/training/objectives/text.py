@@ -25,7 +25,7 @@ class TextObjective(Objective):
     """An objective whose items are blocks of tokens."""
 
     def fit(self, config: PreTrainedConfig, settings: PretrainSettings) -> None:
-        # A preset gets the run's number of positions. A folder keeps its number, on which windows and RoPE depend.
+        # A preset gets the run's number of positions. A folder keeps the number, because windows and RoPE depend on it.
         if settings.backbone in PRESETS or settings.sequence_length > config.max_position_embeddings:
             config.max_position_embeddings = settings.sequence_length
 
@@ -41,7 +41,7 @@ class TextObjective(Objective):
         tokenizer = cast(PreTrainedTokenizerBase, processor)
         has_padding = getattr(config, "pad_token_id", None) is not None
         config = with_vocabulary(config, vocab_size_of(tokenizer), from_model)
-        if from_model is None and has_padding:  # the backbone's own id is a token of the new vocabulary, or none
+        if from_model is None and has_padding:  # the backbone's padding id may be a text token in the new vocabulary
             config.pad_token_id = padding_of(tokenizer)
         config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
         return config
@@ -130,13 +130,13 @@ class MaskedLM(TextObjective):
     ) -> PreTrainedConfig:
         tokenizer = cast(PreTrainedTokenizerBase, processor)
         config = super().complete(config, splits, processor, from_model)
-        config.pad_token_id = padding_of(tokenizer)  # the backbone's own ids are those of another vocabulary
+        config.pad_token_id = padding_of(tokenizer)  # the backbone's ids belong to another vocabulary
         for name in ("cls_token_id", "sep_token_id"):
             setattr(config, name, getattr(tokenizer, name))
         return config
 
     def derived(self, loss: float, stats: Stats) -> dict[str, float]:
-        return {"perplexity": perplexity(loss)}  # of the masked tokens: not of the text, so no bits per byte
+        return {"perplexity": perplexity(loss)}  # no bits per byte, because the loss is only over masked tokens
 
     def scores(self, logits: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the fraction of masked tokens that the model predicts correctly, for each text block."""

@@ -34,7 +34,7 @@ def scaling_of(settings: RunSettings) -> Scaling | None:
         return None
     return Scaling(
         width=settings.width_scaling,
-        base_width=settings.base_width or 1,  # the settings' own check: missing only without the scheme
+        base_width=settings.base_width or 1,  # the settings require base_width for each scheme
         k_embedding=settings.k_embedding,
         k_hidden=settings.k_hidden,
         k_readout=settings.k_readout,
@@ -251,4 +251,4 @@ class WeightAverage(TrainerCallback):
             for name, tensor in self.tensors().items():
                 tensor.copy_(stored[name])
             for own, trained in zip(self.model.buffers(), self.trained.buffers(), strict=True):
-                own.copy_(trained)  # such as an experts' bias: it is not averaged
+                own.copy_(trained)  # buffers, such as the experts' bias, are not averaged

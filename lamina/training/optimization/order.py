@@ -11,8 +11,8 @@ from torch.utils.data import Sampler
 from lamina.data.blocks import ItemSource, shuffled
 from lamina.training.settings import PretrainSettings
 
-STRETCH = 50  # micro-batches that are sorted by length together, as in Trainer
-Skip = tuple[int, int]  # (step, by how many steps' worth of data the order is ahead after it)
+STRETCH = 50  # the number of micro-batches that are sorted by length together, as in Trainer
+Skip = tuple[int, int]  # (step, the number of steps of data that the order has skipped after this step)
 
 
 class TrainOrder(Sampler[list[int]]):
@@ -54,7 +54,7 @@ class TrainOrder(Sampler[list[int]]):
         self.blocks, self.steps, self.done, self.seed, self.skips = blocks, steps, done, seed, tuple(skips)
         self.batch_size, self.gradient_accumulation = batch_size, gradient_accumulation
         self.lengths, self.shuffled = lengths, shuffled
-        self._by_length = -1, torch.empty(0)  # the pass that is trained on, and its order
+        self._by_length = -1, torch.empty(0)  # the current epoch, and the order of its blocks
         self.share = slice(rank * (batch_size // size), (rank + 1) * (batch_size // size))
 
     def __len__(self) -> int:
@@ -117,7 +117,7 @@ class TrainOrder(Sampler[list[int]]):
 
     def _sorted_by_length(self, turn: int, lengths: Sequence[int]) -> list[int]:
         mixed, size = shuffled(self.blocks, self.seed + turn).tolist(), self.batch_size
-        begun = -turn * self.blocks % size  # the items that fill the micro-batch which the pass before began
+        begun = -turn * self.blocks % size  # the items that complete the last micro-batch of the previous epoch
         ordered = mixed[:begun]
         for first in range(begun, len(mixed), size * STRETCH):
             stretch = sorted(mixed[first : first + size * STRETCH], key=lengths.__getitem__)
