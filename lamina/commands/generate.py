@@ -21,9 +21,7 @@ def parser() -> Parser:
     flags = Parser("generate", "Continue a text with a trained model.", EXAMPLES, "MODEL ")
     flags.add_word("model", "a folder with a saved model, or a run's folder")
     flags.add_flag("--prompt", 'the text to continue (default: "The")')
-    flags.add_flag(
-        "--chat", "treat the prompt as a user message and answer it; without a prompt, start a conversation", False
-    )
+    flags.add_flag("--chat", "answer the prompt as a user message; without a prompt, start a conversation", False)
     flags.add_flag("--max-new-tokens", "maximum number of new tokens", 120)
     flags.add_flag("--temperature", "sampling temperature; 0 always takes the likeliest token", 0.8)
     flags.add_flag(
@@ -34,7 +32,7 @@ def parser() -> Parser:
     flags.add_flag("--stop", "end the answer at this text (repeat the flag for more texts)", [])
     flags.add_flag("--system", "with --chat, the system message")
     flags.add_flag("--seed", "seed of the sampling", 0)
-    flags.add_flag("--trust-remote-code", "run the model's own Python code, if it has any", False)
+    flags.add_flag("--trust-remote-code", "run the model's own Python code, if the model has any", False)
     return flags
 
 

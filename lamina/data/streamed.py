@@ -285,7 +285,7 @@ class TokenStream:
             carry, skip, before = ids[whole * length :], 0, after
 
     def _batches(self, place: Place) -> Iterator[tuple[Place, np.ndarray]]:
-        """Yield the tokens of about a million characters, and the Place after them, which lacks carry and skip."""
+        """Yield the tokens of about a million characters, and the Place after these tokens, without carry and skip."""
         turn, first = place.turn, place.shard
         joiner = TokenJoiner(self.encoder, None if place.last is None else cast("tuple[int, int]", tuple(place.last)))
         while True:

@@ -270,9 +270,9 @@ def _longer(numbers: Features, burn_in: BurnIn, deciding: int, better: str) -> s
     else:
         times = calibration()["deciding"]["times"]
         estimate = (
-            "so far the model predicts little more than token frequencies. Of the calibration's runs that learned, "
-            f"80 % had learned more before their summed learning rates were {times:g} times as large. This run reaches "
-            f"that sum {by}"
+            "so far the model predicts little more than token frequencies. In the calibration, 80 % of the runs that "
+            f"learned did so before their summed learning rates were {times:g} times as large. This run reaches that "
+            f"sum {by}"
         )
     if deciding >= burn_in.planned.steps:
         return f"only the whole run can decide: {estimate}. Alternatives: {_faster(numbers, burn_in, better)}"

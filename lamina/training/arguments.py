@@ -102,7 +102,7 @@ def check_together(options: Mapping[str, Any], schedule: str) -> None:
 
 
 def try_out(arguments: TrainingArguments, options: Mapping[str, Any]) -> None:
-    """Build the optimizer and the schedule, and take one step. Raises UserError if one of them fails."""
+    """Build the optimizer and the schedule, and take one step. Raises UserError if the optimizer or schedule fails."""
     chosen = "optim" in options or "optim_args" in options
     weight = torch.nn.Parameter(torch.ones(2, 2, device=arguments.device if chosen else None))
     name = str(getattr(arguments.optim, "value", arguments.optim))

@@ -303,7 +303,7 @@ class RecordSettings(Settings, group="records"):
     eval_blocks: int = setting(256, "held-out text blocks or images per evaluation (0 for all)", at_least(0))
     eval_corpus: str | None = setting(
         None,
-        "second text to evaluate on, with the same tokenizer: any corpus that `lamina pretrain` takes, except a mix",
+        "second text to evaluate on, with the same tokenizer: any corpus that `lamina pretrain` accepts, except a mix",
         corpus_name,
     )
     eval_tasks: str | None = setting(
@@ -314,7 +314,7 @@ class RecordSettings(Settings, group="records"):
     eval_task_limit: int = setting(100, "items per task of eval_tasks (0 for all)", at_least(0))
     eval_data_dir: str | None = setting(
         None,
-        "folder from which Lamina reads the data of eval_tasks instead of the hub, as for `lamina eval --data-dir`",
+        "folder with the data of eval_tasks (default: the hub), as for `lamina eval --data-dir`",
         path,
         decides=False,
     )

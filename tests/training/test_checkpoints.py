@@ -269,7 +269,7 @@ def test_a_file_that_the_manifest_does_not_list_is_not_read(run, runs, source, n
     else:
         shutil.copyfile(source, target)
     assert go_on(run) == 0
-    assert f"ignores it: {name}" in caplog.text
+    assert f"ignores these files: {name}" in caplog.text
     assert_same_records(run, runs / "whole")
     assert_same_weights(runs / "whole", run)
 

@@ -42,7 +42,7 @@ _OPENING = re.compile(r"\s*(?:\[\s*)?\{")
 
 
 class NotTextError(Exception):
-    """The file is not readable as text. In a folder, Lamina skips the file. If the user named it, Lamina stops."""
+    """The file is not readable as text. Lamina skips the file in a folder, but stops if the user named the file."""
 
 
 def inner_suffix(path: Path) -> str:

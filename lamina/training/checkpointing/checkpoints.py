@@ -75,7 +75,7 @@ class Checkpoints:
             elif allowed(run_state(path)):
                 if stray_files := strays(path):
                     logger.warning(
-                        "%s: contains a file that Lamina did not write, so Lamina ignores it: %s",
+                        "%s contains files that Lamina did not write. Lamina ignores these files: %s",
                         path,
                         ", ".join(stray_files[:3]),
                     )

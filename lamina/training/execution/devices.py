@@ -44,7 +44,7 @@ _PEAKS: tuple[tuple[str, float], ...] = (
 
 
 def peak_flops(card: str) -> float | None:
-    """Return a GPU's dense bf16 FLOP/s by its name, or None if unknown, as for laptop GPUs and parts of a GPU (MIG)."""
+    """Return a GPU's dense bf16 FLOP/s by its name. None means unknown, as for laptop GPUs and MIG partitions."""
     words = set(card.lower().replace("-", " ").split())
     if words & {"laptop", "mig"}:
         return None
