@@ -98,7 +98,6 @@ class Products:
             self.factors[name] = factor
 
     def turn(self) -> None:
-        """Time a product in each precision. Keep the best of three times."""
         for name, factor in self.factors.items():
             repeats = 10 if self.device.type == "cuda" else 1
             seconds = min(self._seconds(factor, repeats) for _ in range(3)) / repeats

@@ -83,7 +83,6 @@ def by_lamina(model: Path, task: str, arguments: argparse.Namespace) -> tuple[An
 
 
 def compared(task: str, theirs: Any, ours: Any) -> dict[str, Any]:
-    """Compare the log-likelihoods, answers and scores of one task."""
     from lamina.evaluation.scores import item_table, scores_of
 
     one, two = item_table(theirs["samples"]), item_table(ours["samples"])

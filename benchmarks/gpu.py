@@ -143,7 +143,6 @@ class Entry:
         self.row.pop("absent", None)
 
     def look(self, seconds: float = 0.0) -> None:
-        """Read the answers that have arrived: first "compiled", then "ready"."""
         if self.process is None or self.absent or self.ready is not None:
             return
         try:
@@ -205,7 +204,6 @@ class Entry:
             self.give_up(str(reason))
 
     def end(self) -> None:
-        """End the process, and add the peak memory to the row."""
         if self.process is None:
             return
         try:
@@ -280,7 +278,6 @@ class Bench:
 
     @property
     def left(self) -> float:
-        """Return the seconds that remain until the limit of the whole call."""
         return self.arguments.limit - (time.monotonic() - self.began)
 
     def write(self) -> None:
@@ -382,7 +379,6 @@ class Bench:
         }
 
     def command(self, name: str, command: list[str], seconds: float) -> dict[str, Any]:
-        """Run a command. Record the exit code, the seconds and the last lines of output."""
         began = time.monotonic()
         run = subprocess.Popen(
             command, cwd=ROOT, env=self.environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
@@ -431,7 +427,6 @@ class Bench:
                 self.write()
 
     def card(self) -> None:
-        """Measure the speed of the GPU itself: matrix products, copies, and attention kernels."""
         command = [sys.executable, str(Path(__file__).resolve()), "--measure-card"]
         found = self.command("card", command, 40)
         lines = [line for line in found["output"] if line.startswith("@")]
@@ -440,7 +435,6 @@ class Bench:
             self.write()
 
     def run(self) -> None:
-        """Run all stages in order, and end all processes."""
         stages = self.arguments.stages
         testing = threading.Thread(target=self.tests) if self.wanted("tests") else None
         try:

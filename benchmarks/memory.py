@@ -57,7 +57,6 @@ TOKENS = 1024
 
 
 def on_meta(config: LlamaConfig) -> nn.Module:
-    """Return the model on the meta device, which needs no memory."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
@@ -111,7 +110,6 @@ def gigabytes(count: float) -> str:
 
 
 def table() -> str:
-    """Return a Markdown table of gigabytes, with one row per method and one column per model."""
     names = list(SHAPES)
     lines = [f"| GB | {' | '.join(names)} |", "|---|" + "---:|" * len(names)]
     configs = [LlamaConfig(**shape, max_position_embeddings=8192) for shape in SHAPES.values()]

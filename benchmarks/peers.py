@@ -77,8 +77,6 @@ def _next_token_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 
 class LitGPT(nn.Module):
-    """litgpt's GPT with litgpt's chunked loss, as in the pretraining script of litgpt."""
-
     def __init__(self, size: str, sequence_length: int):
         super().__init__()
         sys.path.append(str(PEERS))
@@ -109,8 +107,6 @@ class LitGPT(nn.Module):
 
 
 class XTransformers(nn.Module):
-    """x-transformers' decoder, configured as a Llama."""
-
     def __init__(self, size: str, sequence_length: int):
         super().__init__()
         sys.path.append(str(PEERS))

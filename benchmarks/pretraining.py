@@ -65,7 +65,7 @@ class RandomPretraining(Pretraining):
 
 
 def pretrain(task: dict[str, Any], baton: Any, folder: Path, layers: int | None = None) -> None:
-    """Train until the baton raises Done. ``layers`` replaces the number of layers of the size."""
+    """Train until ``baton`` raises Done. ``layers`` replaces the number of layers."""
     folder.mkdir(parents=True)
     config = llama_config(task["size"], task["sequence_length"])
     config.num_hidden_layers = config.num_hidden_layers if layers is None else layers

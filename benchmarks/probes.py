@@ -67,7 +67,6 @@ def bare(context: Any) -> None:
 
 
 def probed(context: Any, probes: str) -> None:
-    """Run the probes on all batches, and make their tables."""
     from lamina.probes.engine.measure import run
     from lamina.probes.engine.registry import make_all
 

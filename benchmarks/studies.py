@@ -55,14 +55,12 @@ def study_file(folder: Path, trial: dict[str, Any], seeds: int) -> Path:
 
 
 def run_study(path: Path, store: Path, *options: str) -> float:
-    """Return the seconds of `lamina study run` on a study, including the pages."""
     output = path.parent / f"out-{path.stem}-{time.monotonic_ns()}"
     command = [sys.executable, "-m", "lamina", "study", "run", str(path), "--store", str(store), "--output"]
     return seconds_of([*command, str(output), *options])
 
 
 def run_plain(folder: Path, trial: dict[str, Any], count: int) -> Path:
-    """Run the same trials without the engine, and return their folder."""
     place = folder / f"plain-{time.monotonic_ns()}"
     settings = [
         {**trial, **ALIKE, "eval_steps": trial["steps"], "seed": seed, "output": str(place / str(seed))}

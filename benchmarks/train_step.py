@@ -90,7 +90,6 @@ def times(names: list[str], shape: Shape, rounds: int, clock: Callable[[], float
 
 
 def peak_memory(name: str, shape: Shape) -> float:
-    """Return the peak MiB of a new process that does three steps of the model."""
     size, batch, length, compiled = shape
     command = [sys.executable, __file__, "--memory-of", name, "--size", size]
     command += ["--batch-size", str(batch), "--sequence-length", str(length), *(["--compile"] if compiled else [])]

@@ -79,8 +79,6 @@ def compare(
 
 
 class Made:
-    """The contenders that are running."""
-
     def __init__(self, shape: dict[str, Any], threads: int | None):
         self.shape, self.threads, self.all = shape, threads, list[Contender]()
 
@@ -96,7 +94,6 @@ class Made:
 def measured(
     contender: Contender, baseline: Contender, shape: dict[str, Any], products: Products, last: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the record of a contender after the last turn."""
     tokens = shape["batch_size"] * shape["sequence_length"]
     seconds = statistics.median(contender.seconds)
     ratio = statistics.median(b / c for b, c in zip(baseline.seconds, contender.seconds, strict=True))
@@ -128,7 +125,6 @@ def ways(name: str, left_out: dict[str, str]) -> list[Way]:
 
 
 def run_suite(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure all sizes of a suite, and return the record."""
     products = Products("cpu")
     products.turn()
     rates = products.rates

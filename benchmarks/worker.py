@@ -121,7 +121,6 @@ class Baton(TrainerCallback):
 
 
 def say(**what: Any) -> None:
-    """Print an answer as one line for `common.Contender`."""
     print("@" + json.dumps(what), flush=True)
 
 
@@ -153,12 +152,10 @@ def train_loop(model: nn.Module, task: dict[str, Any], baton: Baton) -> None:
 
 
 def sent(ids: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Move a batch to the device without waiting."""
     return (ids.pin_memory() if device.type == "cuda" else ids).to(device, non_blocking=True)
 
 
 def batches(blocks: RandomBlocks, batch_size: int) -> Iterator[torch.Tensor]:
-    """Yield batches [batch, tokens] without end."""
     while True:
         for start in range(0, len(blocks.ids) - batch_size + 1, batch_size):
             yield blocks.ids[start : start + batch_size]
@@ -186,7 +183,6 @@ def train_llama(task: dict[str, Any], baton: Baton, folder: str) -> None:
 
 
 def train_lamina(task: dict[str, Any], baton: Baton, folder: str, layers: int | None = None) -> None:
-    """Run `lamina pretrain` on random blocks, with all records. ``layers`` replaces the number of layers."""
     from pretraining import pretrain
 
     pretrain(task, baton, Path(folder), layers)
@@ -207,7 +203,6 @@ def choose_attention(name: str | None) -> None:
 
 
 def contend(task: dict[str, Any], device: torch.device, folder: str) -> None:
-    """Train what the task describes, until the last turn."""
     parked = bool(task.get("parked"))
     if parked and task.get("compiled_layers"):
         try:
@@ -239,7 +234,6 @@ def contend(task: dict[str, Any], device: torch.device, folder: str) -> None:
 
 
 def main() -> None:
-    """Train what the task in the first argument describes."""
     task = json.loads(sys.argv[1])
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if task.get("threads"):

@@ -24,8 +24,6 @@ Values = Sequence[float | None] | np.ndarray | Frame
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """A line of a chart."""
-
     x: Values
     y: Values
     color: str
@@ -100,8 +98,6 @@ def line_of(item: Shown, x: Values, y: Values, **more: Any) -> Line:
 
 @dataclass(frozen=True)
 class Grid:
-    """A grid of panels, with at most three panels in a row."""
-
     count: int
 
     @property
@@ -123,7 +119,7 @@ class Grid:
 def side_by_side(
     titles: Sequence[str], lines: Iterable[tuple[int, Line]], x: str, y: str, height: int = 430, *, log: bool = False
 ) -> Figure:
-    """Draw lines in a row of panels with one y axis. Each entry of ``lines`` holds a panel number from 1 and a line."""
+    """Draw lines in a row of panels with one y axis. ``lines`` has pairs of a panel number (from 1) and a line."""
     figure = panels(1, len(titles), across=0.035, titles=titles, share_y="row")
     for panel, line in lines:
         line.draw(figure, 1, panel)
@@ -135,7 +131,7 @@ def side_by_side(
 
 
 def over_steps(lines_by_title: Mapping[str, Iterable[Line]], height: int) -> Figure | None:
-    """Draw lines against the step, with one panel per title. Return None without panels."""
+    """Draw lines against the step, with one panel per title. Return None if there are no panels."""
     if not lines_by_title:
         return None
     figure = panels(1, len(lines_by_title), across=0.08)
@@ -162,7 +158,7 @@ def reference(figure: Figure, x: Sequence[float], y: float, name: str) -> None:
 
 
 def against(x: str, y: str, lines: Iterable[Line], height: int = 340, *, unified: bool = False) -> Figure | None:
-    """Draw lines against ``x``, or return None without lines. ``unified`` shows all lines' values in one hover text."""
+    """Draw lines against ``x``. Return None if there are no lines. ``unified`` shows all values in one hover text."""
     figure = Figure()
     for line in lines:
         line.draw(figure)
@@ -233,7 +229,7 @@ def heat_maps(
 
 
 def series(values: Mapping[int, float]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the steps and values of a line. A very long line keeps only the extreme values of every few steps."""
+    """Return a line's steps and values. A long line keeps only the lowest and the highest value of every few steps."""
     steps = np.array(sorted(values), int)
     heights = np.array([values[step] for step in steps.tolist()], float)
     if len(steps) <= _MAX_POINTS:

@@ -21,8 +21,6 @@ _LINES = 7  # steps per panel
 
 @dataclass(frozen=True, kw_only=True)
 class Quantity:
-    """A quantity to draw by layer and step."""
-
     label: str  # the name on the axes
     table: Callable[[Trial], Frame]  # returns a trial's values, one row per layer and one column per step
     by: str = "layer"  # the unit of depth, such as layers
@@ -43,7 +41,7 @@ def over_seeds(item: Shown, quantity: Quantity) -> Frame:
 
 
 def _tables(item: Shown, quantity: Quantity) -> list[Frame]:
-    """Return each seed's table, at the steps that all seeds logged. Without such steps, the tables stay complete."""
+    """Return each seed's table, at the steps that all seeds logged. If there are no such steps, return whole tables."""
     tables = [table for trial in item.trials if not (table := quantity.table(trial)).empty]
     if all(table.columns.equals(tables[0].columns) for table in tables):
         return tables
@@ -61,7 +59,7 @@ def _by_all_layers(tables: Sequence[Frame]) -> tuple[pd.Index, list[np.ndarray]]
 
 
 def ends(items: Sequence[Shown], quantity: Quantity) -> Figure | None:
-    """Draw a quantity against the layer, in one panel for the first logged step and one panel for the last.
+    """Draw a quantity against the layer, in one panel for the first logged step and one panel for the last logged step.
 
     If the first run went wrong, a panel in the middle shows the first record after the failure. With several seeds, a
     line shows the mean (geometric on a logarithmic scale), and a band shows the range.
@@ -114,7 +112,7 @@ def _mean_with_range(item: Shown, values: Frame, *, log: bool, legend: bool) -> 
 
 
 def heat_maps(items: Sequence[Shown], quantity: Quantity) -> Figure | None:
-    """Draw one heat map per placement, with a common color scale. The layers go upward, the steps to the right."""
+    """Draw one heat map per placement, with one color scale. The layers go upward, and the steps go to the right."""
     maps = [(item.label, over_seeds(item, quantity)) for item in items]
     upwards = _axis(quantity, [table for _, table in maps])
     return charts.heat_maps(maps, quantity.label, log=quantity.log, upwards=upwards)

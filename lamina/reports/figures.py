@@ -114,7 +114,7 @@ def _frame_losses(
 
 
 def per_token(trials: Sequence[Trial]) -> dict[str, float]:
-    """Return the runs' mean FLOPs and seconds per token. The result omits a unit that any run lacks."""
+    """Return the runs' mean FLOPs and seconds per token. The result omits a unit that is missing in any run."""
     units: dict[str, list[float]] = {"FLOPs": [], "seconds": []}
     for trial in trials:
         tokens, flops = trial.result.get("tokens"), trial.result.get("flops")
@@ -180,7 +180,6 @@ def task_scores(items: Sequence[Shown]) -> Figure | None:
 
 
 def course(item: Shown) -> Figure | None:
-    """Draw one run's learning rate and total gradient norm (before clipping) against the steps."""
     panels, steep = {}, False
     for column, title in (("learning_rate", "learning rate"), ("grad_norm", "gradient norm")):
         steps, values = thin(item.trials[0].known("step", column), _TRAIN_POINTS)

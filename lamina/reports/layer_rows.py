@@ -27,7 +27,7 @@ Columns = dict[str, np.ndarray]
 
 
 class Layout:
-    """The layers, metrics and steps of a run's rows, without the values. Similar runs share a layout.
+    """The layers, metrics and steps of a run's rows, without the values. Runs with the same rows share a layout.
 
     Args:
         columns: the step, layer, sublayer, role, index and metric of each row, with texts as positions in ``names``
@@ -72,7 +72,7 @@ class Layout:
         sublayers: Collection[str] | None = None,
         index: int | None = None,
     ) -> np.ndarray:
-        """Return the positions of the rows that match the arguments, in recorded order. None matches all rows."""
+        """Return the positions of the rows that match the arguments, in recorded order. None matches everything."""
         found = [
             at
             for (name, of_role, sublayer, number), at in self.series.items()
@@ -121,7 +121,7 @@ class ByDepth:
         self._layers, self._steps = pd.Index(rows, name="layer"), pd.Index(columns, name="step")
 
     def table(self, values: np.ndarray) -> Frame:
-        """Return ``values`` as a table without empty layers. The last of several values for the same cell counts."""
+        """Return ``values`` as a table without empty layers. If a cell has several values, the last value counts."""
         table = np.full((len(self._layers), len(self._steps)), np.nan)
         known = ~np.isnan(values)
         table[self._row[known], self._column[known]] = values[known]
@@ -190,7 +190,6 @@ class LayerRows:
         return {"step": self._layout.columns["step"][at][kept], "role": roles[kept], "value": values[kept]}
 
     def places(self, metric: str) -> list[tuple[str, str, int]]:
-        """Return a metric's series inside the layers, sorted, as (role, sub-layer, index)."""
         return [place for name, place in self._layout.places if name == metric]
 
     def table(
@@ -271,12 +270,11 @@ def _kind(name: str) -> type:
 
 
 def _keys(part: Columns) -> np.ndarray:
-    """Encode each row's step and metric as one number."""
     return part["step"] * _METRICS + part["metric"]
 
 
 def _shown(keys: np.ndarray, failed: int | None) -> np.ndarray:
-    """Return the sorted keys to read: for each metric, evenly spaced steps and the first step from ``failed`` on."""
+    """Return the sorted keys of the rows to read: evenly spaced steps, and each metric's first step after a failure."""
     shown = []
     for metric in np.unique(keys % _METRICS):
         steps = keys[keys % _METRICS == metric]

@@ -20,11 +20,11 @@ from lamina.reports.style import Shown, single
 _OPEN = ("Gradients", "Variances")  # sections whose first chart starts open
 _POINTS = 350  # of a line over the steps
 _DASHES = ("solid", "dot", "dash", "dashdot")
-_PARTS = "The same quantity for each sub-layer, from the first record (light) to the last (dark)."
-_OUTSIDE = "The same quantity for the embedding and the output head, against the step."
+_PARTS = "The charts show this quantity for each sub-layer, from the first record (light) to the last (dark)."
+_OUTSIDE = "The chart shows this quantity for the embedding and the output head, against the step."
 _EXPERTS = (
-    "Number of tokens that the router sent to each expert at the last step, divided by the mean of the layer's "
-    "experts. A value of 1 means balance, and 0 means an unused expert."
+    "Number of tokens that the router sent to each expert at the last step, divided by the mean number over the "
+    "layer's experts. A value of 1 means balance, and 0 means an unused expert."
 )
 _MISSING = '<p class="none">This folder has no records by layer.</p>'
 
@@ -52,7 +52,7 @@ def _folded(html: str, *, more: bool) -> str:
 
 
 def blocks(metric: Metric) -> Quantity:
-    """Return a metric of whole blocks, to draw the metric by layer. Layer -1 is the embedding."""
+    """Prepare a metric of whole blocks for charts by layer. Layer -1 is the embedding."""
     table = partial(_busiest, metric) if metric.by_index else partial(Trial.blocks, metric=metric.name)
     return Quantity(label=metric.quantity, table=table, log=metric.log)
 
@@ -86,7 +86,7 @@ def _charts(items: Sequence[Shown], metric: Metric, heading: str) -> tuple[str, 
 
 
 def _parts(items: Sequence[Shown], metric: Metric, caption: str) -> str:
-    """Draw a metric by layer at a few steps, with one chart per sub-layer or norm. The last chart has the caption."""
+    """Draw a metric by layer at a few steps, with one chart per sub-layer or norm and a caption below the last."""
     whole = {"block"} if metric.folded else whole_of(metric.name)
     places = {place for item in items for trial in item.trials for place in trial.layers.places(metric.name)}
     pictures = []

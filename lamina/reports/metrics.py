@@ -16,7 +16,7 @@ SECTIONS = {
     "Every step": "Loss and gradient norm of every step",
 }
 """The titles of the sections that draw the metrics."""
-OVER_STEPS = "The same quantity at every record. The layers go upward, and the steps go to the right."
+OVER_STEPS = "The map shows this quantity at every record. The layers go upward, and the steps go to the right."
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ def write_page(
 
 
 def _said_once(parts: Sequence[Section]) -> list[str]:
-    """Return the sections' HTML, with the note about alternating dashes only after the first such chart."""
+    """Return the sections' HTML. Only the first note about alternating dashes remains."""
     first = next((part for part in parts if TURNS in part.html), None)
     kept = {id(part): part.html.partition(TURNS) for part in parts}
     return [
@@ -86,7 +86,6 @@ def callouts(texts: Iterable[str]) -> str:
 
 
 def figure(chart: Figure | None, caption: str, heading: str = "") -> str:
-    """Return a chart and its caption as HTML, or "" if there is no chart."""
     if chart is None:
         return ""
     top = f"<h3>{escape(heading)}</h3>" if heading else ""
@@ -94,7 +93,6 @@ def figure(chart: Figure | None, caption: str, heading: str = "") -> str:
 
 
 def details(summary: str, html: str) -> str:
-    """Return HTML that the reader can unfold below ``summary``, or "" if ``html`` is empty."""
     return f"<details><summary>{escape(summary)}</summary>{html}</details>" if html else ""
 
 

@@ -24,7 +24,7 @@ class Figure:
 
     Args:
         data: the traces
-        layout: the axes and everything except the traces
+        layout: everything except the traces, such as the axes
         across: the number of panels in a row, or None for a figure without panels
     """
 
@@ -72,11 +72,10 @@ class Figure:
         return self
 
     def axes(self, letter: str) -> list[Json]:
-        """Return the x axes or the y axes."""
         return [axis for name, axis in self.layout.items() if re.fullmatch(f"{letter}axis\\d*", name)]
 
     def to_json(self) -> str:
-        """Return the figure as JSON with arrays in base64. Any other NaN or infinity becomes null."""
+        """Return the figure as JSON. Arrays become base64. Outside of arrays, NaN and infinity become null."""
         packed = {"data": [_packed(trace) for trace in self.data], "layout": _packed(self.layout)}
         text = json.dumps(packed, separators=(",", ":"), default=lambda value: value.tolist())
         if "NaN" in text or "Infinity" in text:  # perhaps only in a text

@@ -1,7 +1,7 @@
 """Rank placements by eval loss at each placement's best learning rate, and warn about the limits of the ranking.
 
 Lamina ranks only placements that beat a bigram table of the training text. A model that does not beat this table does
-not use its depth, so its loss shows nothing about its norms.
+not use its depth, so the loss shows nothing about the norms.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ ONE_SEED = "One seed cannot show which differences are noise. Add --seeds 0,1,2.
 def summarize(results: Frame) -> Frame:
     """Return one row per placement at its best learning rate, sorted by the mean eval loss of the finished seeds.
 
-    The best learning rate has the lowest mean loss among the learning rates with the largest part of finished seeds.
-    So a learning rate cannot win because its bad seeds failed. Placements that do not beat a bigram table come after
-    the placements that do. Placements without a finished seed come last, sorted by status.
+    The best learning rate has the lowest mean loss among the learning rates with the highest fraction of finished
+    seeds. So failed seeds cannot improve the rank of a learning rate. Placements that do not beat a bigram table come
+    after the placements that do. Placements without a finished seed come last, sorted by status.
 
     The main columns:
 

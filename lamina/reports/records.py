@@ -80,12 +80,10 @@ class Trial:
 
     @cached_property
     def result(self) -> Json:
-        """Return the content of result.json, or {} if the file does not exist yet."""
         return lenient_mapping(self.folder / RESULT)
 
     @cached_property
     def environment(self) -> Json:
-        """Return the content of environment.json: versions, machine and git revision."""
         return lenient_mapping(self.folder / ENVIRONMENT)
 
     @cached_property

@@ -50,9 +50,9 @@ def report_of(kind: str, *, needs: str = "") -> Callable[[Page], Page]:
 
 
 def ending_of(*kinds: str, switch: str = "") -> Callable[[Ending], Ending]:
-    """Register a function that returns the final text of jobs of these kinds.
+    """Register a function that returns the text that jobs of these kinds print at the end.
 
-    If you give a switch, the function serves only jobs with this switch.
+    If you give ``switch`` (a flag, such as "json"), the function serves only jobs with this flag.
     """
 
     def register(ending: Ending) -> Ending:
@@ -73,13 +73,13 @@ def drawing_of(kind: str) -> Callable[[Drawing], Drawing]:
 
 
 def ending(kind: str, switch: str = "") -> Ending:
-    """Return the function that formats the text at the end of a job of this kind."""
+    """Return the function that formats the text at the end of this kind of job."""
     kinds()
     return _endings[kind, switch]
 
 
 def draw(folder: Path) -> Sequence[Path]:
-    """Save a page's figures as pictures, and return their paths. Raises UserError if the page has no figures."""
+    """Save the figures of a page, and return the paths of the pictures. Raises UserError if the page has no figures."""
     kinds()
     kind = kind_of(folder)
     if kind not in _drawings:
@@ -135,10 +135,10 @@ def follow(
     Args:
         folder: the job's folder. Lamina also follows the trials of a study.
         every: seconds between two checks
-        wait: the function that sleeps for some seconds
+        wait: the function that waits for a given number of seconds
 
     Yields:
-        the page's path and "", or None and the reason why there is no page yet
+        the path of the page and an empty text, or None and the reason why there is no page
 
     Raises:
         UserError: if no job wrote the folder
@@ -168,7 +168,6 @@ def has_ended(folder: Path) -> bool:
 
 
 def _state(folder: Path) -> list[tuple[str, int, int]]:
-    """Return the names, sizes and times of the record files in a folder and in the folders of the folder's trials."""
     files = []
     for run in (folder, *sorted(folder.glob("trials/*"))):
         for name in _RECORDS:

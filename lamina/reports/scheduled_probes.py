@@ -27,7 +27,6 @@ _QUANTITIES = 6  # per probe
 
 
 def sections(items: Sequence[Shown]) -> list[Section]:
-    """Return one section for each probe that ran on any of the trials."""
     names = sorted({name for item in items for trial in item.trials for name in trial.probes})
     return [section for name in names if (section := _section(name, items)).html]
 
@@ -67,7 +66,6 @@ def table(probe: str, by: str, fixed: Mapping[str, Any], trial: Trial) -> Frame:
 
 
 def _label(probe: str, fixed: Mapping[str, Any]) -> str:
-    """Return the name of a quantity for the axes."""
     values = {k: str(v).replace("_", " ") for k, v in fixed.items()}
     silent = ("all", "model", "block", "", "None", "nan")
     rest = [v for k, v in values.items() if k not in ("metric", "index") and v not in silent]
@@ -135,7 +133,7 @@ def _section(name: str, items: Sequence[Shown]) -> Section:
 
 
 def _notes(name: str, items: Sequence[Shown]) -> list[str]:
-    """Return the distinct notes about failed measurements of a probe, each with the first step."""
+    """Return the distinct notes about failed measurements of a probe, each with the step of the first failure."""
     remarks: dict[str, str] = {}
     for item in items:
         owner = f"{item.placement}: " if len(items) > 1 else ""
@@ -147,7 +145,7 @@ def _notes(name: str, items: Sequence[Shown]) -> list[str]:
 
 _LINES_CAPTION = "Each line shows one step against the depth, from the first step (light) to the last step (dark)."
 _MAPS_CAPTION = (
-    "The same quantity at every probed step. The {by} goes upward, and the steps go to the right. If a map becomes "
-    "brighter upward, the quantity grows with depth. If a map becomes brighter to the right, the quantity grows during "
-    "training."
+    "The map shows this quantity at every probed step. The {by} goes upward, and the steps go to the right. If a map "
+    "becomes brighter upward, the quantity grows with depth. If a map becomes brighter to the right, the quantity "
+    "grows during training."
 )

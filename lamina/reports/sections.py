@@ -73,7 +73,7 @@ def loss(study: Study, items: list[Shown], several: bool) -> Section:
 
 
 def forgetting(items: list[Shown], guess: Guess | None = None) -> str:
-    """Return charts of the loss on --eval-corpus and of the scores on --eval-tasks, if any run has them."""
+    """Return charts of the loss on --eval-corpus and the scores on --eval-tasks, if any run has these results."""
     html = figure(figures.second_losses(items, guess), _SECOND, "On the second corpus")
     return html + figure(figures.task_scores(items), _TASKS, "On tasks")
 
@@ -154,7 +154,6 @@ def scale_note(results: Frame) -> list[str]:
 
 
 def facts(study: Study) -> list[str]:
-    """Return the facts for the top of a page, such as the sizes of the model and the number of tokens."""
     backbone, layers, width = (study.settings.get(name) for name in ("backbone", "num_layers", "hidden_size"))
     parameters, tokens = study.results["parameters"].max(), study.results["tokens"].max()
     seeds, version = study.results["seed"].nunique(), study.header.get("version")
@@ -180,7 +179,7 @@ _SEEDS = " With several seeds, the line is the mean of the finished seeds, and t
 _SECOND = "Loss on the text of --eval-corpus, with the same tokenizer. The run did not train on this text."
 _TASKS = "Scores on the tasks of --eval-tasks. Accuracies go from 0 to 1."
 _DIAGRAMS = (
-    "The trained placements, drawn from bottom to top. The vertical line is the residual stream, and each branch to "
-    "its right holds a module. A norm on the line rescales the residual stream. A norm on a branch does not "
+    "The diagrams show the trained placements from bottom to top. The vertical line is the residual stream, and each "
+    "branch to its right holds a module. A norm on the line rescales the residual stream. A norm on a branch does not "
     "rescale the stream."
 )

@@ -50,8 +50,6 @@ class Parting:
 
 @dataclass(frozen=True, kw_only=True)
 class SideBySide:
-    """The result of comparing two runs."""
-
     names: tuple[str, str]  # the runs' names
     series: Mapping[Place, tuple[Course, Course]]  # the two runs' values by step, for each series in both runs
     # the layers that only the first run has, and the layers that only the second run has
@@ -75,7 +73,6 @@ class SideBySide:
         return f"The two runs differ from step {self.first.step} on"
 
     def sentences(self) -> list[str]:
-        """Return sentences about the last equal step, the first differences, and the learning rates."""
         steps = sorted({step for first, _ in self.series.values() for step in first})
         at = f"{len(steps):,} steps, {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
         texts = [f"Lamina compared {len(self.series)} series of {self.names[0]} and {self.names[1]} at {at}."]

@@ -44,10 +44,9 @@ def stages_in(folder: Path) -> list[Path]:
 def joined(folder: Path) -> Path:
     """Join the pipeline stages in a folder to one run, and return the run's folder. Without stages, return ``folder``.
 
-    If ``folder`` is NAME, the run's folder is NAME-lamina beside NAME. The gradient norm covers all stages. Every other
-    value outside the layers, such as the loss, comes from the first stage that recorded this value.
-
-    Raises UserError if the stages belong to different runs.
+    The run's folder is NAME-lamina beside the folder NAME. The gradient norm covers all stages. Any other value outside
+    the layers, such as the loss, comes from the first stage with such a value. Raises UserError for stages of several
+    runs.
     """
     if not (stages := stages_in(folder)):
         return folder
@@ -125,7 +124,6 @@ def _refuse_others(stages: Sequence[Path], abouts: Mapping[Path, Json]) -> None:
 
 
 def _about(stages: Sequence[Path], abouts: Mapping[Path, Json], steps: Mapping[Path, set[int]]) -> Json:
-    """Return the content of watched.json for the whole model."""
     layers = {
         number: layer for at in stages for number, layer in zip(_layers(abouts[at]), abouts[at]["layers"], strict=True)
     }

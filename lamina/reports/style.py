@@ -1,4 +1,4 @@
-"""The style of placements and figures, and the code that puts figures into a page.
+"""Style placements and figures, and put figures into a page.
 
 Each placement has a color, a dash pattern and a marker, so that figures stay readable without color.
 """
@@ -77,7 +77,7 @@ _OWN = [color for color in PALETTE if color != "#44aa99"]  # for a figure that h
 
 
 def look(placement: str) -> Look | None:
-    """Return the line style of a placement, with or without options, or None for an unknown placement."""
+    """Return the line style of a placement, or None for an unknown placement. Options after the name do not matter."""
     return _LOOKS.get(placement.partition("(")[0].strip())
 
 
@@ -119,19 +119,16 @@ class Shown:
 
     @property
     def dash(self) -> str | None:
-        """The dash pattern of the placement's lines, or None for a solid line."""
         placement_look = look(self.placement)
         return None if placement_look is None or placement_look.dash == "solid" else placement_look.dash
 
     @property
     def marker(self) -> str | None:
-        """The shape of the placement's points, or None for plotly's default."""
         placement_look = look(self.placement)
         return placement_look.marker if placement_look else None
 
 
 def rgba(color: str, alpha: float) -> str:
-    """Convert a hexadecimal color to a CSS color with transparency."""
     red, green, blue = (int(color[i : i + 2], 16) for i in (1, 3, 5))
     return f"rgba({red},{green},{blue},{alpha})"
 
@@ -225,7 +222,7 @@ def to_html(figure: Figure) -> str:
 
 
 def _uncover(figure: Figure) -> bool:
-    """Give lines that hide each other alternating dashes. Return whether any lines hide each other.
+    """Alternate the dashes of lines that hide each other. Return whether any lines hide each other.
 
     Two lines of a panel hide each other if at least half of their points are closer than 1.2 % of the axis.
     """
@@ -279,7 +276,7 @@ def thin(columns: Sequence[np.ndarray], count: int) -> list[np.ndarray]:
 
 
 def log_ticks(low: float, high: float) -> tuple[list[float], list[str]]:
-    """Return ticks from 10**low to 10**high, as exponents and as texts. Long ranges have at most one per decade."""
+    """Return ticks from 10**low to 10**high, as exponents and texts. A long range has at most one tick per decade."""
     steps = (1, 2, 3, 5, 7) if high - low < 1.2 else (1, 2, 5) if high - low < 2 else (1,)
     every = max(1, math.ceil((high - low) / 9))
     exponents = [

@@ -28,8 +28,6 @@ _SPIKE_NOTE = (
 
 @dataclass(frozen=True)
 class Field:
-    """A column of a table."""
-
     title: str
     cell: Callable[[Row], str]  # returns a row's cell as HTML, with users' texts escaped
     kind: str = ""  # the cells' CSS classes. Cells of the class "number" align to the right
@@ -75,7 +73,6 @@ def number(name: str, form: str, title: str | None = None, kind: str = "number",
 
 
 def status(name: str, title: str) -> Field:
-    """Return a column of statuses or verdicts, as small labels."""
     return Field(title, lambda row: chip(str(row[name])))
 
 
@@ -90,7 +87,6 @@ def in_form(value: object, form: str, missing: str = NONE) -> str:
 
 
 def with_spread(value: str, std: object, form: str) -> str:
-    """Append "± std" to a formatted number, if ``std`` is a number."""
     return f'{value} <span class="spread">± {std:{form}}</span>' if is_number(std) else value
 
 
@@ -193,7 +189,6 @@ def settings_table(settings: Mapping[str, object]) -> str:
 
 
 def spike_note(summary: Frame) -> str:
-    """Explain what a spike is, if a table counts spikes."""
     return f'<p class="source">{escape(_SPIKE_NOTE)}</p>' if any(c.share for c in _present(RANKING, summary)) else ""
 
 

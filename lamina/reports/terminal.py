@@ -148,7 +148,6 @@ def preflight(folder: Path | None, rows: Frame) -> str:
 
 @ending_of(Kind.PREFLIGHT, switch="json")
 def preflight_json(folder: Path | None, rows: Frame) -> str:
-    """Return the rows as JSON. NaN and infinities become null."""
     del folder
     return json.dumps(finite(rows_of(rows)), indent=2, ensure_ascii=False)
 
@@ -179,7 +178,7 @@ def _paired(rows: list[Json]) -> list[str]:
     width = max(5, *(len(row["model"]) for row in rows))
     tasks = max(4, *(len(row["column"]) for row in rows))
     heads = f"{'difference':>11} {'95 % interval':>18} {'p (Holm)':>9}  smallest to show"
-    lines = ["", f"minus {rows[0]['against']}, on the same items:", f"{'model':<{width}}  {'task':<{tasks}} {heads}"]
+    lines = ["", f"scores minus {rows[0]['against']}, same items:", f"{'model':<{width}}  {'task':<{tasks}} {heads}"]
     for row in rows:
         low, high, p, smallest = (math.nan if row[k] is None else row[k] for k in ("low", "high", "p_holm", "smallest"))
         lines.append(

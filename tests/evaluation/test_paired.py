@@ -140,7 +140,7 @@ def test_two_models_and_then_their_folders(model, data_dir, tmp_path, capsys, re
     given = ["--tasks", "quiz", "--data-dir", str(data_dir), "--run-code"]
     assert main(["eval", str(model), str(other), *given, "--output", str(tmp_path / "both")]) == 0
     assert "| chance | 25.00 |" in (printed := capsys.readouterr().out)
-    assert "minus keel, on the same items:" in printed
+    assert "scores minus keel, same items:" in printed
     result = json.loads((tmp_path / "both" / "result.json").read_text())
     (row,) = result["paired"]
     right = [
@@ -164,7 +164,7 @@ def test_two_models_and_then_their_folders(model, data_dir, tmp_path, capsys, re
         (folders[-1] / "result.json").write_text(json.dumps(alone))
     assert main(["eval", "--compare", *map(str, folders), "--output", str(tmp_path / "compared")]) == 0
     assert "| keel | " in (printed := capsys.readouterr().out)
-    assert "minus keel, on the same items:" in printed
+    assert "scores minus keel, same items:" in printed
     assert json.loads((tmp_path / "compared" / "result.json").read_text())["paired"] == [row]
     again = lamina.evaluate(models=list(map(str, folders)), compare=True, output=str(tmp_path / "again"), bar=False)
     assert again["paired"] == [row]

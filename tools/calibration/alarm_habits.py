@@ -1,7 +1,4 @@
-"""What trainings do on purpose and no alarm may be about: layers left out, parameters frozen, weights averaged.
-
-Each habit of ``HABITS`` changes a healthy run of `alarm_runs.py`.
-"""
+"""Healthy habits of training that must raise no alarm, such as skipped layers, frozen parameters and averaging."""
 
 from __future__ import annotations
 
@@ -19,10 +16,7 @@ Run = Any
 
 @dataclass(frozen=True, kw_only=True)
 class Habit:
-    """What a loop does: ``begin`` once, ``before`` each step's forward pass, ``after`` each optimizer's step.
-
-    ``batch`` changes each step's token ids and labels.
-    """
+    """The hooks that change a training loop. ``batch`` changes the token ids and labels of each step."""
 
     begin: Callable[[Run], None] | None = None
     before: Callable[[Run, int], None] | None = None
@@ -35,7 +29,7 @@ def _layers(run: Run) -> list[nn.Module]:
 
 
 def _leaving_out(run: Run, skips: Callable[[int], bool]) -> None:
-    """Let each layer return its input in training passes in which ``skips`` of its number is true."""
+    """Skip layers in training passes. ``skips`` takes a layer's number, and returns whether to skip this layer."""
     for index, layer in enumerate(_layers(run)):
         kind: type = type(layer)
 
@@ -46,7 +40,7 @@ def _leaving_out(run: Run, skips: Callable[[int], bool]) -> None:
 
 
 def layer_drop(share: float) -> Habit:
-    """Leave out each layer with this probability (Mixture-of-Depths looks the same)."""
+    """Skip each layer with this probability. Mixture-of-Depths looks the same to the monitor."""
 
     def begin(run: Run) -> None:
         draw = torch.Generator().manual_seed(1)
@@ -56,7 +50,7 @@ def layer_drop(share: float) -> Habit:
 
 
 def early_exit(share: float) -> Habit:
-    """Leave out all layers from a drawn one on, with this probability."""
+    """With this probability, skip all layers from a random layer on."""
 
     def begin(run: Run) -> None:
         _leaving_out(run, lambda index: index >= run.held["exit"])
@@ -69,10 +63,10 @@ def early_exit(share: float) -> Habit:
 
 
 def stochastic_depth(share: float, *, linear: bool = False, over: int = 1, only: str = "") -> Habit:
-    """Multiply each sub-layer's output by 0 with this probability.
+    """Multiply the output of each sub-layer by 0 with this probability.
 
-    The probability may grow with the depth (``linear``), and ``over`` so many steps. ``only``: a part of the names of
-    the sub-layers that are switched off.
+    With ``linear``, the probability grows with depth. The probability reaches its full value at step ``over``. ``only``
+    is a part of the names of the affected sub-layers.
     """
 
     def begin(run: Run) -> None:
@@ -107,7 +101,7 @@ def _write(run: Run, values: Iterable[torch.Tensor]) -> None:
 
 
 def outer_steps(every: int, rate: float, momentum: float = 0.0) -> Habit:
-    """Every so many steps, step from the weights before them (look-ahead, Reptile; with momentum DiLoCo's)."""
+    """Every few steps, take an outer step from the earlier weights (look-ahead, Reptile; with momentum, DiLoCo)."""
 
     def after(run: Run, step: int) -> None:
         if step == 1:
@@ -123,7 +117,7 @@ def outer_steps(every: int, rate: float, momentum: float = 0.0) -> Habit:
 
 
 def average(at: int, decay: float | None = None) -> Habit:
-    """Go on from the mean of the weights so far (SWA), or from their moving average (EMA)."""
+    """At step ``at``, continue from the mean of all weights so far (SWA), or from the moving average (EMA)."""
 
     def after(run: Run, step: int) -> None:
         if step == 1:
@@ -137,7 +131,7 @@ def average(at: int, decay: float | None = None) -> Habit:
 
 
 def evaluated_average(every: int, decay: float) -> Habit:
-    """Measure a loss with the moving average of the weights every so many steps, and put the weights back."""
+    """Every few steps, calculate a loss with the moving average of the weights, then restore the weights."""
 
     def after(run: Run, step: int) -> None:
         if step == 1:
@@ -160,7 +154,7 @@ def _train(parameters: Iterable[nn.Parameter], on: bool) -> None:
 
 
 def unfreezing(every: int) -> Habit:
-    """Train the tables first, then one layer more every so many steps, the last one first."""
+    """Train the embedding and output head first. Then unfreeze one more layer every few steps, from the last layer."""
 
     def before(run: Run, step: int) -> None:
         layers = _layers(run)
@@ -174,7 +168,7 @@ def unfreezing(every: int) -> Habit:
 
 
 def freezing(at: int, first: bool) -> Habit:
-    """Train only the last layer and the tables until a step, or freeze the second layer from it on."""
+    """With ``first``, freeze all layers but the last until step ``at``. Otherwise, freeze layer 2 from then on."""
 
     def before(run: Run, step: int) -> None:
         layers = _layers(run)
@@ -188,7 +182,7 @@ def freezing(at: int, first: bool) -> Habit:
 
 
 def freezing_upward(every: int) -> Habit:
-    """Freeze one layer more every so many steps, the first one first."""
+    """Freeze one more layer every few steps, from the first layer upward."""
 
     def before(run: Run, step: int) -> None:
         if step % every == 0 and step // every < run.setup.layers:
@@ -198,7 +192,7 @@ def freezing_upward(every: int) -> Habit:
 
 
 def lisa(every: int) -> Habit:
-    """Train the tables and one layer at a time, drawn every so many steps (Pan et al. 2024, arXiv 2403.17919)."""
+    """Train the embedding, the head and one random layer, drawn every few steps (Pan et al. 2024, arXiv 2403.17919)."""
 
     def before(run: Run, step: int) -> None:
         if step % every == 1:
@@ -211,7 +205,7 @@ def lisa(every: int) -> Habit:
 
 
 def embedding_later(at: int) -> Habit:
-    """Train the embedding from a step on."""
+    """Train the embedding only from a given step on."""
 
     def before(run: Run, step: int) -> None:
         if step in (1, at):
@@ -221,7 +215,7 @@ def embedding_later(at: int) -> Habit:
 
 
 def added_group(at: int) -> Habit:
-    """Give the layers to the optimizer as a group of their own, and train them, from a step on."""
+    """Train the layers only from a given step on, as a new group of the optimizer."""
 
     def begin(run: Run) -> None:
         layers = {id(p) for layer in _layers(run) for p in layer.parameters()}
@@ -241,12 +235,12 @@ def added_group(at: int) -> Habit:
 
 
 def longer(least: int, over: int) -> Habit:
-    """Train with short sequences first, whose length grows over so many steps."""
+    """Begin with short sequences, and make the sequences longer until step ``over``."""
     return Habit(batch=lambda step, ids: ids[:, : least + (ids.shape[1] - least) * min(step, over) // over])
 
 
 def more(over: int) -> Habit:
-    """Train with one sequence first, and with all of a batch after so many steps."""
+    """Begin with one sequence per batch, and add sequences until step ``over``."""
     return Habit(batch=lambda step, ids: ids[: 1 + (len(ids) - 1) * min(step, over) // over])
 
 
@@ -284,4 +278,4 @@ HABITS: Mapping[str, Habit] = {
 }
 FITTED = ("layerdrop", "lookahead", "unfreezing")
 SKIPPING = tuple(habit for habit in HABITS if habit.startswith(("layerdrop-", "stochastic-", "early-")))
-"""Habits that leave out layers or sub-layers at random, which get two more families and as many seeds as most."""
+"""Habits that skip layers or sub-layers at random. These habits get two more model families and four seeds."""

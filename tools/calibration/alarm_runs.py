@@ -1,9 +1,9 @@
-"""The corpus on which the monitor's alarms are fitted and judged: healthy trainings, and the same ones broken.
+"""Train the runs with which the monitor's alarms are fitted and judged: healthy runs, and broken copies of these runs.
 
-`make_runs` trains every set-up of ``SETUPS`` with several seeds, and every kind of ``KINDS`` in some of them, each
-beside its healthy twin of the same seed and the same batches. A run's records are written once, as the monitor hands
-them to its alarms; `alarms.py` judges them as often as it likes by handing them over again. Set-ups and kinds that are
-not ``fitted`` are only judged on.
+`make_runs` trains every set-up of ``SETUPS`` with several seeds. In some set-ups, `make_runs` also trains every failure
+of ``KINDS``. Each broken run has a healthy twin with the same seed and batches. A run's file holds everything that the
+monitor passed to its alarms, so `alarms.py` can judge a run again without training. Set-ups and failures that are not
+``fitted`` serve only to judge.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ from lamina.training.monitor.gain_measures import tables_of
 from tools.calibration.alarm_habits import FITTED, HABITS, SKIPPING
 
 STEPS, BREAKS, RATE = 200, 100, 2e-3
-LATER = 7  # steps by which the next seed's break comes later: most lie between two records
-AFTER, FROM_START = 60, 90  # steps behind the break, and of what is broken from the start
+LATER = 7  # steps by which the break of the next seed comes later, so most breaks lie between two records
+AFTER, FROM_START = 60, 90  # steps after the break, and of runs that are broken from the start
 BROKEN_SEEDS = 2
-SEEN = (6, 10, 14, 18, 22, 26, 30, 32, 34, 36, 40)  # the first seeds that were judged with earlier rules and looked at
-FRESH = 44  # the first seed of what is judged
-HELD, HELD_EVERY = 4, 2  # sequences of the batch whose loss says when a model is worse than its twin, and steps
+SEEN = (6, 10, 14, 18, 22, 26, 30, 32, 34, 36, 40)  # first seeds of runs that have already judged earlier rules
+FRESH = 44  # the first seed of the runs that judge the rules
+HELD, HELD_EVERY = 4, 2  # sequences in the fixed batch that compares a model with its twin, and steps between losses
 VOCABULARY, TOKENS = 256, 2048  # bytes; tokens of text
 COLUMNS = ("call", "step", "layer", "sublayer", "role", "index", "metric", "value")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """How a healthy model is trained. ``family``: of ``MODELS``; ``fitted``: whether rules may be fitted on it."""
+    """How a healthy model is trained. ``fitted``: whether rules may be fitted on this set-up."""
 
     family: str
     layers: int = 4
@@ -79,7 +79,7 @@ class Setup:
 
     @property
     def text(self) -> str:
-        """Which of ``corpus`` it reads, whatever is made of it."""
+        """Return the name of the text in ``corpus``."""
         return self.data if self.data in ("code", "tokens") else "text"
 
 
@@ -111,8 +111,8 @@ SETUPS: dict[str, Setup] = {
 
 
 def drawn(number: int, fitted: bool) -> Setup:
-    """A healthy set-up drawn at random, from what people usually choose."""
-    draw = random.Random(number if fitted else 1000 + number)  # others than were ever tried
+    """Return a random healthy set-up with usual choices."""
+    draw = random.Random(number if fitted else 1000 + number)  # seeds that were never tried before
     family = draw.choice(("llama", "olmo2", "qwen3", "mixtral", "gpt2", "t5", "mamba", "nano"))
     batch = draw.choice((1, 2, 3, 4, 6, 8, 12))
     clip = draw.choice((1.0, 1.0, 0.5, None))
@@ -159,7 +159,7 @@ SETUPS |= {
 DRAWN = "drawn"
 SETUPS |= {f"{DRAWN}-{number}": drawn(number, fitted=number < 60) for number in range(80)}
 EVERYTHING = ("olmo2", f"{HABIT}-layerdrop-half-llama", f"{HABIT}-stochastic-linear-gpt2")
-"""The set-ups in which each kind that can is tried, too."""
+"""Set-ups that get every failure that is possible everywhere."""
 
 OTHERS = {
     **dict.fromkeys(("cohere", "exaone4", "gemma2", "gpt_neox", "granite", "olmoe"), True),
@@ -167,12 +167,12 @@ OTHERS = {
     **dict.fromkeys(("arcee", "bloom", "ernie4_5", "gemma3_text"), False),
     **dict.fromkeys(("glm", "helium", "nemotron", "olmo", "persimmon", "smollm3"), False),
 }
-"""More families of transformers, and whether rules are fitted on them."""
-TRIED = 3  # kinds of failures in each set-up of the second ones
+"""More model families of transformers, and whether rules may be fitted on each family."""
+TRIED = 3  # kinds of failures in each set-up of OTHERS that is not fitted
 
 
 def other(family: str, number: int, fitted: bool) -> Setup:
-    """A healthy set-up of tokens instead of bytes, with larger models and rates and for longer."""
+    """Return a random healthy set-up with tokens instead of bytes, larger models and learning rates, and more steps."""
     draw = random.Random(f"{family} {number}")
     batch = draw.choice((1, 2, 4, 8, 16))
     return Setup(
@@ -205,7 +205,7 @@ SETUPS |= {
 
 
 class NanoLayer(nn.Module):
-    """A layer of nanoGPT's kind, under names of its own."""
+    """A layer as in nanoGPT, with unusual names."""
 
     def __init__(self, width: int, heads: int):
         super().__init__()
@@ -223,7 +223,7 @@ class NanoLayer(nn.Module):
 
 
 class Nano(nn.Module):
-    """An own model: its forward pass takes ``idx`` and ``targets`` and returns a pair."""
+    """A custom model. The forward pass takes ``idx`` and ``targets``, and returns logits and a loss."""
 
     def __init__(self, layers: int, width: int):
         super().__init__()
@@ -243,7 +243,6 @@ class Nano(nn.Module):
 
 
 def model_of(setup: Setup) -> nn.Module:
-    """A fresh model of the set-up's family."""
     layers, width = setup.layers, setup.width
     common: dict[str, Any] = {"vocab_size": setup.vocabulary, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -279,7 +278,7 @@ def model_of(setup: Setup) -> nn.Module:
 
 @dataclass(frozen=True)
 class Parts:
-    """Where a family keeps what failures break: the layers, and a layer's weights by short names."""
+    """The paths of the modules and weights that failures break: the layers, and weights inside a layer."""
 
     layers: str
     query: str
@@ -344,7 +343,7 @@ PARTS: Mapping[str, Parts] = {
 
 
 def parts_of(model: nn.Module, family: str) -> Parts:
-    """Where a family keeps its weights: as the table says, or found by the usual names."""
+    """Return the paths for a model, either from ``PARTS`` or by common names."""
     if family in PARTS:
         return PARTS[family]
     layers = next(name for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
@@ -364,7 +363,7 @@ def parts_of(model: nn.Module, family: str) -> Parts:
 
 @cache
 def corpus(data: str) -> torch.Tensor:
-    """The bytes of a text: novels, or the source of Python's standard library; or the novels' tokens."""
+    """Return a text as bytes (novels, or the source of Python's standard library), or the novels as tokens."""
     if data == "code":
         files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
         return torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8).long()
@@ -379,7 +378,7 @@ def corpus(data: str) -> torch.Tensor:
 
 
 class Batches:
-    """A run's batches: ids and labels [batch, length]; the same for the same seed, whatever is trained."""
+    """The batches of a run: ids and labels [batch, length]. The same seed gives the same batches."""
 
     def __init__(self, setup: Setup, seed: int):
         self.setup, self.text = setup, corpus(setup.text)
@@ -406,7 +405,6 @@ class Batches:
 
 
 def loss_of(model: nn.Module, setup: Setup, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """A batch's loss."""
     if setup.family == "nano":
         return model(ids, labels)[1]
     if setup.family == "t5":  # the second half from the first
@@ -416,7 +414,7 @@ def loss_of(model: nn.Module, setup: Setup, ids: torch.Tensor, labels: torch.Ten
 
 
 def rate_at(setup: Setup, step: int) -> float:
-    """The learning rate of a step, 1 at its peak."""
+    """Return the learning rate of a step, relative to the peak."""
     rising, done = min(1.0, step / max(1, setup.warmup)), step / setup.steps
     shape = {
         "constant": 1.0,
@@ -429,7 +427,7 @@ def rate_at(setup: Setup, step: int) -> float:
 
 
 def optimizers_of(model: nn.Module, setup: Setup, groups: list[dict[str, Any]]) -> list[torch.optim.Optimizer]:
-    """The set-up's optimizers for the failure's ``groups`` (their parameters, and what differs in them)."""
+    """Return the optimizers of a set-up. Each group has parameters, and settings that differ from the others."""
     if setup.optimizer == "sgd":
         return [torch.optim.SGD(groups, lr=setup.rate, momentum=0.9)]
     fused = setup.precision != "fp16"  # a GradScaler on a CPU
@@ -445,13 +443,13 @@ def optimizers_of(model: nn.Module, setup: Setup, groups: list[dict[str, Any]]) 
 
 
 class Run:
-    """A training that may be broken: what a failure's hooks get.
+    """A training run that a failure may break. The failure's hooks receive this object.
 
     Attributes:
-        model, optimizers, setup, parts: of the training.
-        layer: the one that breaks.
-        strength: of the failure.
-        draw: for what a failure draws.
+        model, optimizers, setup, parts: the parts of the training run
+        layer: the number of the layer that breaks
+        strength: the strength of the failure
+        draw: the random generator for failures
     """
 
     def __init__(self, setup: Setup, kind: str, strength: float, seed: int):
@@ -481,10 +479,10 @@ class Run:
         self.habit = HABITS[setup.habit] if setup.habit else None
         if self.habit is not None and self.habit.begin is not None:
             self.habit.begin(self)
-        self.optimizers[-1].register_step_post_hook(lambda *_: self._after())  # a part of the step: before a monitor's
+        self.optimizers[-1].register_step_post_hook(lambda *_: self._after())  # before the monitor's hook
 
     def _wrap(self) -> None:
-        """Train LoRA's matrices and the readout only."""
+        """Train only LoRA matrices and the output head."""
         from peft import LoraConfig, get_peft_model
 
         settings = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"])
@@ -504,7 +502,7 @@ class Run:
                 self.kind.inside(self, self.number)
 
     def breaks_as(self, kind: str, strength: float) -> None:
-        """Choose what breaks, and when."""
+        """Set the failure, and the steps at which the run breaks and ends."""
         self.name, self.kind, self.strength = kind, KINDS[kind] if kind else None, strength
         late = self.kind is not None and not self.kind.from_start
         self.breaks = self.break_step if late else 1
@@ -533,7 +531,7 @@ class Run:
         return batch if habit.batch is None else [habit.batch(self.number, each) for each in batch]
 
     def step(self, number: int, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Train a step; returns its loss."""
+        """Train for one step, and return the loss."""
         self.number = number
         failure, broken = self.kind, number >= self.breaks
         factor = rate_at(self.setup, number)
@@ -576,18 +574,18 @@ Hook = Callable[[Run, int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """A failure.
+    """A kind of failure.
 
     Attributes:
-        cause: what the diagnosis should say; several where each is right.
-        where: the sub-layer, or the part outside the layers, that should be named; None: the whole model.
-        runs: set-ups with the strengths that are tried in them.
-        fitted: whether rules may be fitted on it.
-        from_start: whether it is there from the first step.
-        keeps: whether gradients are not zeroed.
-        everywhere: whether it can be tried in any set-up.
-        prepare, groups, rate, before, batch, weight, gradients: what it changes.
-        inside: what it changes as if the optimizer did.
+        cause: the causes that count as a correct diagnosis
+        where: the sub-layer that the alarm should name, or the part outside the layers. None stands for the whole model
+        runs: the strengths to try, for each set-up
+        fitted: whether rules may be fitted on this failure
+        from_start: whether the failure begins at the first step
+        keeps: whether the gradients are not set to zero
+        everywhere: whether the failure is possible in any set-up
+        prepare, groups, rate, before, batch, weight, gradients: the hooks that change the run
+        inside: a hook whose changes look like changes by the optimizer
     """
 
     cause: tuple[str, ...]
@@ -611,18 +609,17 @@ class Kind:
 
 
 def norms_of(model: nn.Module) -> list[nn.Parameter]:
-    """All norms' parameters."""
     return [p for m in model.modules() if "norm" in type(m).__name__.lower() for p in m.parameters(recurse=False)]
 
 
 def apart(run: Run, some: list[nn.Parameter], **changed: float) -> list[dict[str, Any]]:
-    """Groups of an optimizer: all others, and ``some``, in which something is ``changed``."""
+    """Return two groups for an optimizer: all other parameters, and ``some`` with the settings ``changed``."""
     mine = {id(p) for p in some}
     return [{"params": [p for p in run.model.parameters() if id(p) not in mine]}, {"params": some, **changed}]
 
 
 def decaying(which: Callable[[Run], list[nn.Parameter]]) -> Hook:
-    """Give some parameters a group whose weight decay is the strength, when the failure begins."""
+    """When the failure begins, move some parameters to a group with the strength as weight decay."""
 
     def act(run: Run, step: int) -> None:
         if step == run.breaks:
@@ -640,20 +637,17 @@ def table_of(run: Run) -> list[nn.Parameter]:
 
 
 def grow_head(run: Run, step: int) -> None:
-    """One head's queries."""
     width = run.setup.width // 4
     weight = run.weight("query")
     (weight[:, :width] if run.setup.family == "gpt2" else weight[:width]).mul_(run.strength)
 
 
 def grow_keys(run: Run, step: int) -> None:
-    """All heads' queries of a layer."""
     weight, width = run.weight("query"), run.setup.width
     (weight[:, :width] if run.setup.family == "gpt2" else weight[:width]).mul_(run.strength)
 
 
 def grow_row(run: Run, step: int) -> None:
-    """The letter e's."""
     run.embedding()[ord("e")].mul_(run.strength)
 
 
@@ -673,7 +667,6 @@ def dead_feed_forward(run: Run) -> None:
 
 
 def cut_off(run: Run, step: int) -> None:
-    """The layer's attention no longer reaches the stream: its output is zero."""
     if step != run.breaks:
         return
     name = run.parts.out.rpartition(".")[0]
@@ -683,7 +676,6 @@ def cut_off(run: Run, step: int) -> None:
 
 
 def matrices_of(run: Run) -> list[nn.Parameter]:
-    """The matrices of the feed-forward of the layer that breaks."""
     names = {getattr(run.parts, name).rpartition(".")[0].rpartition(".")[0] for name in ("down", "up")}
     return [
         p
@@ -713,14 +705,12 @@ def shrink_gains(run: Run, step: int) -> None:
 
 
 def lose_state(run: Run, step: int) -> None:
-    """The whole state, as of a resumed run whose optimizer was not loaded."""
     if step == run.breaks:
         for optimizer in run.optimizers:
             optimizer.state.clear()
 
 
 def lose_moments(run: Run, step: int) -> None:
-    """Second moments alone: the step count stays."""
     if step == run.breaks:
         for optimizer in run.optimizers:
             for state in optimizer.state.values():
@@ -728,7 +718,7 @@ def lose_moments(run: Run, step: int) -> None:
 
 
 def spoil_gradient(run: Run, step: int) -> None:
-    """The first one from the break on: a layer may be left out at a step."""
+    """Spoil a gradient at the first step after the break at which the layer has gradients."""
     gradient = run.parts.layer(run.model, run.layer).get_parameter(run.parts.down).grad
     if gradient is not None and "spoiled" not in run.held:
         gradient.flatten()[0] = run.held["spoiled"] = run.strength
@@ -740,7 +730,6 @@ def spoil_weight(run: Run, step: int) -> None:
 
 
 def collapse(run: Run, step: int) -> None:
-    """The router learns to take the same experts: two of its rows grow, the same in every layer."""
     for layer in range(run.setup.layers):
         router = run.parts.layer(run.model, layer).get_parameter("mlp.gate.weight").data
         if step == run.breaks:
@@ -750,7 +739,6 @@ def collapse(run: Run, step: int) -> None:
 
 
 def load_wrongly(run: Run, step: int) -> None:
-    """One layer's matrices are those of another initializer."""
     if step == run.breaks:
         for parameter in run.of_layer():
             if parameter.ndim > 1:
@@ -774,7 +762,6 @@ def multiply(name: str) -> Hook:
 
 
 def mixed_labels(run: Run, step: int, ids: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A share of the labels is drawn at random."""
     wrong = torch.rand(ids.shape, generator=run.draw) < run.strength
     return ids, torch.where(wrong, torch.randint(0, run.setup.vocabulary, ids.shape, generator=run.draw), labels)
 
@@ -1161,14 +1148,14 @@ KINDS: Mapping[str, Kind] = {
 
 
 class Tape:
-    """Keeps what a monitor hands to its alarms, call by call."""
+    """Record what a monitor passes to its alarms, call by call."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[float | None, bool]] = []
         self.rows: list[tuple[Any, ...]] = []
 
     def hold(self, monitor: Any, live: bool = False) -> None:
-        """Listen to a monitor's alarms; unless ``live``, they are not judged now."""
+        """Record the calls to the alarms of a monitor. The alarms judge the rows only if ``live``."""
         alarms = monitor.alarms
         see = alarms.see
 
@@ -1191,8 +1178,6 @@ class Tape:
 
 
 class Fork(NamedTuple):
-    """A failure that goes on from a healthy run."""
-
     kind: str
     strength: float
 
@@ -1201,7 +1186,7 @@ STOP = "stop"  # instead of a kind: the healthy run ends
 
 
 def _goes_on(run: Run, forks: Sequence[Fork]) -> bool:
-    """Let a child process go on with each failure; returns whether this process goes on, too."""
+    """Start a child process for each failure. Return whether this process continues to train."""
     for fork in forks:
         if fork.kind == STOP:
             return False
@@ -1216,10 +1201,10 @@ def _goes_on(run: Run, forks: Sequence[Fork]) -> bool:
 def train(
     name: str, kind: str, strength: float, seed: int, folder: Path, live: bool = False, forks: Sequence[Fork] = ()
 ) -> tuple[Tape, Json] | None:
-    """Train a run of a loop of its own, watched; returns what its alarms were told, and what it was.
+    """Train a run with ``lamina.watch``. Return what the alarms received, and a description of the run.
 
-    Each of ``forks`` goes on from the step at which it breaks in a process of its own, which returns as if it were the
-    run; this one returns None if nothing else is wanted of it.
+    Each of ``forks`` begins as a copy of this process at the step at which the run breaks, and returns its own result.
+    The original process returns None if ``forks`` tells it to stop there.
     """
     setup = SETUPS[name]
     run, batches, tape = Run(setup, kind, strength, seed), Batches(setup, seed), Tape()
@@ -1235,7 +1220,7 @@ def train(
                 with torch.no_grad():
                     losses.append(float(loss_of(run.model, setup, *held)))
             monitor.step(run.step(step, *batches.next()))
-            if step == run.last or (step > run.breaks + 20 and not math.isfinite(losses[-1])):  # it stays so
+            if step == run.last or (step > run.breaks + 20 and not math.isfinite(losses[-1])):  # the loss stays so
                 break
         structure = monitor.monitor.instruments.followed.structure  # type: ignore[union-attr]
     tables = {} if structure is None else tables_of(structure)
@@ -1255,7 +1240,7 @@ def train(
 
 
 def train_trl(name: str, seed: int, folder: Path) -> tuple[Tape, Any]:
-    """Train a healthy DPO or GRPO of TRL, watched by the callback."""
+    """Train a healthy model with TRL's DPO or GRPO and Lamina's callback."""
     from datasets import Dataset
     from transformers import PreTrainedTokenizerFast
     from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
@@ -1316,7 +1301,7 @@ def train_trl(name: str, seed: int, folder: Path) -> tuple[Tape, Any]:
 
 
 def byte_tokenizer() -> Any:
-    """A token for each of the first 256 characters."""
+    """Return a tokenizer with one token for each of the first 256 characters."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     tokenizer = Tokenizer(models.WordLevel({chr(code): code for code in range(VOCABULARY)}, unk_token="\x02"))
@@ -1326,18 +1311,18 @@ def byte_tokenizer() -> Any:
 
 
 Wanted = tuple[str, str, float, int]
-"""set-up, kind ("" for healthy), strength, seed"""
+"""The set-up, kind of failure ("" for a healthy run), strength and seed of a run."""
 
 
 def begun_at(name: str) -> tuple[int, ...]:
-    """The first seeds that are tried of a set-up that is not fitted."""
+    """Return the first seeds of a set-up that is not fitted."""
     if name.startswith(OTHER):
         return ((*SEEN[1:], FRESH)[int(name.rpartition("-")[2]) // 2],)
     return (*SEEN, FRESH)[name.startswith(DRAWN) :]
 
 
 def wanted() -> Iterator[Wanted]:
-    """All runs of the corpus: what is fitted with the first seeds, what is judged with later ones, beside its twins."""
+    """Yield all runs. Judged runs have later seeds than fitted runs. Each broken run has a healthy twin."""
     healthy: set[tuple[str, int]] = set()
     broken: dict[Wanted, None] = {}
     for later in (*SEEN, FRESH):
@@ -1365,7 +1350,7 @@ def path_of(folder: Path, run: Wanted) -> Path:
 
 
 def make(folder: Path, run: Wanted, forks: Sequence[Wanted] = ()) -> None:
-    """Make a run, and those that go on from it; a run that fails is left out, and said."""
+    """Train a run and its forks, and write the files. A run that fails prints a message and is left out."""
     name, kind, strength, seed = run
     since, parent = time.process_time(), os.getpid()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place:
@@ -1381,14 +1366,14 @@ def make(folder: Path, run: Wanted, forks: Sequence[Wanted] = ()) -> None:
                 path = path_of(folder, (name, about["kind"], about["strength"], seed))
                 tape.write(path, about)
                 print(f"{path.stem}: {time.process_time() - since:.1f} s, {len(tape.rows)} rows", flush=True)
-        except Exception as error:  # the others are of use without it
+        except Exception as error:  # the other runs are useful without this run
             print(f"{run}: left out: {error}", flush=True)
         if os.getpid() != parent:
             os._exit(0)
 
 
 def make_runs(folder: Path, seconds: float, only: str = "") -> None:
-    """Make the runs that are not there yet, until the time is over: failures first, seed by seed, set-up by set-up."""
+    """Train the missing runs until the time is over. Runs with failures come first, by seed and set-up."""
     begun = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     missing = [run for run in wanted() if not path_of(folder, run).exists() and only in path_of(folder, run).name]
@@ -1412,7 +1397,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--minutes", type=float, default=600.0)
-    parser.add_argument("--only", default="", help="runs whose name holds this")
+    parser.add_argument("--only", default="", help="train only runs with this text in the name")
     options = parser.parse_args()
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")

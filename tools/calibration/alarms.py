@@ -1,14 +1,14 @@
-"""Are the monitor's alarms right? They are fitted on one part of the corpus of `alarm_runs.py` and judged on the rest.
+"""Fit the monitor's alarms on some runs of `alarm_runs.py`, and judge them on the other runs.
 
-    python -m tools.calibration.alarm_runs RUNS                # trains the corpus, once: an hour of one core
+    python -m tools.calibration.alarm_runs RUNS                # trains the runs once: an hour on one core
     python -m tools.calibration.alarms RUNS --fit              # writes lamina/training/monitor/limits.json
     python -m tools.calibration.alarms RUNS --output benchmarks/results/alarms.json
 
-A run's loss has risen at the first step at which the loss of a fixed batch is not finite, or lies 0.15 nats above its
-healthy twin's and stays there for three measurements. "Before" means: an alarm at a step of the failure, and before
-that one. A healthy run's alarm is in a spike if this loss lay so far above its own level of before. Failures after
-which the loss never leaves the twin's are counted apart. Runs of set-ups and kinds that are not fitted have seeds of
-their own; no run of these seeds is looked at before rules and limits are final.
+Lamina measures the loss of each run on a fixed batch. The loss of a broken run has risen when it is not finite, or when
+three successive measurements lie 0.15 nats above the healthy twin's loss. An alarm is "before the loss" if its step
+lies between the failure and this rise. In a healthy run, an alarm is "in a spike" if the loss lay equally far above its
+usual level. Failures without a rise of the loss are counted separately. Set-ups and failures that are not fitted have
+different seeds. Nobody looks at runs with these seeds before the rules and limits are final.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from lamina.training.monitor.writers import LOSS, NORM
 from tools.calibration.alarm_runs import COLUMNS, DRAWN, FRESH, HELD_EVERY, KINDS, OTHER, SEEN, SETUPS, path_of, wanted
 
 NATS, STAYS = 0.15, 3
-RATE = 0.01  # false alarms a healthy run, over all series and rules
-CONFIDENCE = 0.8  # that a limit's tail is no longer
-TAIL = 0.1  # of the runs, whose scores are a limit's tail
-MARGIN = 1.1  # times the highest score of all healthy runs, below which no limit may lie
+RATE = 0.01  # false alarms per healthy run, over all series and rules
+CONFIDENCE = 0.8  # that the true tail is not longer than the fitted tail
+TAIL = 0.1  # the fraction of runs with scores in the tail
+MARGIN = 1.1  # each limit is at least this factor times the highest score of all healthy runs
 FLOORS = {"rise": math.log(2.0), "fall": math.log(1.25), "apart": math.log(2.0), "skipped": 6.0, "guess": 1.5}
 FLOORS |= dict.fromkeys((f"rise/{metric}" for metric in GRADIENTS), 3.0)  # steps in a row
 FLOORS |= {"rise/step_loss": 12.0}  # noises, added up
@@ -59,7 +59,7 @@ FLOORS |= {"fall/experts_used": math.log(1.5)}
 FLOORS |= {"rise/weight_norm": math.log(1.5), "low": math.log(20.0)}
 FLOORS |= {"logit": 0.0}  # times 50
 FLOORS |= {"apart/weight_norm": math.log(6.0), "apart/gradient_norm": math.log(6.0)}  # models differ more than here
-"""Less is nobody's concern, whatever the corpus says."""
+"""The lowest allowed limits, because smaller changes matter to nobody."""
 PARTS = ("fitted", "seen", "judged")
 TARGETS = {
     "alarmed_steps_in_10000": 1,
@@ -72,8 +72,6 @@ TARGETS = {
 
 @dataclass(frozen=True)
 class Recorded:
-    """A run of the corpus."""
-
     path: Path
     about: Mapping[str, Any]
 
@@ -91,23 +89,24 @@ class Recorded:
 
     @property
     def part(self) -> str:
-        """Limits are fitted on healthy runs before the fresh ones, signs on failures before those seen.
+        """Return whether the run is fitted, seen or judged.
 
-        Some families are never fitted on.
+        Limits are fitted on healthy runs with seeds below ``FRESH``. Signs are fitted on failures with seeds below the
+        first of ``SEEN``. Some model families are never fitted on.
         """
         seed, apart = self.about["seed"], self.setup.startswith(OTHER) and not SETUPS[self.setup].fitted
         return "judged" if seed >= FRESH else "seen" if apart or (self.kind and seed >= SEEN[0]) else "fitted"
 
     @cached_property
     def calls(self) -> list[tuple[float | None, bool, list[tuple[Any, ...]]]]:
-        """What the monitor handed to its alarms: the learning rate, whether in float16, and the rows."""
+        """Return the calls to the alarms: the learning rate, whether the model is in float16, and the rows."""
         columns = pq.read_table(self.path).to_pydict()
         rows = list(zip(*(columns[name] for name in COLUMNS), strict=True))
         by_call = {call: [row[1:] for row in group] for call, group in groupby(rows, key=lambda row: row[0])}
         return [(rate, half, by_call.get(call, [])) for call, (rate, half) in enumerate(self.about["calls"])]
 
     def replay(self, limits: Mapping[str, float] | None = None, heard: list[tuple[int, Alarm]] | None = None) -> Alarms:
-        """Hand it all to the alarms again; ``heard`` gets each alarm with the step that it was told at."""
+        """Pass all rows to new alarms. ``heard`` collects each alarm with the step at which the alarm was raised."""
         alarms = (
             Alarms(vocabulary=self.about["vocabulary"])
             if limits is None
@@ -122,7 +121,6 @@ class Recorded:
         return alarms
 
     def by_step(self, metric: str) -> dict[int, float]:
-        """A metric of the whole model."""
         return {row[0]: row[6] for _, _, rows in self.calls for row in rows if row[5] == metric}
 
     @cached_property
@@ -130,7 +128,6 @@ class Recorded:
         return self.by_step(LOSS)
 
     def signs(self, alarms: Alarms) -> Signs:
-        """What the diagnosis gets of it."""
         told = sorted(alarms.told, key=lambda alarm: alarm.order)
         return Signs(
             alarms=tuple(alarm for alarm in told if alarm.rule != NOTABLE),
@@ -143,7 +140,7 @@ class Recorded:
 
     @property
     def diverged(self) -> int | None:
-        """The step at which the guard would have ended it."""
+        """Return the step at which the divergence guard would have stopped the run, or None."""
         guard = DivergenceGuard(margin=1.0, patience=20)
         try:
             for step, loss in sorted(self.losses.items()):
@@ -153,14 +150,14 @@ class Recorded:
         return None
 
     def spiked(self, step: int) -> bool:
-        """Whether the loss of the fixed batch around a step lay above its level of before for three measurements."""
+        """Return whether the loss on the fixed batch was higher than before for three measurements around a step."""
         held, at = self.about["held"], step // HELD_EVERY
         usual = statistics.median(held[max(0, at - 15) : max(1, at - 5)] or [math.inf])
         above = [loss > usual + NATS for loss in held[max(0, at - STAYS) : at + 2 * STAYS]]
         return any(above[place : place + STAYS] == [True] * STAYS for place in range(len(above)))
 
     def rose(self, twin: Recorded) -> int | None:
-        """The first step whose loss on the fixed batch is off the twin's."""
+        """Return the first step at which the loss on the fixed batch lies above the twin's loss, or None."""
         mine, other = self.about["held"], twin.about["held"]
         above = [not math.isfinite(loss) or loss > usual + NATS for loss, usual in zip(mine, other, strict=False)]
         for place, loss in enumerate(mine[: len(above)]):
@@ -173,15 +170,15 @@ Scores = Mapping[str, float]
 
 
 def worst_of(run: Recorded) -> Scores:
-    """The highest score of each limit in a run."""
+    """Return the highest score for each limit in a run."""
     return run.replay(defaultdict(lambda: math.inf)).worst
 
 
 def fitted_limits(worst: Sequence[Scores]) -> dict[str, float]:
     """Fit each limit on the highest scores of healthy runs.
 
-    Their upper tenth is taken for an exponential tail, whose scale is the upper end of its confidence interval. The
-    limit lies where a run passes any of the limits with the rate.
+    The scores in the upper tenth are modeled by an exponential tail. The scale of the tail is the upper end of its
+    confidence interval. With these limits, a healthy run passes any limit with the probability ``RATE``.
     """
     names = sorted({name for one in worst for name in one})
     limits = {}
@@ -199,7 +196,7 @@ def fitted_limits(worst: Sequence[Scores]) -> dict[str, float]:
 
 
 def left_out(worst: Mapping[tuple[str, int], Scores]) -> dict[str, Any]:
-    """How many runs ring if the limits are fitted on the other set-ups."""
+    """For each set-up, fit the limits on the other set-ups. Return the healthy runs that raise an alarm."""
     rings: dict[str, list[str]] = {}
     for setup in {name for name, _ in worst}:
         limits = fitted_limits([one for (name, _), one in worst.items() if name != setup])
@@ -210,7 +207,7 @@ def left_out(worst: Mapping[tuple[str, int], Scores]) -> dict[str, Any]:
 
 
 def right_place(run: Recorded, first: Alarm | None) -> bool | None:
-    """Whether the alarm names the place that was broken; None where all of the model was."""
+    """Return whether the first alarm names the layer or part that was broken (None: the whole model was broken)."""
     where, layer = KINDS[run.kind].where, run.about["layer"]
     if where is None:
         return None
@@ -225,7 +222,7 @@ def right_place(run: Recorded, first: Alarm | None) -> bool | None:
 
 
 def judged(run: Recorded, twin: Recorded | None, learned: Learned | None) -> dict[str, Any]:
-    """What a run's alarms are worth."""
+    """Compare the alarms and the diagnosis of a run with what was really broken."""
     heard: list[tuple[int, Alarm]] = []
     alarms = run.replay(heard=heard)
     signs, breaks = run.signs(alarms), run.about["breaks"]
@@ -255,7 +252,6 @@ def judged(run: Recorded, twin: Recorded | None, learned: Learned | None) -> dic
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The figures that the targets are about."""
     healthy = [row for row in rows if row["kind"] == "healthy"]
     broken = [row for row in rows if row["kind"] != "healthy"]
     rose = [row for row in broken if row["rose"] is not None and row["rose"] > row["breaks"] + 1]
@@ -283,13 +279,12 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def corpus(folder: Path) -> tuple[list[Recorded], dict[tuple[str, int], Recorded]]:
-    """All runs, and the healthy ones by set-up and seed."""
     runs = [Recorded.read(path) for path in sorted(path_of(folder, run) for run in wanted()) if path.exists()]
     return runs, {(run.setup, run.about["seed"]): run for run in runs if not run.kind}
 
 
 def fit(runs: list[Recorded], twins: Mapping[tuple[str, int], Recorded], provenance: Mapping[str, Any]) -> None:
-    """Write the limits, then the signatures that the limits give."""
+    """Write the limits to limits.json, and then the signatures that these limits give."""
     worst = {key: worst_of(run) for key, run in twins.items() if run.part == "fitted"}
     limits, others = fitted_limits(list(worst.values())), left_out(worst)
     print(json.dumps(others, indent=1))
@@ -307,7 +302,7 @@ def fit(runs: list[Recorded], twins: Mapping[tuple[str, int], Recorded], provena
 
 
 def add(runs: list[Recorded], provenance: Mapping[str, Any]) -> None:
-    """Fit limits that limits.json lacks, and add the folder's failures to its signatures; all others stay."""
+    """Fit only the limits that limits.json lacks, and add the folder's failures to the signatures."""
     record = dict(calibration())
     worst = [worst_of(run) for run in runs if run.part == "fitted" and not run.kind]
     limits = {**fitted_limits(worst), **record["limits"]}
@@ -324,7 +319,6 @@ def add(runs: list[Recorded], provenance: Mapping[str, Any]) -> None:
 
 
 def by(rows: Iterable[dict[str, Any]], name: str, about: Mapping[str, Any]) -> dict[str, Any]:
-    """The figures of each set-up, or of each kind."""
     many = {each: each.partition("-")[0] for each in about if each.startswith((DRAWN, OTHER))}
     groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
@@ -339,11 +333,11 @@ def by(rows: Iterable[dict[str, Any]], name: str, about: Mapping[str, Any]) -> d
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", type=Path, help="folder of the corpus")
+    parser.add_argument("runs", type=Path, help="folder with the runs of alarm_runs")
     parser.add_argument("--fit", action="store_true", help="write limits.json")
-    parser.add_argument("--add", action="store_true", help="add to limits.json what it lacks, from these runs")
-    parser.add_argument("--output", type=Path, default=None, help="the record, as JSON")
-    parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS, help="runs that are judged")
+    parser.add_argument("--add", action="store_true", help="fit only limits that limits.json lacks, on these runs")
+    parser.add_argument("--output", type=Path, default=None, help="JSON file for the results")
+    parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS, help="groups of runs to judge")
     options = parser.parse_args()
     logging.disable(logging.WARNING)
     runs, twins = corpus(options.runs)

@@ -1,6 +1,6 @@
-"""Measures the placement of every decoder of the installed transformers, on tiny models with random weights.
+"""Measure the placement of every decoder of the installed transformers, on tiny models with random weights.
 
-Writes benchmarks/results/census.json, from which docs/tables.py makes the table of docs/inspect.md.
+The script writes benchmarks/results/census.json. From this file, docs/tables.py makes the table of docs/inspect.md.
 
     python -m tools.calibration.census --output benchmarks/results/census.json
 """
@@ -22,10 +22,10 @@ from tools.reliability import tiny_families
 from tools.reliability.tiny_families import MORE, SIZES, families, tiny_model
 
 tiny_families.MOST_PARAMETERS = 40_000_000
-# Factors that would be 1 by default, so that it shows where they stand.
+# Factors with a default of 1. Other values show where a model applies these factors.
 FACTORS = {"residual_multiplier": 0.22, "embedding_multiplier": 12.0}
 FACTORS |= {f"{kind}_alpha_factor": 3.5 for kind in ("full_attn", "linear_attn", "mlp")}
-# Sizes that some families need in place of the usual ones, tried in turn.
+# Some families need other sizes than usual. The script tries these in turn.
 TRIES: tuple[dict[str, Any], ...] = (
     {},
     {"num_key_value_heads": 4, "head_dim": None},
@@ -36,14 +36,14 @@ TRIES: tuple[dict[str, Any], ...] = (
 
 
 def decoders() -> list[str]:
-    """The model types whose model continues a text, and the text parts of larger ones."""
+    """Return the model types that continue a text, and the text parts of larger models."""
     causal = transformers.AutoModelForCausalLM._model_mapping
     names = [name for name in families() if transformers.CONFIG_MAPPING[name] in causal or name.endswith("_text")]
     return sorted(names)
 
 
 def measured(family: str) -> dict[str, Any]:
-    """One family's row: its placement, what it differs in, or why it is not known."""
+    """Return one model type's row: the placement and how it differs, or why the placement is unknown."""
     more, why = MORE.get(family, {}), ""
     for sizes in TRIES:
         MORE[family] = {**more, **sizes}
@@ -62,7 +62,6 @@ def measured(family: str) -> dict[str, Any]:
 
 
 def rows(names: list[str]) -> Iterator[dict[str, Any]]:
-    """The rows of these families."""
     for number, family in enumerate(names):
         row = measured(family)
         print(f"{number + 1}/{len(names)} {family}: {row['placement'] or row['unknown'] or row['match']}", flush=True)
@@ -70,7 +69,6 @@ def rows(names: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    """Measure and write the record."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/census.json")
     parser.add_argument("families", nargs="*")

@@ -1,14 +1,15 @@
-"""Are the odds right that `lamina diagnose` tells for other tools' histories? Fitted and judged on derived histories.
+"""Fit and judge the probabilities that `lamina diagnose` prints for the histories of other tools.
 
-    python -m tools.calibration.alarm_runs RUNS --only +0.parquet     # and +1, as many minutes as there are
+    python -m tools.calibration.alarm_runs RUNS --only +0.parquet     # then the same with +1, for some minutes
     python -m tools.calibration.history_odds RUNS                     # writes lamina/reports/assets/history_signs.json
 
-Each broken run of the corpus of `alarm_runs.py` becomes histories that hold less: the loss alone, the loss and the
-model's gradient norm, or gradient norms by layer too; each at every step, and with records 5, 10 and 20 steps apart
-after the break. (Before it every step is a record, since runs are short.) Losses are means over the steps of a record,
-and the last gradient norm stands for them, as trainers log. Even seeds are fitted, odd ones judged. Three numbers
-soften the odds, chosen on the fitted seeds with each set-up left out in turn: the divisor of signs that hang together,
-one for all signs, and how many runs without evidence are added to each cause.
+Each broken run of `alarm_runs.py` gives histories with less information: only the loss, the loss and the model's
+gradient norm, or also gradient norms by layer. Each of these histories exists with a record at every step, and with
+records 5, 10 and 20 steps apart after the break. (Before the break, every step has a record, because the runs are
+short.) As in other tools, a record has the mean loss over its steps, and the last gradient norm. Even seeds are fitted,
+and odd seeds are judged. Three numbers soften the probabilities: a divisor for related signs, a divisor for all signs,
+and a number of runs without evidence to add to each cause. The script chooses the numbers by cross-validation over the
+set-ups.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ from tools.calibration.alarms import Recorded
 APART = (1, 5, 10, 20)
 RATE = "learning_rate"
 TEMPERS, SHARPS = (1.0, 1.5, 2.0, 3.0, 4.0), (1.0, 1.25, 1.5, 2.0, 3.0)
-ADDED = (2.0, 4.0)  # runs: so few are counted that one says little
+ADDED = (2.0, 4.0)  # runs to add to each cause, because a single run says little
 BINS = (LEAST_TOLD, 0.85, 0.95, 1.01)
-LEAST = 0.02  # the probability that a right cause counts with at least
+LEAST = 0.02  # the smallest probability of a right cause in the log loss
 
 
 @dataclass(frozen=True)
 class Derived:
-    """A history of a broken run: its signs, its right causes, and whether the first alarm came after the break."""
+    """A history derived from a broken run. Only histories with a first alarm after the break exist."""
 
     setup: str
     seed: int
@@ -55,7 +56,6 @@ class Derived:
 
 
 def derived(run: Recorded) -> Iterator[Derived]:
-    """Yield the histories of a run."""
     values: dict[tuple[tuple[int, str, str], str], dict[int, float]] = defaultdict(dict)
     for _, _, rows in run.calls:
         for step, layer, sublayer, role, index, metric, value in rows:
@@ -103,7 +103,7 @@ def learned_of(histories: list[Derived], temper: float, sharp: float, added: flo
 
 
 def log_loss(histories: list[Derived], temper: float, sharp: float, added: float) -> float:
-    """The mean of -log(odds of the right cause), each set-up judged by the others."""
+    """Return the mean of -log(probability of the right cause). Each set-up is judged by a fit on the other set-ups."""
     costs = []
     for setup in {one.setup for one in histories}:
         learned = learned_of([one for one in histories if one.setup != setup], temper, sharp, added)
@@ -115,14 +115,14 @@ def log_loss(histories: list[Derived], temper: float, sharp: float, added: float
 
 
 def reliability(histories: list[Derived], learned: Learned, *, with_rate: bool) -> dict[str, list[int]]:
-    """How many causes of each range of odds were told, and how many of them are right."""
+    """For each range of probabilities, return how many causes were reported and how many of these were right."""
     ranges = {(low, high): f"{low:.0%} to {min(high, 1.0):.0%}" for low, high in itertools.pairwise(BINS)}
     table = {name: [0, 0] for name in (*ranges.values(), NOT_KNOWN)}
     for one in histories:
         signs = one.signs if with_rate else replace(one.signs, rates={})
         (name, odds), *others = causes_of(signs, learned)
         names = [name]
-        if odds < LEAST_TOLD and others:  # two that the record does not tell apart share their odds
+        if odds < LEAST_TOLD and others:  # the record does not distinguish these two causes, so both count
             names, odds = [name, others[0][0]], 2 * odds
         told = NOT_KNOWN
         if name != NOT_KNOWN:
@@ -134,9 +134,9 @@ def reliability(histories: list[Derived], learned: Learned, *, with_rate: bool) 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", type=Path, help="folder of the corpus")
+    parser.add_argument("runs", type=Path, help="folder with the runs of alarm_runs")
     parser.add_argument("--check", action="store_true", help="write nothing")
-    parser.add_argument("--judge", action="store_true", help="fit nothing: judge the committed odds on all these runs")
+    parser.add_argument("--judge", action="store_true", help="judge the committed odds on all runs, and fit nothing")
     options = parser.parse_args()
     logging.disable(logging.WARNING)
     every = [run for path in sorted(options.runs.glob("*.parquet")) if (run := Recorded.read(path)).kind]

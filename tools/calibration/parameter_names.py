@@ -1,10 +1,11 @@
-"""Are parameters of transformers' families placed right by their names?
+"""Check that Lamina recognizes parameters of transformers' model families by their names.
 
     python -m tools.calibration.parameter_names
 
-Builds every family that transformers can build from its default configuration, on the meta device and with few layers,
-reads what a module is from its class (FooAttention, FooMLP), and prints in how many families `owners.py` reads all of
-their parameters as that, with the first one that it does not. Words of `owners.py` that are missing show here.
+The script builds every family that has a default configuration, on the meta device and with few layers. The class of
+a module (FooAttention, FooMLP) shows whether a parameter belongs to attention or to a feed-forward. The script prints
+how many families `owners.py` recognizes completely, and the first wrong parameter of each other family. Such parameters
+show which words `owners.py` lacks.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ SECONDS = 20  # for one family
 
 
 def shrunk(config: Any) -> Any:
-    """Make a configuration, and those inside it, of few layers; what it does not have is left."""
+    """Reduce the number of layers in a configuration, and in the configurations inside."""
     for name, value in list(vars(config).items()):
         if re.fullmatch(
             r"(num|n)_?(hidden|encoder|decoder|)_?layers?|encoder_layers|decoder_layers|n_layer|depth", name
@@ -50,8 +51,6 @@ def shrunk(config: Any) -> Any:
 
 
 def models() -> Iterator[tuple[str, nn.Module]]:
-    """The families that can be built, on the meta device."""
-
     def late(*_: Any) -> None:
         raise TimeoutError
 
@@ -73,7 +72,7 @@ def owners_of(names: Sequence[str]) -> Mapping[str, Owner]:
 
 
 def truth(model: nn.Module) -> dict[str, str]:
-    """The kind of each parameter that lies in a module of a telling class; the outermost such module counts."""
+    """Return whether each parameter belongs to attention or to a feed-forward, by the class of the outermost module."""
     kinds: dict[str, str] = {}
     found: dict[str, str] = {}
     for path, module in model.named_modules():

@@ -1,16 +1,19 @@
-"""The real runs that `lamina preflight`'s verdict is fitted on, and the other ones that it is judged on.
+"""Train the runs with which the verdict of `lamina preflight` is fitted, and the runs with which it is judged.
 
-    python -m tools.calibration.preflight_calibration    # all stages, `runs` and `measure` going on where they were
+    python -m tools.calibration.preflight_calibration    # all stages. `runs` and `measure` resume
     python -m tools.calibration.preflight_calibration measure fit judge
-    python -m tools.calibration.preflight_calibration trials --store runs/trials   # the studies' trials as runs
+    python -m tools.calibration.preflight_calibration trials --store runs/trials   # add the trials of studies as runs
 
-`runs` trains each case with lamina's own pretraining (runs.jsonl, a line a case), `measure` does each one's burn-in
-(measurements.jsonl, its features at every measurement), `fit` writes lamina/preflights/calibration.json from the sets
-FITTED, `judge` writes judged.json and the tables of docs/evidence/preflight.md from JUDGED_ON.
+`runs` pretrains each case with lamina (runs.jsonl, one line per case). `measure` does the burn-in of each case
+(measurements.jsonl, with the features of every measurement). `fit` writes lamina/preflights/calibration.json from the
+sets FITTED. `judge` writes judged.json and the tables of docs/evidence/preflight.md from the sets JUDGED_ON.
 
-grid: all placements x {12, 24, 48} layers x {normal, scaled} x two rates. more: drawn at random, wider in rates,
-initializers and shapes. held_out: another draw with other depths, rates and another seed. default: the recipe of
-`lamina compare`, and one of its own. A quiet core takes about two hours for all of it; --jobs shares it out.
+The sets are:
+grid: all placements x {12, 24, 48} layers x {normal, scaled} x two learning rates.
+more: random settings, with more learning rates, initializers and shapes.
+held_out: other random settings, with other depths, learning rates and another seed.
+default: the settings of `lamina compare`, and one more combination of depth and learning rate.
+All stages take about two hours on one core. With --jobs, several processes share the cases.
 """
 
 from __future__ import annotations
@@ -38,13 +41,13 @@ from lamina.preflights.settings import PreflightSettings
 from lamina.training.settings import PretrainSettings
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "results" / "preflight"
-# so many cases of a set, a turn each in this order: what is there when it is cut short is a sample of everything
+# number of cases per set. The sets take turns, so that an interrupted calibration has cases of all sets
 SETS = {"grid": 204, "held_out": 54, "default": 34, "more": 46, "slow": 120, "unseen": 120, "reviewed": 10}
-OTHER_TEXT = 60  # of the studies' settings, trained on the second corpus
-LOOKED_AT = 6  # of the held-out draw, while the rules were designed: they are fitted on
+OTHER_TEXT = 60  # settings of the studies to train on the second corpus
+LOOKED_AT = 6  # cases of held_out that were seen while the rules were designed, and are therefore fitted
 TURNS = ("slow", "unseen", "slow", "unseen", "reviewed")
 OLD_TURNS = ("grid", "held_out", "grid", "default", "grid", "more")
-# those that there were when the cases were drawn: another list would draw others
+# the placements at the time of the draw. Another list would give other cases
 PLACEMENTS = (
     *("admin", "b2t", "deepnorm", "fusenorm", "group_ln", "hybridnorm", "hybridnorm_star", "keel"),
     *("layernorm_scaling", "mix_ln", "olmo2", "out_ln", "peri_ln", "post_ln", "pre_ln", "pre_post_ln", "sandwich_ln"),
@@ -54,11 +57,11 @@ SHAPE = {"hidden_size": 32, "num_heads": 2, "sequence_length": 32, "batch_size":
 DEFAULT = {"hidden_size": 48, "num_heads": 2, "sequence_length": 64, "batch_size": 16, "steps": 100, "warmup": 0.1}
 RATES = (3e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 3e-2, 6e-2, 0.2)
 SCALED_THEN = ("pre_ln", "post_ln", "mix_ln", "b2t")
-STAGES = ("runs", "measure", "fit", "judge")  # and "trials", only where it is asked for
+STAGES = ("runs", "measure", "fit", "judge")  # and "trials", only on request
 MOST_WORK = 32 * 1600  # width x layers x steps, from the 14th case of "slow" and of "unseen" on
 STDLIB = "stdlib"  # a corpus: the top modules of Python's standard library, about 4 MB of code
 SPARE = {"hidden_size": 32, "num_heads": 2, "sequence_length": 32, "batch_size": 16, "warmup": 0.1, "seed": 5}
-# what a review found called "fine": the first three at low rates, the last for a long run
+# settings that a review found to have the verdict "fine": three with low rates, and one long run
 REVIEWED = (
     {"placement": "pre_ln", "num_layers": 8, "hidden_size": 64, "learning_rate": 3.4e-4, "init": "recommended"},
     {"placement": "hybridnorm", "num_layers": 20, "learning_rate": 4.8e-4, "init": "recommended"},
@@ -68,13 +71,13 @@ LONG = {"placement": "hybridnorm", "num_layers": 14, "hidden_size": 128, "learni
 
 
 def cases(which: str) -> Iterator[dict[str, Any]]:
-    """The settings of a set's runs, always in the same order; "recommended" as it was when the first were run."""
+    """Yield the settings of the runs of a set, always in the same order. "recommended" has its original meaning."""
     for case in _cases(which):
         yield {**case, "init": init_of(case["placement"])} if case["init"] == "recommended" else case
 
 
 def init_of(placement: str) -> str:
-    """The initialiser that a placement named when the first runs were made; four have changed it since."""
+    """Return the initializer that a placement recommended for the first runs. Four placements have changed since."""
     from lamina.modeling.building import recommended
     from lamina.placements import resolve
 
@@ -131,7 +134,7 @@ def _drawn(which: str) -> Iterator[dict[str, Any]]:
 
 
 def _slow(which: str) -> Iterator[dict[str, Any]]:
-    """Low rates and long runs; ``unseen`` has other depths, a second corpus in half of its runs, another seed."""
+    """Yield low rates and long runs. ``unseen`` has other depths and seeds, and a second corpus in half of the runs."""
     draw, fitted = random.Random(f"preflight {which}"), which == "slow"
     for number in itertools.count():
         low, high = draw.choice(((-4.0, -3.0), (-3.3, -2.5), (-3.0, -1.5)))
@@ -155,7 +158,7 @@ def _slow(which: str) -> Iterator[dict[str, Any]]:
 
 
 def stdlib(folder: Path) -> str:
-    """A text file of the top modules of this Python's standard library, in the order of their names."""
+    """Write the top modules of Python's standard library to a text file, and return the file's path."""
     path = folder / f"python-{sys.version_info.major}.{sys.version_info.minor}.txt"
     sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     path.write_text("\n".join(source.read_text(encoding="utf-8", errors="replace") for source in sources))
@@ -163,7 +166,7 @@ def stdlib(folder: Path) -> str:
 
 
 def all_cases() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every case with its set, the sets taking turns."""
+    """Yield every case with the name of its set. The sets take turns."""
     waiting = {name: iter(list(itertools.islice(cases(name), count))) for name, count in SETS.items()}
     for turns in (TURNS, OLD_TURNS):
         ended: set[str] = set()
@@ -179,32 +182,30 @@ def all_cases() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def other_text() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Some of the studies' settings, drawn from those in runs.jsonl, with the second corpus and a seed of their own."""
+    """Yield random settings of the studies (from runs.jsonl) with the second corpus and a new seed."""
     settings = [r["case"] for r in read("runs.jsonl") if r["set"] in ("trials", "other depths")]
     for case in random.Random("preflight other text").sample(settings, min(OTHER_TEXT, len(settings))):
         yield "other text", {**case, "corpus": STDLIB, "seed": 6}
 
 
 def key_of(case: dict[str, Any]) -> str:
-    """A case's identity: its settings, sorted."""
     return json.dumps(case, sort_keys=True)
 
 
 def read(name: str) -> list[dict[str, Any]]:
-    """The lines of a results file; none where it isn't there yet."""
+    """Return the records of a results file, or [] if the file does not exist yet."""
     path = FOLDER / name
     return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
 
 def append(name: str, record: dict[str, Any]) -> None:
-    """Add a line in one write, so that several processes may."""
+    """Append a line in one write, so that several processes can append at the same time."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     with (FOLDER / name).open("ab", buffering=0) as file:
         file.write(f"{json.dumps(record)}\n".encode())
 
 
 def train(case: dict[str, Any]) -> dict[str, Any]:
-    """A real run: its status, losses and the records that a label is made of."""
     from lamina.training.pretrain import pretrain
 
     folder = Path(tempfile.mkdtemp(prefix="preflight-"))
@@ -226,12 +227,11 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def located(case: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The case with the path of its corpus, where that is one that this script writes."""
     return {**case, "corpus": stdlib(folder)} if case.get("corpus") == STDLIB else case
 
 
 def measure(case: dict[str, Any]) -> dict[str, Any]:
-    """The burn-in of a case, as `lamina preflight` does it: the features at every measurement from the middle on."""
+    """Do the burn-in of a case as `lamina preflight` does, and return the features of the measurements."""
     import torch
 
     from lamina.data.packed import prepare_blocks
@@ -239,7 +239,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     from lamina.preflights.planned_runs import burn_in_of
     from lamina.preflights.verdict import Features, features
 
-    def open_question(numbers: Features) -> bool:  # wider than what any fitted rule would go on for
+    def open_question(numbers: Features) -> bool:  # continue longer than any fitted rule would
         return numbers.excess > -0.25 and not (numbers.jacobian < -4 and numbers.context < 0.01)
 
     torch.set_num_threads(1)
@@ -255,7 +255,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def work_off(name: str, todo: list[tuple[str, dict[str, Any]]], act: Callable[..., Any], jobs: int) -> None:
-    """Do the cases that are not in a results file yet, ``jobs`` at a time, a line for each as it ends."""
+    """Process the cases that a results file lacks, with ``jobs`` processes. Print a line for each finished case."""
     done = {key_of(record["case"]) for record in read(name)}
     todo = [(which, case) for which, case in todo if key_of(case) not in done]
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -267,7 +267,6 @@ def work_off(name: str, todo: list[tuple[str, dict[str, Any]]], act: Callable[..
 
 
 def add_trials(store: Path) -> None:
-    """Add the runs of a store's trials to runs.jsonl, those that are not there yet."""
     done = {key_of(record["case"]) for record in read("runs.jsonl")}
     new = [run for run in trial_runs(store) if key_of(run["case"]) not in done]
     for run in new:
@@ -284,14 +283,13 @@ class _Act:
 
 
 def main() -> None:
-    """Run the stages asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "stages", nargs="*", choices=[*STAGES, "trials", []], help="default: the first four, in this order"
+        "stages", nargs="*", choices=[*STAGES, "trials", []], help="stages (default: the first four, in this order)"
     )
-    parser.add_argument("--jobs", type=int, default=1, help="processes, a thread each")
-    parser.add_argument("--store", type=Path, help="of `trials`: the folder with the trials of `lamina study run`")
-    parser.add_argument("--most", type=int, help="cases to train at most, those that are there included")
+    parser.add_argument("--jobs", type=int, default=1, help="number of processes, with one thread each")
+    parser.add_argument("--store", type=Path, help="for `trials`: folder with the trials of `lamina study run`")
+    parser.add_argument("--most", type=int, help="maximum number of cases, including cases that already have a run")
     options = parser.parse_args()
     stages = options.stages or STAGES
     if "trials" in stages:
@@ -319,9 +317,9 @@ NANO_WIDTH = 48
 
 
 def trial_runs(store: Path) -> Iterator[dict[str, Any]]:
-    """The pretraining trials of a store as lines of runs.jsonl, one per setting, in the order of their settings.
+    """Yield the pretraining trials of a store as lines of runs.jsonl, one per setting, sorted by setting.
 
-    Left out: trials that have not ended, and those with a setting that `lamina preflight` does not have.
+    Unfinished trials are left out, and also trials with a setting that `lamina preflight` does not have.
     """
     lowest: dict[str, tuple[int, dict[str, Any], Path]] = {}
     for folder in sorted(path.parent for path in store.glob("*/trial.json")):
@@ -336,7 +334,7 @@ def trial_runs(store: Path) -> Iterator[dict[str, Any]]:
 
 
 def case_of(folder: Path) -> dict[str, Any] | None:
-    """The settings of a trial that ended, as far as they are no defaults; None where `preflight` can't have them."""
+    """Return the changed settings of a finished trial, or None if `lamina preflight` does not support the settings."""
     if json.loads((folder / "trial.json").read_text())["job"] != "pretrain":
         return None
     result = read_result(folder)
@@ -356,7 +354,6 @@ def case_of(folder: Path) -> dict[str, Any] | None:
 
 
 def result_of(folder: Path) -> dict[str, Any]:
-    """What the calibration keeps of a run."""
     result = json.loads((folder / "result.json").read_text())
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {name: result.get(name) for name in KEPT} | {

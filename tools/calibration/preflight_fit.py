@@ -1,4 +1,4 @@
-"""From recorded runs and burn-ins to the rules' numbers, and to the tables of docs/evidence/preflight.md."""
+"""Fit the rules of `lamina preflight` on recorded runs and burn-ins, and make tables for docs/evidence/preflight.md."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ START, END = "<!-- the tables: tools/calibration/preflight_calibration.py judge 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """A case: what its run came to and what its burn-in measured, at every measurement."""
+    """A case with the outcome of the run, and the features of every measurement in the burn-in."""
 
     number: int
     set: str
@@ -59,23 +59,22 @@ class Record:
     courses: list[Features]
 
     def last(self, fitted: dict[str, Any]) -> Features:
-        """What `lamina preflight` would judge: the burn-in's end, or a later measurement while that is open."""
-        for seen in self.courses[1:]:  # the first is halfway
+        """Return the features that `lamina preflight` would judge: the first decisive measurement, or the last one."""
+        for seen in self.courses[1:]:  # the first measurement is in the middle of the burn-in
             if verdict_of(seen, fitted) in ("fine", "will not train"):
                 return seen
         return self.courses[-1]
 
     def verdict(self, fitted: dict[str, Any]) -> VerdictWord:
-        """What `lamina preflight` says."""
         return verdict_of(self.last(fitted), fitted)
 
     def spent(self, step: float) -> float:
-        """The share of the run's learning rates that its first steps had."""
+        """Return the sum of the learning rates up to a step, as a fraction of the sum over the whole run."""
         run = PretrainSettings(steps=self.case["steps"], warmup=self.case["warmup"])
         return rates_until(run, math.ceil(step)) / rates_until(run, run.steps)
 
     def shown(self, margin: float) -> float:
-        """The share of its rates by which the run's evaluations were a margin and two errors below; else infinite."""
+        """Return the fraction of summed learning rates after which the loss was clearly below the unigram entropy."""
         border, before = -margin - CLEAR * TYPICAL_ERROR, (0, math.inf)
         for step, excess in self.evaluations:
             if excess < border:
@@ -88,10 +87,10 @@ class Record:
 
 
 def records(runs: list[dict[str, Any]], measured: list[dict[str, Any]]) -> Iterator[Record]:
-    """Runs joined with their burn-ins; one that has none yet, or was too short to tell by its status, is left out."""
+    """Yield runs with their burn-ins. Runs without a burn-in, and runs that were too short to tell, are left out."""
     courses = {json.dumps(m["case"], sort_keys=True): m["result"]["features"] for m in measured}
     for number, run in enumerate(runs):
-        if run["result"]["status"] == "short":  # it says that nobody can tell
+        if run["result"]["status"] == "short":  # too short to tell
             continue
         result, key = run["result"], json.dumps(run["case"], sort_keys=True)
         if key in courses:
@@ -110,16 +109,16 @@ def records(runs: list[dict[str, Any]], measured: list[dict[str, Any]]) -> Itera
 
 
 def _features(course: dict[str, Any]) -> Features:
-    known = Features.__dataclass_fields__  # older measurements hold more, and count layers, which no rule uses, from 1
+    known = Features.__dataclass_fields__  # older measurements have more fields
     return Features(**{n: math.nan if value is None else value for n, value in course.items() if n in known})
 
 
 def outcome(result: dict[str, Any]) -> str:
-    """What a run came to.
+    """Return the outcome of a run.
 
-    "did not train": its status is stuck, diverged or failed. "trained badly": it finished, but less than 0.05 nats
-    beyond the border to stuck, or its loss rose by more than 0.5 nats above its best, or it ended more than 0.1 nats
-    above its best evaluation.
+    "did not train": the status is stuck, diverged or failed. "trained badly": the run finished, but the loss was less
+    than 0.05 nats below the border to stuck, rose by more than 0.5 nats above its minimum, or ended more than 0.1 nats
+    above the best evaluation.
     """
     if result["status"] != "finished":
         return "did not train"
@@ -132,7 +131,6 @@ def outcome(result: dict[str, Any]) -> str:
 
 
 def fit(runs: list[dict[str, Any]], measured: list[dict[str, Any]]) -> None:
-    """Fit the rules on the sets of FITTED, and write calibration.json."""
     known = [r for r in records(runs, measured) if r.set in FITTED]
     collapse = fit_collapse(known)
     fitted: dict[str, Any] = {"bands": [0.25, 0.75], "collapse": collapse, "evidence": fit_evidence(known)}
@@ -153,10 +151,10 @@ def fit(runs: list[dict[str, Any]], measured: list[dict[str, Any]]) -> None:
 
 
 def fit_collapse(known: list[Record]) -> dict[str, float]:
-    """The gain below which no run trained whose input was worth next to nothing, with room on both sides.
+    """Fit the gain below which no run trained, among runs in which the context reduces the loss by almost nothing.
 
-    The border stands halfway between the smallest gain of one that trained and the next smaller one of those that did
-    not, at 1e-3 at most: Adam evens out three orders of magnitude, and such runs were seen to come back.
+    The border lies halfway between the smallest gain of a run that trained and the next smaller gain of a run that did
+    not train, but at 1e-3 at most. Adam evens out three orders of magnitude, and some runs above this border recovered.
     """
     limit = 0.002
     ends = [(_end(r), r) for r in known]
@@ -167,10 +165,10 @@ def fit_collapse(known: list[Record]) -> dict[str, float]:
 
 
 def fit_evidence(known: list[Record]) -> dict[str, float]:
-    """How far below a constant prediction's the held-out loss has to be, beside two standard errors of it.
+    """Fit how far the held-out loss must lie below a constant prediction's loss, in addition to two standard errors.
 
-    One hundredth of a nat more than any run was, in any measurement, that did not train after all. Those that ended
-    within 0.03 nats of the border to stuck are left out: they were learning.
+    The margin is 0.01 nats larger than the largest value in any measurement of a run that did not train. Runs near the
+    border to stuck (0.03 nats) are left out, because these runs were learning.
     """
     lost = [r for r in known if r.outcome == "did not train" and r.excess > SOFTNESS - MARGIN]
     failed = [seen for r in lost for seen in r.courses if seen.finite]
@@ -179,10 +177,11 @@ def fit_evidence(known: list[Record]) -> dict[str, float]:
 
 
 def fit_deciding(known: list[Record], fitted: dict[str, Any]) -> dict[str, float]:
-    """When a run that trains shows it, in four of five measurements that did not show it yet.
+    """Fit when a run that trains shows this, as the 0.8 quantile over measurements that did not show it yet.
 
-    ``slowing``: by how much longer than at the pace measured it took, where the loss was still falling; ``times``: the
-    summed rates by then over those at the measurement, where it had come close to a constant prediction's.
+    ``slowing``: the actual wait divided by the wait at the measured pace, if the loss was still falling.
+    ``times``: the summed learning rates at that time, divided by the sum at the measurement, if the loss was near a
+    constant prediction's loss.
     """
     margin = fitted["evidence"]["margin"]
     slowing, times = [], []
@@ -196,7 +195,7 @@ def fit_deciding(known: list[Record], fitted: dict[str, Any]) -> dict[str, float
 
 
 def _open(known: list[Record], fitted: dict[str, Any]) -> Iterator[tuple[Record, Features]]:
-    """The measurements, from the burn-in's end on, of runs that trained, at which it did not show yet."""
+    """Yield the measurements of runs that trained, from the end of the burn-in until the run clearly learned."""
     for record in known:
         shown = record.shown(fitted["evidence"]["margin"])
         if record.outcome != "did not train" and math.isfinite(shown):
@@ -210,9 +209,9 @@ def _end(record: Record) -> Features:
 
 
 def fit_progress(known: list[Record], collapse: dict[str, float]) -> dict[str, Any]:
-    """A logistic regression, penalized and with the signs that the features must have, on every measurement.
+    """Fit a penalized logistic regression on all measurements. The sign of each coefficient is fixed.
 
-    The target is soft: a run that ended on the border to stuck counts half, one 0.03 nats off it three quarters or one.
+    The target is soft: 0.5 for a run that ended on the border to stuck, and 0.27 or 0.73 for a run 0.03 nats away.
     """
     rows, targets, weights = [], [], []
     for record in known:
@@ -241,7 +240,7 @@ def fit_progress(known: list[Record], collapse: dict[str, float]) -> dict[str, A
 
 
 def judge(runs: list[dict[str, Any]], measured: list[dict[str, Any]]) -> None:
-    """Count verdicts against outcomes for each set, and write judged.json, tables.md and the page's tables."""
+    """Count the verdicts for each outcome and set. Write judged.json, tables.md and the tables on the page."""
     made = judged(runs, measured, json.loads(TARGET.read_text()))
     JUDGED.write_text(json.dumps(made, indent=2) + "\n")
     text = PAGE.read_text()
@@ -252,7 +251,7 @@ def judge(runs: list[dict[str, Any]], measured: list[dict[str, Any]]) -> None:
 
 
 def judged(runs: list[dict[str, Any]], measured: list[dict[str, Any]], fitted: dict[str, Any]) -> dict[str, Any]:
-    """The confusion of each set, how often verdicts were right by group, and the runs that were called wrongly."""
+    """Return the counts for each set, the right verdicts for each group, and the runs with a wrong verdict."""
     known = list(records(runs, measured))
     unseen = [r for r in known if r.set in JUDGED_ON]
     sets = {name: [r for r in known if r.set == name] for name in (*JUDGED_ON, *FITTED)}
@@ -268,7 +267,7 @@ def judged(runs: list[dict[str, Any]], measured: list[dict[str, Any]], fitted: d
 
 
 def beside_trivial_rules(known: list[Record], fitted: dict[str, Any]) -> dict[str, Any]:
-    """The verdicts and two rules that need no burn-in, by group of the runs that nothing was fitted on."""
+    """Compare the verdicts with two rules that need no burn-in, for each group of runs that were not fitted."""
     seen = [r for r in known if r.set in FITTED]
     unseen = [r for r in known if r.set in JUDGED_ON]
     chosen = {name: [r for r in unseen if group(r)] for name, group in GROUPS.items()}
@@ -276,7 +275,7 @@ def beside_trivial_rules(known: list[Record], fitted: dict[str, Any]) -> dict[st
     return {"rates": list(rate_bounds(seen)), "groups": groups}
 
 
-LOOKED_AT = 114  # runs that there were when the form of the rules was chosen
+LOOKED_AT = 114  # number of runs at the time when the form of the rules was chosen
 WRONG = (("fine", False), ("will not train", True))
 GROUPS: dict[str, Callable[[Record], bool]] = {
     "all that were not fitted on": lambda record: True,
@@ -303,7 +302,6 @@ GROUP_TITLES = {  # where the records' names are too short for a page
 
 
 def confusion(known: list[Record], fitted: dict[str, Any]) -> dict[str, dict[VerdictWord, int]]:
-    """How many runs of each outcome got each verdict."""
     counts = {o: dict.fromkeys(VERDICTS, 0) for o in OUTCOMES}
     for record in known:
         counts[record.outcome][record.verdict(fitted)] += 1
@@ -311,7 +309,7 @@ def confusion(known: list[Record], fitted: dict[str, Any]) -> dict[str, dict[Ver
 
 
 def counts(known: list[Record], fitted: dict[str, Any]) -> dict[str, Any]:
-    """[right, of how many] of the verdicts and of two trivial rules, with 95 % intervals; how many were left open."""
+    """Count right verdicts and the right answers of a trivial rule, with 95 % intervals. Also count undecided runs."""
     said = [(record.verdict(fitted), record.outcome) for record in known]
     below = [record.outcome for record in known if record.courses[min(1, len(record.courses) - 1)].excess < 0]
     fine = [outcome for verdict, outcome in said if verdict == "fine"]
@@ -329,7 +327,7 @@ def counts(known: list[Record], fitted: dict[str, Any]) -> dict[str, Any]:
 
 
 def share(right: int, number: int) -> list[Any]:
-    """[right, number, low, high]: with Wilson's 95 % interval of the share; none where the number is 0."""
+    """Return [right, number, low, high]. ``low`` and ``high`` are Wilson's 95 % interval (None if the number is 0)."""
     if not number:
         return [0, 0, None, None]
     z, p = 1.96, right / number
@@ -339,7 +337,7 @@ def share(right: int, number: int) -> list[Any]:
 
 
 def deciding(known: list[Record], fitted: dict[str, Any]) -> dict[str, int]:
-    """Of the undecided runs: those told a step before their last, those that trained, and had shown it by that step."""
+    """Count the undecided runs, the runs with a deciding step, and the runs that had learned by the deciding step."""
     margin, found = fitted["evidence"]["margin"], {"undecided": 0, "told a step": 0, "trained": 0, "shown by it": 0}
     for record in known:
         if record.verdict(fitted) == "undecided":
@@ -353,7 +351,6 @@ def deciding(known: list[Record], fitted: dict[str, Any]) -> dict[str, int]:
 
 
 def told(record: Record, fitted: dict[str, Any]) -> dict[str, Any]:
-    """A run's settings, its verdict and what it came to."""
     names = ("placement", "num_layers", "hidden_size", "init", "learning_rate", "warmup", "steps")
     return {name: record.case[name] for name in names} | {
         "verdict": record.verdict(fitted),
@@ -367,7 +364,7 @@ LOST = "did not train"
 
 
 def rules(known: Sequence[Record]) -> dict[str, Rule]:
-    """The two rules by name: each says whether a run trains."""
+    """Return the two trivial rules by name. Each rule predicts whether a run trains."""
     low, high = rate_bounds(known)
     chances = shares_by_name(known)
     overall = sum(trains(r) for r in known) / max(len(known), 1)
@@ -378,24 +375,21 @@ def rules(known: Sequence[Record]) -> dict[str, Rule]:
 
 
 def trains(record: Record) -> bool:
-    """Whether the run trained, well or badly."""
     return record.outcome != LOST
 
 
 def name_of(record: Record) -> str:
-    """The placement without its options."""
     return record.case["placement"].partition("(")[0]
 
 
 def rate_bounds(known: Sequence[Record]) -> tuple[float, float]:
-    """The interval of learning rates that calls most of the runs rightly; of equals the first."""
+    """Return the first interval of learning rates that predicts the largest number of outcomes correctly."""
     rates = sorted({r.case["learning_rate"] for r in known})
     pairs = itertools.combinations_with_replacement(rates, 2)
     return max(pairs, key=lambda pair: sum((pair[0] <= r.case["learning_rate"] <= pair[1]) == trains(r) for r in known))
 
 
 def shares_by_name(known: Sequence[Record]) -> dict[str, float]:
-    """By placement the share of its runs that trained."""
     by_name: dict[str, list[bool]] = defaultdict(list)
     for record in known:
         by_name[name_of(record)].append(trains(record))
@@ -403,7 +397,7 @@ def shares_by_name(known: Sequence[Record]) -> dict[str, float]:
 
 
 def compared(unseen: Sequence[Record], known: Sequence[Record], verdict: Callable[[Record], str]) -> dict[str, Any]:
-    """[right, of how many] of the rules on all runs and on those that the preflight decides, and of the preflight."""
+    """Count the right answers of the preflight and the rules, on all runs and on runs that the preflight decides."""
     decided = [r for r in unseen if verdict(r) in ("fine", "will not train")]
     made: dict[str, Any] = {
         "runs": len(unseen),

@@ -1,4 +1,4 @@
-"""The page of `lamina compare`: placements side by side."""
+"""Write the page of `lamina compare`, with the placements side by side."""
 
 from __future__ import annotations
 

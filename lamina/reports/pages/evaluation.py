@@ -34,7 +34,6 @@ from lamina.reports.tables import (
 
 @report_of(Kind.EVALUATION, needs="evaluation")
 def evaluation_report(folder: Path) -> Path:
-    """Write ``folder/report.html`` from the folder's result.json and results.csv."""
     result, rows = read_json(folder / RESULT), rows_of(pd.read_csv(folder / RESULTS))
     printed, models, units = result["table"], result["models"], result["units"]
     color = colors([line["arm"] for line in printed["lines"]])
@@ -130,7 +129,6 @@ _BARS = (
 
 
 def _paired(rows: list[Json]) -> str:
-    """Return the table of differences from the first model, or "" for a single model."""
     if not rows:
         return ""
     about = (
@@ -171,7 +169,6 @@ def _scores(printed: Json, color: dict[str, str]) -> str:
 
 
 def _bars(printed: Json, color: dict[str, str]) -> Figure | None:
-    """Draw the shares as groups of bars, or return None if the table has no shares."""
     scored = [at for at, share in enumerate(printed["shares"]) if share]
     if not scored:
         return None

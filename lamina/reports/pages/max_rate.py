@@ -122,7 +122,6 @@ def spread(row: Row) -> str:
 
 
 def notices(rows: Sequence[Json]) -> list[str]:
-    """Return the warnings to read first, as plain text."""
     texts = []
     if beyond := [row["placement"] for row in rows if row["open"]]:
         texts.append(

@@ -117,12 +117,10 @@ _BURN_IN = (
 
 
 def label_of(placement: str, rate: float, rows: Frame) -> str:
-    """Return the name of the placement. If the runs have several learning rates, add the learning rate."""
     return placement if rows["learning_rate"].nunique() == 1 else f"{placement} at {rate:g}"
 
 
 def _verdicts(records: list[Json], labels: list[str], color: Mapping[str, str]) -> str:
-    """Return a table of verdicts, followed by each run's reason and advice."""
     reasons, cited = [], set()
     order = sorted(zip(records, labels, strict=True), key=lambda pair: pair[0]["chance"])
     for row, label in order:

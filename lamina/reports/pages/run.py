@@ -15,7 +15,6 @@ from lamina.reports.sentences import headline
 
 @report_of(Kind.RUN)
 def run_report(folder: Path) -> Path:
-    """Write ``folder/report.html`` of a single run, with the sections of a study's report that apply to a run."""
     study = read_run(folder, failing_step(folder))
     summary, items, color = sections.prepare(study)
     row = rows_of(study.results)[0]

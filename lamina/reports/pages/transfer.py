@@ -54,7 +54,6 @@ def transfer_report(folder: Path) -> Path:
 
 
 def headline(summary: Row) -> str:
-    """Return the finding in one line: the learning rate for the target width."""
     rate = summary["learning_rate"]
     found = "no learning rate finished on the proxy" if rate is None else f"train at a learning rate of {rate:g}"
     return f"{summary['placement']}, width {summary['target_width']}: {found}"

@@ -140,7 +140,7 @@ def test_stages_that_do_not_fit_are_refused_or_told(tmp_path):
     train(tmp_path, steps=6, ends=4)
     told = " ".join(lamina.diagnose(tmp_path).sentences)
     assert "stage-0 (layers 0-1, steps 1 to 4), stage-1 (layers 2-3, steps 1 to 6)" in told
-    assert "records of different steps" in told
+    assert "last recorded steps of the stages differ" in told
     shutil.copytree(tmp_path / "stage-1", tmp_path / "another")
     for read in (lamina.diagnose, lamina.report):
         with pytest.raises(UserError, match=r"'another' and 'stage-1' in .* both have layer 2-3"):
