@@ -140,13 +140,13 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_no_setting_takes_a_value_without_meaning(folder):
-    assert made() == parts()[0]
+    assert made() == parts()[0], "run python tests/test_refusals.py"
     assert {path.name for path in folder.iterdir()} == set(FILES), "a refused command leaves nothing behind"
 
 
 @pytest.mark.parametrize("command", parts()[1])
 def test_what_is_said_to_a_command_that_cannot_be(folder, command):
-    assert said(shlex.split(command)[1:]) == parts()[1][command]
+    assert said(shlex.split(command)[1:]) == parts()[1][command], "run python tests/test_refusals.py"
     assert {path.name for path in folder.iterdir()} == set(FILES)
 
 

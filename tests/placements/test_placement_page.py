@@ -16,6 +16,7 @@ SECTIONS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | 
 def test_a_placement_has_its_heading_equation_code_and_picture(name, capsys):
     slugify = pytest.importorskip("markdown.extensions.toc").slugify
     placement = get(name)
+    assert placement.heading in SECTIONS, "run python docs/placement_sections.py"
     section = SECTIONS[placement.heading]
     assert "\n".join(placement.equation) in section
     assert f'lamina.build(config, "{name}")' in section
@@ -28,7 +29,7 @@ def test_a_placement_has_its_heading_equation_code_and_picture(name, capsys):
 def test_the_pictures_are_up_to_date():
     pictures = loaded("docs/placement_sections.py").pictures()
     assert {path.name for path in pictures} == {path.name for path in (ROOT / "docs" / "placements").iterdir()}
-    assert all(path.read_text("utf-8") == text for path, text in pictures.items()), "run make pictures"
+    assert all(path.read_text("utf-8") == text for path, text in pictures.items()), "run docs/placement_sections.py"
 
 
 def test_fusenorm_is_found_by_the_name_of_its_paper():

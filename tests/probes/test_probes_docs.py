@@ -25,6 +25,16 @@ def test_every_probe_has_its_heading_and_no_other():
     assert sorted(name for heading in headings for name in heading.split(", ")) == list(listed())
 
 
+@pytest.mark.parametrize("name", listed())
+def test_every_probe_has_a_test_of_its_own(name):
+    """Of its numbers: a file of this folder, besides those of all probes, names it."""
+    of_all = {Path(__file__).name, "test_engine.py", "test_proof.py", "tiny.py"}
+    files = [path for path in Path(__file__).parent.glob("*.py") if path.name not in of_all]
+    assert any(re.search(rf"[\"'.( ]{name}\b", path.read_text(encoding="utf-8")) for path in files), (
+        f"prove the numbers of {name} in tests/probes, against its formula"
+    )
+
+
 def test_the_python_example_runs():
     names: dict = {}
     exec(re.findall(r"```python\n(.*?)```", INSPECT, re.S)[0], names)
