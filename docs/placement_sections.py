@@ -56,6 +56,8 @@ def linked(source: str) -> str:
 
 def _evidence(name: str) -> str:
     pages = trained().get(name, ())
+    if len(pages) == len(PAPERS):
+        return "[all results](evidence.md#which-placement-is-better)"
     links = [f"[{page}](results/{page}.md)" for paper, (page, *_) in PAPERS.items() if paper in pages]
     return ", ".join(links)
 

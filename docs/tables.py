@@ -229,7 +229,7 @@ def front_page_table() -> str:
         [
             *lines,
             "",
-            "Losses are in nats per byte on held-out text. Each model has 32 blocks of width 48 (0.9M parameters) and "
+            "Losses are in nats per byte. Each model has 32 blocks of width 48 (0.9M parameters) and "
             f"trains for 400 steps, with {first['fusenorm']['seeds']} seeds ([evidence](results/ours.md#front-page)).",
         ]
     )

@@ -170,7 +170,7 @@ def counts(verdicts: Sequence[Json]) -> list[str]:
     """Count the main claims by verdict, in a table. Each counts once, at the scale where it was decided."""
     words = [verdict(one) for one in best(filter(is_whole, verdicts))]
     counted = [[word, str(words.count(word))] for word in dict.fromkeys(IN_WORDS.values()) if word in words]
-    return [table(["verdict", "main claims:"], [*counted, ["all", str(len(words))]])] if words else []
+    return [table(["verdict", "main claims:"], counted)] if words else []
 
 
 def sentence(note: str) -> str:
