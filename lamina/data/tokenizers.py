@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 BYTES = "bytes"
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST_BPE = 257
+_MOST_BYTES = 512  # rows of the embedding of a model of bytes, with room for special tokens and padding
 EVAL_FRACTION = 0.05
 _ALLOWED = (
     f"bytes, bpe:SIZE with SIZE >= {SMALLEST_BPE}, or a transformers tokenizer (a name, a folder or a tokenizer.json)"
@@ -50,6 +51,16 @@ def validate_spec(spec: str) -> None:
 def is_trained(spec: str) -> bool:
     """Return whether a name stands for a tokenizer that Lamina trains on the corpus."""
     return spec == "bpe" or spec.startswith("bpe:")
+
+
+def not_bytes(spec: str | None, rows: int | None) -> str:
+    """Return a warning if ``spec`` is "bytes" and the model's embedding has too many rows for bytes, or ""."""
+    if spec != BYTES or rows is None or rows <= _MOST_BYTES:
+        return ""
+    return (
+        f"The tokenizer 'bytes' gives ids up to 256, but the model's vocabulary has {rows} tokens. If the model was "
+        "not trained on bytes, the results mean nothing. Name the model's tokenizer with --tokenizer."
+    )
 
 
 def load_tokenizer(

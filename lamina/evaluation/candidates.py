@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lamina.core.values import real_path
-from lamina.data.tokenizers import load_tokenizer
+from lamina.data.tokenizers import load_tokenizer, not_bytes
 from lamina.errors import UserError, renamed_setting
 from lamina.evaluation.settings import EvalSettings
 from lamina.jobs.files import read_config, read_result
@@ -19,6 +20,8 @@ from lamina.jobs.names import CONFIG, MANIFEST, RESULT
 from lamina.jobs.seals import refuse_altered
 from lamina.jobs.status import Status
 from lamina.modeling.checkpoint import config_of, load, tokenizer_of
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +148,8 @@ def load_candidate(path: str, settings: EvalSettings, device: str) -> tuple[PreT
     if loaded.notes:
         raise UserError(f"models: {path!r}: {loaded.notes[0]}. Choose a checkpoint with all its weights.")
     tokenizer = _tokenizer(loaded.tokenizer, path, settings)
+    if warning := not_bytes(settings.tokenizer, model.get_input_embeddings().get_parameter("weight").shape[0]):
+        logger.warning(warning)
     return model, tokenizer
 
 
