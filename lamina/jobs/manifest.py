@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import os
+import shlex
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -148,13 +149,18 @@ def model_folder(path: str | Path) -> Path:
 
 
 def how_to_load(folder: str | Path) -> str:
-    """Return two lines: a saved model's folder and class, and the Python code that loads the model."""
+    """Return lines on a saved model: its folder and class, the Python code that loads it, and how to serve it.
+
+    Only a decoder of transformers has the line on serving, because vLLM has no code for Lamina's models.
+    """
     config = json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
     name = str((config.get("architectures") or [""])[0])
     auto = f"AutoModelFor{name.partition('For')[2] or 'CausalLM'}"
     modules = "lamina, transformers" if config.get("model_type") == "lamina" else "transformers"
     loads = f"import {modules}; model = transformers.{auto}.from_pretrained({str(folder)!r})"
-    return f"the model: {folder} ({name})\nto load it: {loads}"
+    standard = name.endswith("ForCausalLM") and modules == "transformers"
+    serves = f"to serve it without Lamina (not tested): vllm serve {shlex.quote(str(folder))}\n" if standard else ""
+    return f"the model: {folder} ({name})\n{serves}to load it: {loads}"
 
 
 def content_hash(path: str | Path) -> str:
