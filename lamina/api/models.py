@@ -261,26 +261,30 @@ def prune(
         UserError: (a ValueError) for a model or a text that can't be read, layers that the model does not have, or an
             output folder with files.
     """
-    if (by is None) == (not layers) or (by is None) != (drop is None):
-        raise UserError("layers: give either layers, or both by and drop.")
     source, folder = path("model", model), Path(path("output", output))
-    if drop is not None:
-        whole_number("drop", drop)
-    if by is not None:
-        from lamina.probes.engine.registry import check_probes
+    if by is None and not layers:
+        raise UserError("layers: none given. Add --layers LIST, or --by MEASURE and --drop N.")
+    if by is not None and layers:
+        raise UserError("layers: you gave layers and a measure. Give --layers LIST, or --by MEASURE and --drop N.")
+    if by is not None and drop is None:
+        raise UserError(f"drop: the number of layers to remove by {by!r} is missing. Add --drop N.")
+    if by is None and drop is not None:
+        raise UserError(f"drop: {drop} has no effect without a measure. Add --by MEASURE, or leave out --drop.")
+    from lamina.surgery.layer_lists import layers_of, measure_of
 
-        check_probes(text("by", by).rpartition(".")[0] or by)
+    if by is not None:
+        whole_number("drop", drop)
+        measure_of(text("by", by))
     if not isinstance(layers, str | list | tuple):
         raise UserError(f"layers: {layers!r}. Give a list of layers, or a text such as 3,5-7.")
-    from lamina.surgery.layer_lists import layers_of
-
     numbers = layers_of(layers) if isinstance(layers, str) else [whole_number("layers", layer, 0) for layer in layers]
-    source = source_beside("model", source, folder, overwrite=overwrite)
     from lamina.probes.engine.probe_settings import ProbeSettings
-    from lamina.surgery.prune import prune as run
 
     settings = ProbeSettings.from_dict(text_settings)
     settings.check_names()
+    source = source_beside("model", source, folder, overwrite=overwrite)
+    from lamina.surgery.prune import prune as run
+
     return run(source, folder, settings, layers=numbers, by=by, drop=drop or 0, overwrite=overwrite)
 
 
@@ -309,14 +313,15 @@ def graft(
         UserError: (a ValueError) for a model, a placement or a text that can't be read, a module whose weights Lamina
             can't rescale, or an output folder with files.
     """
-    folder = Path(path("output", output))
-    source = source_beside("model", path("model", model), folder, overwrite=overwrite)
+    folder, source = Path(path("output", output)), path("model", model)
     check_spec(placement)
     from lamina.probes.engine.probe_settings import ProbeSettings
-    from lamina.surgery.graft import graft as run
 
     settings = ProbeSettings.from_dict(text_settings)
     settings.check_names()
+    source = source_beside("model", source, folder, overwrite=overwrite)
+    from lamina.surgery.graft import graft as run
+
     return run(source, folder, settings, placement=placement, overwrite=overwrite)
 
 

@@ -43,5 +43,14 @@ def run(argv: list[str]) -> int:
     show(f"parameters: {record['parameters_before']:,} -> {record['parameters']:,}")
     text = f"{record['tokens']:,} tokens of {options['corpus']!r}"
     show(f"loss on {text}: {record['loss_before']:.4f} -> {record['loss']:.4f} nats")
+    numbers = []
+    for layer in map(str, record["dropped"]):
+        if (value := record["measured"].get(layer)) is not None:
+            error = record["errors"][layer]
+            numbers.append(f"layer {layer} {value:.3g}" + ("" if error is None else f" ± {error:.2g}"))
+    if numbers:
+        show(f"{options['by']}: {', '.join(numbers)}")
+    for note in record["notes"]:
+        show(f"note: {note}")
     show(how_to_load(output))
     return 0

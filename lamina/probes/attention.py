@@ -62,17 +62,17 @@ class Attention(Probe):
         self.sequences = check_most(self.name, "sequences", sequences)
 
     def cost(self, context: Context) -> float:
-        return 2.0 * context.tokens(context.most(self.sequences, _SEQUENCES))
+        return 2.0 * context.tokens(context.most_sequences(self.sequences, _SEQUENCES))
 
     def begin(self, context: Context) -> None:
         self._samples: dict[int, Running] = {}
         self._largest: dict[int, torch.Tensor] = {}
 
     def measured(self, context: Context) -> Sample:
-        return sample_of(context.first(context.most(self.sequences, _SEQUENCES)))
+        return sample_of(context.first(context.most_sequences(self.sequences, _SEQUENCES)))
 
     def finish(self, context: Context) -> pd.DataFrame:
-        batches = context.first(context.most(self.sequences, _SEQUENCES))
+        batches = context.first(context.most_sequences(self.sequences, _SEQUENCES))
         for number, inputs in enumerate(batches):
             context.progress(number, len(batches), self.name)
             self._add(context, context.on_device(inputs))

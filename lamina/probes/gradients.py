@@ -65,13 +65,13 @@ class Gradients(Probe):
         self.sequences = check_most(self.name, "sequences", sequences)
 
     def cost(self, context: Context) -> float:
-        return 3.5 * context.tokens(context.most(self.sequences, _SEQUENCES))
+        return 3.5 * context.tokens(context.most_sequences(self.sequences, _SEQUENCES))
 
     def begin(self, context: Context) -> None:
         context.check_head()
 
     def measured(self, context: Context) -> Sample:
-        return sample_of(context.first(context.most(self.sequences, _SEQUENCES)))
+        return sample_of(context.first(context.most_sequences(self.sequences, _SEQUENCES)))
 
     def finish(self, context: Context) -> pd.DataFrame:
         states = [_Moments() for _ in range(context.structure.num_layers + 1)]
@@ -91,7 +91,7 @@ class Gradients(Probe):
         with fresh_gradients(parameters.values()), torch.enable_grad():
             for parameter in parameters.values():
                 parameter.requires_grad_(True)
-            correction = _accumulate(context, states, context.first(context.most(self.sequences, _SEQUENCES)))
+            correction = _accumulate(context, states, context.first(context.most_sequences(self.sequences, _SEQUENCES)))
             for name, parameter in parameters.items():
                 moments = _Moments()
                 moments.add(parameter.grad, parameter.numel())

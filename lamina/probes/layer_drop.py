@@ -28,6 +28,7 @@ from lamina.probes.angular_distance import AngularDistance
 from lamina.probes.engine.context import Context
 from lamina.probes.engine.figures import Figure, chart
 from lamina.probes.engine.registry import Probe, Sample, check_most, probe, sample_of
+from lamina.probes.engine.statistics import free_layers, ranking, tied
 from lamina.probes.structure.hooks import (
     Args,
     Kwargs,
@@ -51,6 +52,7 @@ METRICS = ("loss", "perplexity")
 _MIN_SEQUENCES = 16
 _SEQUENCES = 4  # of a corpus, by default
 _PRECISION = 0.05  # likewise
+_MORE = 16  # times as much text, for a quarter of the standard error
 
 
 @probe
@@ -92,10 +94,11 @@ class LayerDrop(Probe):
     ``score``: a Python function from the model to a number, to use instead of the loss.
     ``higher_is_better``: whether a higher score is better.
     ``standard_error``: the target for the relative standard error of a loss increase (0 for all text). Lamina adds
-        text until every layer reaches the target. An increase below 0.1 nats counts as 0.1 nats. The default is 0 for
-        your own text, and 0.05 for a corpus.
+        text until every layer reaches the target. An increase below 0.1 nats counts as 0.1 nats. The default is the
+        setting tolerance. Without this setting, the default is 0.05 for a corpus if you set no number of sequences,
+        and otherwise 0.
     ``sequences``: the largest number of sequences for the loss (0 for all). The default is all of your own text, or 4
-        sequences of a corpus.
+        sequences of a corpus. If you set the number of sequences or the tolerance for all probes, the default is all.
     """
 
     name = "layer_drop"
@@ -133,13 +136,14 @@ class LayerDrop(Probe):
             number("standard_error", standard_error, 0, 1, open_high=True)
         self.sequences = check_most(self.name, "sequences", sequences)
         self._read: list[Mapping[str, torch.Tensor]] = []
+        self._guessing, self._remedy = "", ""  # sentences about the text, once it is measured
         self.task: HarnessTask | SquadFile | None = None if squad is None else SquadFile(squad, limit=limit)
         if task is not None:
             folder = {"include_path": include_path, "run_code": switch("run_code", run_code)}
             self.task = HarnessTask(str(task), metric=task_metric, limit=limit, **folder)
 
     def cost(self, context: Context) -> float:
-        tokens = context.tokens(context.most(self.sequences, _SEQUENCES))
+        tokens = context.tokens(context.most_sequences(self.sequences, _SEQUENCES))
         return 0.8 * context.structure.num_layers * len(self.meanings) ** 0.5 * tokens
 
     def begin(self, context: Context) -> None:
@@ -178,8 +182,10 @@ class LayerDrop(Probe):
         dropped: dict[tuple[int, str], list[float]] = {(s, m): [] for s in starts for m in self.meanings}
         angles = AngularDistance()
         angles.begin(context)
-        batches = context.first(context.most(self.sequences, _SEQUENCES))
-        precision = self.tolerance if self.tolerance is not None else 0.0 if context.whole else _PRECISION
+        batches = context.first(context.most_sequences(self.sequences, _SEQUENCES))
+        counted = context.whole or context.requested or self.sequences is not None
+        standard = context.tolerance if context.tolerance is not None else 0.0 if counted else _PRECISION
+        precision = standard if self.tolerance is None else self.tolerance
         for done, batch in enumerate(batches):
             inputs = context.on_device(batch)
             losses_of = partial(context.token_losses, inputs)
@@ -199,6 +205,11 @@ class LayerDrop(Probe):
                 increases = [loss_increase(whole, losses) for losses in dropped.values()]
                 if all(error <= precision * max(abs(value), 0.1) for value, error in increases):
                     break
+        self._guessing = context.no_better_than_guessing(float(np.mean(whole)))
+        longer = context.whole and not context.requested and self.sequences is None
+        option = "the option sequences=" if self.sequences is not None else "--sequences "
+        more = "give a longer --corpus" if longer else f"add {option}{_MORE * len(whole)}"
+        self._remedy = f" To measure more text, {more}."
         rows: list[tuple] = []
         for metric in self.metrics:
             level, rise = (mean_loss, loss_increase) if metric == "loss" else (perplexity, perplexity_increase)
@@ -257,6 +268,8 @@ class LayerDrop(Probe):
             )
 
     def sentences(self, frame: Frame) -> Iterator[str]:
+        if self._guessing:
+            yield self._guessing
         harm = _harm(frame)
         harm = harm[harm["metric"] == harm["metric"].iloc[0]]
         metric = str(harm["metric"].iloc[0])
@@ -270,18 +283,58 @@ class LayerDrop(Probe):
             if not len(group):
                 yield f"The {_words(metric)} is NaN for every layer."
                 continue
-            least, most, size = group.iloc[0], group.iloc[-1], int(group["size"].iloc[0])
             meant = f" ({_MEANT[str(meaning)]})" if several else ""
-            if most["value"] - least["value"] < 1e-5 * abs(whole):
-                dropped = "any one layer" if size == 1 else f"any {size} layers in a row"
-                yield f"Removing {dropped} harms equally ({_words(metric)} {least['value']:.3g}{unit}){meant}."
-            else:
-                yield (
-                    f"Removing {_which(least['layer'], size)} harms least ({_words(metric)} {least['value']:.3g}{unit})"
-                    f", and removing {_which(most['layer'], size)} harms most ({most['value']:.3g}{unit}){meant}."
-                )
-            yield from _could_go(group, whole, unit) if size == 1 else []
+            yield self._least(group.set_index("layer"), metric, unit, meant, whole)
+            yield from _could_go(group, whole, unit) if int(group["size"].iloc[0]) == 1 else []
         yield from _agreement(frame, harm)
+
+    def _least(self, group: Frame, metric: str, unit: str, meant: str, whole: float) -> str:
+        """Name the layers that harm least and most, or the layers that the standard errors cannot tell apart."""
+        values, errors, size = group["value"], group["standard_error"], int(group["size"].iloc[0])
+        free = free_layers(values, errors) if metric.endswith("_increase") else []
+        first, most = ranking(values, errors, free)[0], values.idxmax()
+        others = tied(values, errors, [first], free)
+
+        def number(layer: int) -> str:
+            error = f" ± {errors[layer]:.2g}" if math.isfinite(errors[layer]) else ""
+            return f"{values[layer]:.3g}{error}{unit}"
+
+        text = f" on {group['tokens'].iloc[0]:,} tokens" if "tokens" in group else ""
+        worst = f"removing {_which(most, size)} harms most ({number(most)}){meant}"
+        if values[most] - values[first] < 1e-5 * abs(whole):
+            dropped = "any one layer" if size == 1 else f"any {size} layers in a row"
+            return f"Removing {dropped} harms equally ({_words(metric)} {number(first)}{text}){meant}."
+        if first in free:
+            names = f"layer {free[0]}" if len(free) == size == 1 else f"layers {ranges(free)}"
+            names = names if size == 1 else " and ".join(_which(layer, size) for layer in free)
+            verb = "is" if len(free) == size == 1 else "are"
+            return f"{names.capitalize()} {verb} free to remove: no loss changes{text}. In contrast, {worst}."
+        least = f"removing {_which(first, size)} harms least ({_words(metric)} {number(first)}{text})"
+        if others:
+            of = "Layers" if size == 1 else f"The blocks of {size} layers from layers"
+            names = f"{of} {ranges([first, *others])}"
+            return f"{names} cannot be told apart{text}: {least}, and {worst}.{self._remedy}"
+        unknown = f" The standard error of one sequence is unknown.{self._remedy}" * math.isinf(errors[first])
+        return f"{least[0].upper()}{least[1:]}, and {worst}.{unknown}"
+
+
+def _could_go(group: Frame, whole: float, unit: str) -> list[str]:
+    """Name the layers whose removal costs less than 1 % of the whole model's value or two standard errors."""
+    errors = group["standard_error"].replace(math.inf, math.nan)  # of one sequence it is unknown
+    border = (2 * errors.fillna(0.0)).clip(lower=0.01 * abs(whole))
+    harmless = group[group["value"] < border]
+    if not len(harmless):
+        return [
+            "Every layer matters: removing any one layer worsens the result by more than 1 % and by more than two "
+            "standard errors."
+        ]
+    limit = f"(worse by less than 1 % of the whole model's {whole:.3g}{unit}, or by less than two standard errors)"
+    if len(harmless) == len(group):
+        short = not (2 * errors <= 0.01 * abs(whole)).all()
+        reason = "The text is too short to tell" if short else "The model hardly uses its depth"
+        return [f"Removing any one layer does little harm {limit}. {reason}."]
+    one_of = "one of the layers" if len(harmless) > 1 else "layer"
+    return [f"You can remove {one_of} {ranges([int(layer) for layer in harmless['layer']])} {limit}."]
 
 
 def _harm(frame: Frame) -> Frame:
@@ -302,42 +355,26 @@ def _which(layer: float, size: int) -> str:
     return f"layer {first}" if size == 1 else f"layers {first} to {first + size - 1}"
 
 
-def _could_go(group: Frame, whole: float, unit: str) -> list[str]:
-    """Name the layers whose removal costs less than 1 % of the whole model's value or two standard errors."""
-    errors = group["standard_error"].replace(math.inf, math.nan)  # of one sequence it is unknown
-    border = (2 * errors.fillna(0.0)).clip(lower=0.01 * abs(whole))
-    harmless = group[group["value"] < border]
-    if not len(harmless):
-        text = (
-            "Every layer matters: removing any one layer worsens the result by more than 1 % and by more than two "
-            "standard errors."
-        )
-        return [text]
-    limit = f"(worse by less than 1 % of the whole model's {whole:.3g}{unit}, or by less than two standard errors)"
-    if len(harmless) == len(group):
-        return [
-            f"Removing any one layer does little harm {limit}. Either the text is too short to tell, or the model "
-            "hardly uses its depth."
-        ]
-    one_of = "one of the layers" if len(harmless) > 1 else "layer"
-    return [f"You can remove {one_of} {ranges([int(layer) for layer in harmless['layer']])} {limit}."]
-
-
 def _agreement(frame: Frame, harm: Frame) -> list[str]:
     angles = frame[frame["metric"] == "angular_distance"].set_index("layer")["value"]
-    first = harm[harm["meaning"] == harm["meaning"].iloc[0]].set_index("layer")["value"]
-    paired: Frame = pd.concat([angles, first], axis=1, keys=["angle", "harm"]).dropna()
+    first = harm[harm["meaning"] == harm["meaning"].iloc[0]].set_index("layer")
+    values, errors = first["value"].dropna(), first["standard_error"]
+    paired: Frame = pd.concat([angles, values], axis=1, keys=["angle", "harm"]).dropna()
     if len(paired) < 4 or paired.nunique().min() < 2:
         return []
     size = int(harm["size"].iloc[0])
     agreement = float(paired["angle"].rank().corr(paired["harm"].rank()))
-    turned, missed = paired["angle"].idxmin(), paired["harm"].idxmin()
+    free = free_layers(values, errors) if str(harm["metric"].iloc[0]).endswith("_increase") else []
+    turned, missed = paired["angle"].idxmin(), ranking(values, errors, free)[0]
     rank = f"over all layers, angle and measured harm have the Spearman correlation {agreement:.2f}"
     if turned == missed:
         return [f"The angular distance agrees that {_which(turned, size)} matters least ({rank})."]
+    by_angle = f"By angular distance, {_which(turned, size)} matters least"
+    if turned in tied(values, errors, [missed]):
+        return [f"{by_angle}, and its measured harm is too close to {_which(missed, size)} to tell ({rank})."]
     return [
-        f"By angular distance, {_which(turned, size)} matters least, but removing {_which(missed, size)} harms least "
-        f"({rank}). Trust the measured harm, because the angle is only a prediction."
+        f"{by_angle}, but removing {_which(missed, size)} harms least ({rank}). Trust the measured harm, because the "
+        "angle is only a prediction."
     ]
 
 

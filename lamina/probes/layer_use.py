@@ -70,7 +70,7 @@ class LayerUse(Probe):
         self.sequences = check_most(self.name, "sequences", sequences)
 
     def cost(self, context: Context) -> float:
-        tokens = context.tokens(context.most(self.sequences, _SEQUENCES))
+        tokens = context.tokens(context.most_sequences(self.sequences, _SEQUENCES))
         return context.structure.num_layers * (3 * tokens + _ENOUGH * context.structure.hidden_size)
 
     def begin(self, context: Context) -> None:
@@ -85,7 +85,7 @@ class LayerUse(Probe):
         return pd.DataFrame(rows, columns=[*COLUMNS, *Sample._fields])
 
     def _rows(self, context: Context, metric: str, sequences: Sequence[Inputs]) -> Iterator[tuple]:
-        few = sequences[: context.most(self.sequences, _SEQUENCES) or None]
+        few = sequences[: context.most_sequences(self.sequences, _SEQUENCES) or None]
         layers = context.structure.num_layers
         try:
             if metric == "causal_score":

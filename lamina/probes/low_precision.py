@@ -117,11 +117,11 @@ class LowPrecision(Probe):
 
     def cost(self, context: Context) -> float:
         halves = 10.0 if context.device.type == "cpu" else 2.0  # CPUs multiply slowly in FP16
-        return (12.0 + halves * self.loss) * context.tokens(context.most(self.sequences, _SEQUENCES))
+        return (12.0 + halves * self.loss) * context.tokens(context.most_sequences(self.sequences, _SEQUENCES))
 
     def begin(self, context: Context) -> None:
         self._context, self._batch, self._sequences = context, 0, 0
-        self._most = context.most(self.sequences, _SEQUENCES)
+        self._most = context.most_sequences(self.sequences, _SEQUENCES)
         self._places: dict[tuple, Point] = {}
         if context.structure.carries_more:
             context.notes.append(

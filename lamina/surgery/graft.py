@@ -65,7 +65,7 @@ def graft(source: str, output: Path, settings: ProbeSettings, *, placement: str,
     """
     stored = read_config(source, field="model").dtype
     context = make_context(source, settings)
-    context.warn_of_unread()
+    context.warn()
     model = cast(PreTrainedModel, context.model)
     old = model if isinstance(model.config, LaminaConfig) else from_transformers(model)
     if not isinstance(old, LaminaForCausalLM):

@@ -1,12 +1,17 @@
-"""Parse lists of layers such as "3,5-7"."""
+"""Parse lists of layers such as "3,5-7", and measures by which layers are chosen. This module loads no torch."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
+from lamina.core.specs import split
 from lamina.core.text import ranges
 from lamina.errors import UserError, shortened
+from lamina.probes.engine.registry import check_probes
 
+ANGLE, HARM = "angular_distance", "layer_drop"
+_MEASURES = {ANGLE: (ANGLE, ANGLE), HARM: (f"{HARM}(meaning=remove, metric=loss)", "loss_increase")}  # probe, metric
 _MOST = 2**16  # layers
 
 
@@ -29,3 +34,23 @@ def refuse_twice(layers: Sequence[int]) -> list[int]:
     if twice:
         raise UserError(f"layers: {ranges(twice)} is named twice. Name each layer once.")
     return sorted(layers)
+
+
+def measure_of(by: str) -> tuple[str, str]:
+    """Return the probe and the metric of a measure such as ``layer_drop`` or ``hidden_states.variance``.
+
+    Raises UserError for an unknown probe, for several probes, and for a probe without a metric.
+    """
+    if by in _MEASURES:
+        return _MEASURES[by]
+    parts = re.fullmatch(r"(.+?)(?:\.([a-zA-Z_]\w*))?", by)
+    spec, metric = (by, None) if parts is None else parts.groups()
+    check_probes(spec)
+    if spec == "all" or len(split(spec, "probe")) > 1:
+        raise UserError(f"by: {by!r} names more than one probe. Give {HARM}, {ANGLE}, or PROBE.METRIC.")
+    if metric is None:
+        raise UserError(
+            f"by: {by!r} names a probe without a metric. Give {HARM}, {ANGLE}, or PROBE.METRIC with a metric that has "
+            "one value for each layer, such as hidden_states.variance."
+        )
+    return spec, metric

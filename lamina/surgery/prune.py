@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TypedDict, cast
 
-import pandas as pd
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from lamina.core.frames import Frame
 from lamina.core.text import ranges
 from lamina.errors import UserError, unknown
 from lamina.jobs.files import write_json
@@ -24,23 +25,31 @@ from lamina.probes.engine.context import Context
 from lamina.probes.engine.measure import make_context, run
 from lamina.probes.engine.probe_settings import ProbeSettings
 from lamina.probes.engine.registry import make_all
+from lamina.probes.engine.statistics import free_layers, ranking, tied
 from lamina.probes.layer_drop import removed
 from lamina.probes.structure.hooks import evaluating
-from lamina.surgery.layer_lists import refuse_twice
+from lamina.surgery.layer_lists import ANGLE, HARM, measure_of, refuse_twice
 
-ANGLE, HARM = "angular_distance", "layer_drop"
-_MEASURES = {ANGLE: (ANGLE, ANGLE), HARM: (f"{HARM}(meaning=remove, metric=loss)", "loss_increase")}  # probe, metric
 _INDEX = ("layer_idx", "layer_id", "layer_index", "idx")
 _SAME = 1e-4  # the allowed difference of the written model's logits, relative to the largest logit
 
 
-class Pruning(TypedDict):
+class Choice(TypedDict):
+    """The layers to remove, and the measured values that decided."""
+
+    dropped: list[int]
+    measured: dict[str, float | None]  # the value of each layer that decided which layers to remove
+    errors: dict[str, float | None]  # the standard error of each value, or None if it is unknown
+    measured_tokens: int | None  # the tokens behind these values
+    undecided: list[int]  # the layers that remain, although two standard errors cannot tell them from a removed layer
+
+
+class Pruning(Choice):
     """The content of pruning.json. Losses are in nats per token, on ``tokens`` tokens."""
 
     source: str
-    dropped: list[int]
     by: str | None
-    measured: dict[str, float]  # the value of each layer that decided which layers to remove
+    notes: list[str]  # reasons to doubt or to trust the choice
     num_layers: int
     parameters_before: int
     parameters: int
@@ -67,7 +76,7 @@ def prune(
     """
     stored = read_config(source, "model").dtype
     context = make_context(source, settings)
-    context.warn_of_unread()
+    context.warn()
     count = context.structure.num_layers
     if context.structure.has_memory:
         raise UserError(
@@ -75,7 +84,8 @@ def prune(
             "Choose another model."
         )
     with evaluating(context.model):
-        gone, measured = (refuse_twice(layers), {}) if by is None else chosen_layers(context, by, drop)
+        choice = _choice(refuse_twice(layers)) if by is None else chosen_layers(context, by, drop)
+        gone = choice["dropped"]
         _refuse_layers(gone, count)
         before, tokens = mean_loss(context)
         few = context.on_device(context.batches[0], 1)
@@ -94,19 +104,18 @@ def prune(
                 f"layers: the model does not load without {ranges(gone)}: {why}. Choose other layers."
             ) from error
         context.model = context.base = nn.Module.to(again, context.device)
-        difference = _difference(context, few, expected, gone, by_index)
         record: Pruning = {
             "source": source,
-            "dropped": gone,
+            **choice,
             "by": by,
-            "measured": measured,
+            "notes": _doubts(context, choice, by, before),
             "num_layers": count - len(gone),
             "parameters_before": whole,
             "parameters": sum(parameter.numel() for parameter in again.parameters()),
             "loss_before": before,
             "loss": mean_loss(context)[0],
             "tokens": tokens,
-            "largest_difference": difference,
+            "largest_difference": _difference(context, few, expected, gone, by_index),
         }
         write_json(draft / "pruning.json", record)
     return record
@@ -121,6 +130,25 @@ def _refuse_layers(gone: Sequence[int], count: int) -> None:
         )
 
 
+def _doubts(context: Context, choice: Choice, by: str | None, loss: float) -> list[str]:
+    """Return sentences on how far the measured values justify the choice."""
+    if by is None:
+        return []
+    notes, layers = [context.no_better_than_guessing(loss)], choice["dropped"]
+    if by == HARM and (free := [layer for layer in layers if choice["errors"][str(layer)] == 0]):
+        notes.append(f"Without layer {ranges(free)}, no loss changes, so the removal is free.")
+    if choice["undecided"]:
+        blocks = "Layers" if by != ANGLE or len(layers) == 1 else f"The blocks of {len(layers)} layers from layers"
+        compared = [*(layers if by != ANGLE else layers[:1]), *choice["undecided"]]
+        tokens = f" on {choice['measured_tokens']:,} tokens" if choice["measured_tokens"] else ""
+        sequences = 16 * sum(len(next(iter(batch.values()))) for batch in context.batches)
+        notes.append(
+            f"{blocks} {ranges(compared)} cannot be told apart{tokens}. To measure more text, add --sequences "
+            f"{sequences}, or give a longer --corpus."
+        )
+    return [note for note in notes if note]
+
+
 def mean_loss(context: Context) -> tuple[float, int]:
     """Return the mean cross-entropy in nats per token, and the number of tokens."""
     with torch.no_grad():
@@ -128,28 +156,28 @@ def mean_loss(context: Context) -> tuple[float, int]:
     return float(losses.double().mean()), losses.numel()
 
 
-def chosen_layers(context: Context, by: str, drop: int) -> tuple[list[int], dict[str, float]]:
-    """Choose the layers to remove. Return these layers, and the measured value of each layer.
+def chosen_layers(context: Context, by: str, drop: int) -> Choice:
+    """Choose the layers to remove. A layer that is free to remove goes before layers that are equal within noise.
 
     If a probe measures groups of consecutive layers, the value of a group belongs to the group's first layer.
     """
     count = context.structure.num_layers
     if not 0 < drop < count:
         raise UserError(f"drop: {drop} does not fit a model of {count} layers. Give a number from 1 to {count - 1}.")
-    spec, metric = _MEASURES.get(by) or (by.rpartition(".")[::2] if "." in by else (by, ""))
-    probes = make_all(spec)
-    if len(probes) > 1:
-        raise UserError(f"by: {by!r} names more than one probe. Give {ANGLE}, {HARM}, or PROBE.METRIC.")
-    name = probes[0].name
-    frame = run(context, probes)[name]
+    spec, metric = measure_of(by)
+    (probe,) = make_all(spec)
+    name = probe.name
+    frame: Frame = run(context, [probe])[name]
+    tokens = int(frame["tokens"].max()) if "tokens" in frame else None
     if by == ANGLE:
-        groups = cast(pd.DataFrame, frame[frame["metric"] == metric]).query("size == @drop")
-        values = cast(pd.Series, groups.set_index("start")["value"])
-        start = int(cast(int, values.idxmin()))
-        return list(range(start, start + drop)), _by_layer(values)
+        groups: Frame = frame[(frame["metric"] == metric) & (frame["size"] == drop)].set_index("start")
+        values, errors = groups["value"], groups["standard_error"]
+        start = int(values.idxmin())
+        layers = list(range(start, start + drop))
+        return _choice(layers, values, errors, tokens, tied(values, errors, [start]))
     metrics = sorted(set(frame["metric"])) if "metric" in frame else []
-    values = _of_layers(frame, metric, count)
-    if values is None:
+    rows = _of_layers(frame, metric, count)
+    if rows is None:
         if metric not in metrics:
             raise unknown("metric", f"{name}.{metric}", [f"{name}.{measured}" for measured in metrics])
         fitting = [f"{name}.{other}" for other in metrics if _of_layers(frame, other, count) is not None]
@@ -157,11 +185,15 @@ def chosen_layers(context: Context, by: str, drop: int) -> tuple[list[int], dict
             f"by: {by!r} does not have one value for each of {count} layers. Give {ANGLE}, {HARM}, or "
             f"{', '.join(fitting) or 'a metric of another probe'}."
         )
-    return sorted(int(str(layer)) for layer in values.nsmallest(drop).index), _by_layer(values)
+    values = rows["value"]
+    errors = rows["standard_error"] if "standard_error" in rows else values * math.nan
+    free = free_layers(values, errors) if metric in ("loss_increase", "perplexity_increase") else []
+    layers = sorted(ranking(values, errors, free)[:drop])
+    return _choice(layers, values, errors, tokens, tied(values, errors, layers, free))
 
 
-def _of_layers(frame: pd.DataFrame, metric: str, count: int) -> pd.Series | None:
-    """Return a metric's values by layer. Return None unless the metric has exactly one value for each layer.
+def _of_layers(frame: Frame, metric: str, count: int) -> Frame | None:
+    """Return a metric's rows by layer. Return None unless the metric has exactly one value for each layer.
 
     If a metric has values for sub-layers, the values of the whole blocks count.
     """
@@ -170,12 +202,28 @@ def _of_layers(frame: pd.DataFrame, metric: str, count: int) -> pd.Series | None
     rows = frame.query("metric == @metric and 0 <= layer < @count")
     if bool(rows.duplicated("layer").any()) and "sublayer" in rows:
         rows = rows.query("sublayer == 'block'")
-    values = cast(pd.Series, rows.set_index("layer")["value"])
-    return None if values.index.has_duplicates or len(values) != count or values.isna().any() else values
+    rows = rows.set_index("layer")
+    return None if rows.index.has_duplicates or len(rows) != count or rows["value"].isna().any() else rows
 
 
-def _by_layer(values: pd.Series) -> dict[str, float]:
-    return {str(int(str(layer))): float(value) for layer, value in values.items()}
+def _choice(
+    layers: list[int],
+    values: Frame | None = None,
+    errors: Frame | None = None,
+    tokens: int | None = None,
+    undecided: Sequence[int] = (),
+) -> Choice:
+    measured, spread = (
+        {str(int(layer)): float(value) if math.isfinite(value) else None for layer, value in series.items()}
+        for series in ({} if values is None else values, {} if errors is None else errors)
+    )
+    return {
+        "dropped": layers,
+        "measured": measured,
+        "errors": spread,
+        "measured_tokens": tokens,
+        "undecided": list(undecided),
+    }
 
 
 def cut_layers(context: Context, gone: Sequence[int]) -> None:

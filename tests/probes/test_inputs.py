@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import tiny
 import torch
 from small_models import small_model
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+import lamina
 from lamina.data.tokenizers import load_tokenizer
 from lamina.errors import UserError
 from lamina.probes.engine.inputs import batches_of
+from lamina.probes.engine.measure import make_context
+from lamina.probes.engine.probe_settings import ProbeSettings
 
 
 @pytest.fixture(scope="module")
@@ -129,3 +133,21 @@ def test_a_tokenizer_of_special_tokens_alone_is_no_tokenizer(tmp_path, refused):
     small_model("bert").save_pretrained(tmp_path / "bert")
     line = refused("probe", str(tmp_path / "bert"), "--output", str(tmp_path / "out"))
     assert "tokenizer: the checkpoint has no tokenizer" in line
+
+
+@pytest.mark.parametrize(("vocabulary", "doubted"), [(1000, True), (300, False)])
+def test_bytes_for_a_model_of_tokens_are_doubted(vocabulary, doubted, tmp_path, caplog):
+    tiny.llama(vocab_size=vocabulary).save_pretrained(tmp_path / "model")
+    how = ProbeSettings(tokenizer="bytes", sequence_length=8, sequences=2)
+    (warning,) = make_context(tmp_path / "model", how).warnings or [""]
+    said = f"but the model's vocabulary has {vocabulary} tokens" in warning
+    assert said == doubted
+    text = {"tokenizer": "bytes", "sequence_length": 8, "sequences": 2}
+    lamina.prune(tmp_path / "model", tmp_path / "out", layers=[1], **text)
+    assert ("the results mean nothing" in caplog.text) == doubted
+    caplog.clear()
+    write = tmp_path / "text.txt"
+    write.write_text("To be, or not to be. " * 20)
+    chosen = {"corpus": str(write), "tokenizer": "bytes", "device": "cpu", "bar": False}
+    lamina.evaluate(models=str(tmp_path / "model"), output=tmp_path / "eval", **chosen)
+    assert ("the results mean nothing" in caplog.text) == doubted

@@ -12,6 +12,7 @@ from naive_states import context_of
 from small_models import MODELS, small_inputs, small_model, stir
 from spread import spread
 from test_gradients import Masks, causal_loss
+from tiny import llama
 from transformers import LlamaConfig
 
 import lamina
@@ -19,7 +20,8 @@ from lamina.errors import UserError
 from lamina.placements import names
 from lamina.probes.engine import registry
 from lamina.probes.engine.losses import token_losses
-from lamina.probes.engine.measure import probe, run
+from lamina.probes.engine.measure import make_context, measure, probe, run
+from lamina.probes.engine.probe_settings import ProbeSettings
 from lamina.probes.layer_drop import LayerDrop, PassesWithoutLayers, removed
 
 CONFIG = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
@@ -361,8 +363,8 @@ def _frame(values, meanings=("remove",)):
 
 def test_sentences_name_the_layers_that_could_go():
     said = list(LayerDrop().sentences(_frame([2.0, 0.4, 0.02, 0.01, 0.3])))
-    least = "Removing layer 3 harms least (loss increase 0.01 nats)"
-    assert said[0] == f"{least}, and removing layer 0 harms most (2 nats)."
+    least = "Removing layer 3 harms least (loss increase 0.01 ± 0.001 nats)"
+    assert said[0] == f"{least}, and removing layer 0 harms most (2 ± 0.001 nats)."
     assert "You can remove one of the layers 2-3" in said[1]
     rank = "over all layers, angle and measured harm have the Spearman correlation 1.00"
     assert said[2] == f"The angular distance agrees that layer 3 matters least ({rank})."
@@ -376,7 +378,7 @@ def test_sentences_name_the_layers_that_could_go():
     every = list(LayerDrop().sentences(_frame([0.01, 0.02, 0.005, 0.0])))[1]
     assert every.startswith("Removing any one layer does little harm")  # and not a list of all layers
     equal = next(LayerDrop().sentences(_frame([0.3] * 4)))
-    assert equal == "Removing any one layer harms equally (loss increase 0.3 nats)."
+    assert equal == "Removing any one layer harms equally (loss increase 0.3 ± 0.001 nats)."
     both = " ".join(LayerDrop().sentences(_frame([2.0, 0.4, 0.02, 0.01, 0.3], ("remove", "branch"))))
     assert "attention and feed-forward set to zero, but not the norms" in both
     assert "Every layer matters" in both
@@ -384,3 +386,54 @@ def test_sentences_name_the_layers_that_could_go():
     assert "layers 3 to 4" in next(LayerDrop().sentences(frame.assign(size=2)))
     # of one sequence the error is unknown, and excuses no layer
     assert "one of the layers 2-3" in list(LayerDrop().sentences(frame.assign(standard_error=np.inf)))[1]
+
+
+def test_layers_within_noise_are_not_ranked_and_a_free_layer_is_named():
+    noisy = _frame([0.3, 0.006, -0.009, 0.4, 0.2]).assign(tokens=1024)
+    noisy.loc[noisy["metric"] == "loss_increase", "standard_error"] = 0.018
+    noisy.loc[noisy["metric"] == "loss_increase", "standard_error"] *= [1, 1, 1, 1, 9]  # layer 4 is unknown
+    noisy.loc[noisy["metric"].eq("angular_distance") & noisy["layer"].eq(1), "value"] = -1.0
+    made = LayerDrop()
+    made._remedy = " To measure more text, add --sequences 64."
+    said = list(made.sentences(noisy))
+    assert said[0].startswith(
+        "Layers 1-2, 4 cannot be told apart on 1,024 tokens: removing layer 2 harms least (loss increase -0.009 ± 0.018"
+    )
+    assert said[0].endswith("add --sequences 64.")
+    assert any("layer 1 matters least, and its measured harm is too close to layer 2 to tell" in text for text in said)
+    free = noisy.copy()
+    rows = free["metric"].eq("loss_increase") & free["layer"].eq(3)
+    free.loc[rows, ["value", "standard_error"]] = 0.0
+    first = next(made.sentences(free))
+    assert first.startswith("Layer 3 is free to remove: no loss changes on 1,024 tokens. In contrast, removing layer 0")
+    better = free.copy()  # a layer whose removal lowers the loss, beyond noise
+    better.loc[better["metric"].eq("loss_increase") & better["layer"].eq(2), ["value", "standard_error"]] = [-0.2, 0.01]
+    assert next(made.sentences(better)).startswith(
+        "Removing layer 2 harms least (loss increase -0.2 ± 0.01 nats on 1,0"
+    )
+
+
+def test_more_text_is_measured_if_asked_for_and_the_sentence_says_how(tmp_path):
+    torch.manual_seed(0)
+    llama(vocab_size=300).save_pretrained(tmp_path)
+    for settings, sequences in (({}, 4), ({"sequences": 20}, 20), ({"tolerance": 0.0}, 64)):
+        assert measured_sequences(tmp_path, LayerDrop(metric="loss"), **settings) == sequences
+    made = LayerDrop(metric="loss", sequences=40)
+    assert measured_sequences(tmp_path, made) == 40  # none is left out because the errors are small
+    assert made._remedy == " To measure more text, add the option sequences=640."
+
+
+def measured_sequences(folder, made, **settings):
+    how = ProbeSettings(tokenizer="bytes", sequence_length=8, **settings)
+    (sequences,) = set(measure(make_context(folder, how), [made], how)["layer_drop"]["sequences"])
+    return sequences
+
+
+def test_a_model_that_guesses_is_not_ranked():
+    model = small_model("llama")
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    (inputs,) = small_inputs(model).values()
+    made = LayerDrop()
+    said = next(made.sentences(probe(model, [made], inputs)["layer_drop"]))
+    assert said.startswith("The model is no better than guessing: its loss is 3.69 nats")

@@ -155,7 +155,9 @@ def test_a_pruned_model_is_the_whole_one_that_skips_the_layers(make, tmp_path, c
     ids = torch.randint(6, 61, (2, 8))
     layers = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) > 1)
     layers[1].forward = lambda x, *args, **kwargs: x
-    assert f"the model: {tmp_path / 'out'} ({type(model).__name__})\nto load it: import " in said
+    serve = f"to serve it without Lamina (not tested): vllm serve {tmp_path / 'out'}\n"
+    serve = "" if isinstance(model, LaminaForCausalLM) else serve
+    assert f"the model: {tmp_path / 'out'} ({type(model).__name__})\n{serve}to load it: import " in said
     assert ("import lamina, " in said) == isinstance(model, LaminaForCausalLM)
     exec(said.partition("to load it: ")[2], values := {})
     written = values["model"]
@@ -198,6 +200,38 @@ def test_a_measure_chooses_the_layers(trained, tmp_path, by):
     assert record["dropped"] == chosen
     assert record["loss_before"] < record["loss"] < 6
     assert len(AutoModelForCausalLM.from_pretrained(tmp_path / "out").model.layers) == 2
+
+
+def test_a_free_layer_goes_first_and_layers_within_noise_are_named(tmp_path, capsys):
+    torch.manual_seed(0)
+    model = llama(layers=4, vocab_size=300)
+    with torch.no_grad():
+        for layer in model.model.layers:  # small next to the noise of 16 tokens
+            layer.self_attn.o_proj.weight.mul_(0.01)
+            layer.mlp.down_proj.weight.mul_(0.01)
+        model.model.layers[2].self_attn.o_proj.weight.zero_()
+        model.model.layers[2].mlp.down_proj.weight.zero_()
+    model.save_pretrained(tmp_path / "model")
+    words = ["prune", tmp_path / "model", "--by", "layer_drop", "--corpus", write(tmp_path), "--tokenizer", "bytes"]
+    words = [*map(str, words), "--sequences", "4", "--sequence-length", "16"]
+    assert main([*words, "--drop", "1", "--output", str(tmp_path / "one")]) == 0
+    said = capsys.readouterr().out
+    record = json.loads((tmp_path / "one" / "pruning.json").read_text())
+    assert record["dropped"] == [2]
+    assert "layer_drop: layer 2 0 ± 0\nnote: " in said
+    assert "Without layer 2, no loss changes, so the removal is free." in said
+    assert record["undecided"] == []
+    assert (record["errors"]["2"], record["measured_tokens"]) == (0.0, 64)
+    assert main([*words, "--drop", "2", "--output", str(tmp_path / "two")]) == 0
+    record = json.loads((tmp_path / "two" / "pruning.json").read_text())
+    assert 2 in record["dropped"]
+    assert record["undecided"]
+    assert "cannot be told apart on 64 tokens. To measure more text, add --sequences 64, or" in capsys.readouterr().out
+
+
+def test_the_number_of_sequences_is_what_the_choice_is_measured_on(trained, tmp_path):
+    record = lamina.prune(trained, tmp_path / "out", by="layer_drop", drop=1, sequences=9, sequence_length=16)
+    assert record["measured_tokens"] == 9 * 16
 
 
 @pytest.mark.parametrize("placement", ["pre_ln(qk_norm=head)", "pre_ln(wiring=mhc)", "pre_ln(wiring=x0)"])
@@ -243,7 +277,21 @@ def test_layers_are_read_as_they_are_typed():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["prune", "{run}"], "layers: give either layers, or both by and drop"),
+        (["prune", "{run}"], "layers: none given. Add --layers LIST, or --by MEASURE and --drop N."),
+        (
+            ["prune", "{run}", "--by", "layer_drop"],
+            "drop: the number of layers to remove by 'layer_drop' is missing. Add",
+        ),
+        (
+            ["prune", "{run}", "--layers", "1", "--drop", "1"],
+            "drop: 1 has no effect without a measure. Add --by MEASURE",
+        ),
+        (["prune", "{run}", "--by", "layer_drop", "--drop", "1", "--layers", "1"], "layers: you gave layers and a"),
+        (
+            ["prune", "{run}", "--by", "low_precision", "--drop", "1"],
+            "by: 'low_precision' names a probe without a metric. Give layer_drop, angular_distance, or PROBE.METRIC",
+        ),
+        (["prune", "{run}", "--by", "layer_drop(standard_error=0.05)", "--drop", "1"], "a probe without a metric"),
         (["prune", "{run}", "--layers", "9"], "layers: the model has no layer 9. Choose layers from 0 to 3."),
         (
             ["prune", "{run}", "--layers", "0-3"],

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 from torch import nn
@@ -63,6 +64,10 @@ class Context:
     """The head's weights that the checkpoint lacks. If some weights are missing, the model's predictions are random."""
     whole: bool = False
     """Whether the inputs are the user's own. Probes measure all of these inputs, unless an option sets a limit."""
+    requested: bool = False
+    """Whether the user set how many inputs to measure. Probes that sample a few sequences then measure all of them."""
+    tolerance: float | None = None
+    """The relative standard error at which the user wants measurements to stop (0: measure all inputs)."""
     unread: Sequence[str] = ()
     """Notes on parts of the user's own text that Lamina does not measure."""
 
@@ -83,8 +88,9 @@ class Context:
         """Return a batch, or its first ``sequences`` inputs, on the model's device."""
         return {name: tensor[:sequences].to(self.device) for name, tensor in batch.items()}
 
-    def warn_of_unread(self) -> None:
-        for note in self.unread:
+    def warn(self) -> None:
+        """Log what a page would show first, for commands and functions without a page."""
+        for note in (*self.warnings, *self.unread):
             logger.warning(note)
 
     def note(self, text: str) -> None:
@@ -98,6 +104,10 @@ class Context:
         The default is all of the user's own inputs, or ``sample`` inputs of a corpus.
         """
         return option if option is not None else 0 if self.whole else sample
+
+    def most_sequences(self, option: int | None, sample: int) -> int:
+        """Return how many sequences a probe measures (0: all), as ``most`` does, or all if the user set a number."""
+        return self.most(option, 0 if self.requested else sample)
 
     def first(self, sequences: int) -> list[Mapping[str, torch.Tensor]]:
         """Return the batches of the first ``sequences`` inputs (0: all)."""
@@ -135,6 +145,17 @@ class Context:
         """Return the cross-entropy of each predicted token, [batch, predicted]."""
         self.check_head()
         return token_losses(self.model, inputs, self.tokenizer)
+
+    def no_better_than_guessing(self, loss: float) -> str:
+        """Return a sentence if a loss is about the loss of uniform guessing, or "" otherwise."""
+        config: Any = getattr(self.model, "config", None)
+        size = getattr(config.get_text_config() if hasattr(config, "get_text_config") else config, "vocab_size", 0)
+        if not isinstance(size, int) or size < 2 or loss < 0.99 * math.log(size):
+            return ""
+        return (
+            f"The model is no better than guessing: its loss is {loss:.2f} nats, and ln(vocabulary size) is "
+            f"{math.log(size):.2f}. So these numbers do not show which layers matter."
+        )
 
     def check_head(self) -> None:
         """Raise UserError if the checkpoint lacks the head's weights, because the predictions would be random."""

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lamina.core.values import text
 from lamina.data.corpus import EMBEDDED, Corpus
-from lamina.data.tokenizers import is_trained, load_tokenizer
+from lamina.data.tokenizers import is_trained, load_tokenizer, not_bytes
 from lamina.errors import UserError
 from lamina.modeling.checkpoint import Loaded, checked_device, load
 from lamina.probes.engine.context import Context, RunState
@@ -28,6 +28,7 @@ from lamina.probes.structure.discovery import find_structure
 from lamina.probes.structure.hooks import base_of, evaluating, forward, observe
 from lamina.probes.structure.proof import prove
 from lamina.probes.structure.sites import Structure
+from lamina.probes.structure.token_rows import token_rows
 
 PASSES = "forward passes"
 MIN_SEQUENCES = 16  # with fewer a standard error means little
@@ -38,7 +39,7 @@ _WITHOUT_HEAD = (
     "The checkpoint lacks the head's weights ({}), so the model's predictions are random. Lamina skips the probes "
     "gradients, layer_drop, layer_use and logit_lens, and the losses of low_precision and bounds."
 )
-
+_GAUSSIAN = "the images are Gaussian noise. To measure real images, give a folder or a .npy file with --corpus"
 SKIPPED = " skipped: "  # in a note, between a probe's name and the reason
 
 
@@ -204,7 +205,7 @@ def probe(
     record = ProbeSettings.from_dict(settings)
     strict = not (isinstance(probes, str) and probes.strip() == "all")
     context = make_context(model_or_path, record, texts_or_blocks, tokenizer)
-    context.warn_of_unread()  # there is no page
+    context.warn()  # there is no page
     return measure(context, chosen, record, strict=strict)
 
 
@@ -212,8 +213,6 @@ def measure(
     context: Context, probes: Sequence[Probe], settings: ProbeSettings, *, strict: bool = True, sampled: bool = True
 ) -> dict[str, pd.DataFrame]:
     """Run the probes with the model in evaluation mode. ``run`` documents the arguments."""
-    for warning in context.warnings:
-        logger.warning(warning)
     with evaluating(context.model):
         return run(context, probes, tolerance=tolerance_of(context, settings), strict=strict, sampled=sampled)
 
@@ -258,9 +257,7 @@ def make_context(
     )
     unread = notes[len(loaded.notes) :] if whole else []
     if reads_images(model) and texts_or_blocks is None and settings.corpus in (NOISE, EMBEDDED):
-        notes.append(
-            "the images are Gaussian noise. To measure real images, give a folder or a .npy file with --corpus"
-        )
+        notes.append(_GAUSSIAN)
     structure = structure_of(model, batches[0], layers=settings.layers)
     base = base_of(model, structure, batches[0])
     device = next(model.parameters()).device
@@ -268,7 +265,8 @@ def make_context(
         structure = prove(structure, {name: tensor.to(device) for name, tensor in batches[0].items()}, base)
     notes += structure.notes
     new = [] if isinstance(model_or_path, nn.Module) or reads_images(model) else new_head(model, structure)
-    names = f"{', '.join(new[:3])}{' ...' if len(new) > 3 else ''}"
+    warnings = [_WITHOUT_HEAD.format(f"{', '.join(new[:3])}{' ...' if len(new) > 3 else ''}")] if new else []
+    warnings += filter(None, [not_bytes(settings.tokenizer, token_rows(model))])
     return Context(
         model=model,
         base=base,
@@ -277,9 +275,11 @@ def make_context(
         tokenizer=tokenizer,
         notes=notes,
         state=state,
-        warnings=[_WITHOUT_HEAD.format(names)] if new else [],
+        warnings=warnings,
         new_weights=new,
         whole=whole,
+        requested=not sample and (settings.sequences is not None or settings.tolerance is not None),
+        tolerance=None if sample else settings.tolerance,
         unread=unread,
     )
 

@@ -51,8 +51,8 @@ class ProbeSettings(
     )
     tolerance: float | None = setting(
         None,
-        "stop early once all relative standard errors are at most this value; 0 measures all text blocks (default: 0 "
-        "for your corpus, 0.02 for the embedded corpus)",
+        "stop early once all relative standard errors are at most this value; 0 measures all text blocks, except in "
+        "probes that limit their tokens (default: 0 for your corpus, 0.02 for the embedded corpus)",
         between(0.0, 1.0, open_high=True),
     )
     layers: str | None = setting(

@@ -3,16 +3,50 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+
+from lamina.core.frames import Frame
 
 
 def mean_and_error(values: torch.Tensor) -> tuple[float, float]:
     """Return the mean of independent samples and its standard error (NaN for a single sample)."""
     error = float(values.std() / len(values) ** 0.5) if len(values) > 1 else math.nan
     return float(values.mean()), error
+
+
+def free_layers(values: Frame, errors: Frame) -> list[int]:
+    """Return the layers (the index) whose removal changes no sequence's loss: an increase of 0 without any error."""
+    return [int(layer) for layer in values.index[(values == 0) & ~((errors > 0) & np.isfinite(errors))]]
+
+
+def ranking(values: Frame, errors: Frame, free: Sequence[int] = ()) -> list[int]:
+    """Return the layers (the index) from the lowest value up.
+
+    A layer that is free to remove comes first, unless its value is more than two standard errors above the lowest.
+    """
+    best = values.idxmin()
+    error = float(errors[best])
+    noise = 2 * error if math.isfinite(error) else math.inf
+    first = [layer for layer in free if values[layer] - values[best] <= noise]
+    return first + [int(layer) for layer in values.sort_values(kind="stable").index if layer not in first]
+
+
+def tied(values: Frame, errors: Frame, chosen: Sequence[int], free: Sequence[int] = ()) -> list[int]:
+    """Return the other layers that two standard errors cannot tell apart from the highest of the chosen layers.
+
+    The layers of ``free`` need no comparison. A layer with an unknown error is not in the result.
+    """
+    compared = [layer for layer in chosen if layer not in free]
+    if not compared:
+        return []
+    highest = values[compared].idxmax()
+    noise = 2 * np.hypot(errors, errors[highest])
+    near = (values - values[highest] < noise) & np.isfinite(noise)
+    return [int(layer) for layer in values.index[near] if layer not in chosen]
 
 
 class Running:
