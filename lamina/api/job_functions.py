@@ -110,26 +110,25 @@ def _documentation(row: JobRow) -> str:
 
 
 def _refuse(row: JobRow, given: Json, folder: Path | None, modes: Json) -> None:
-    """Raise UserError for an output folder with files or for invalid settings, before Lamina loads torch."""
-    if folder is not None:
-        for name in row.inputs:
-            models = given.get(name)
-            for model in models if isinstance(models, list | tuple) else [models]:
-                if isinstance(model, str):
-                    refuse_as_output(str(folder), model)
-        resume = modes.get("resume", False)
-        refuse(folder, resume=resume, overwrite=modes["overwrite"], resumes=bool(row.resumes))
-        if resume and in_use(folder):  # the job checks the settings in the folder
-            refuse_other_kind(folder, row)
-            return
-    settings = row.settings().from_dict(given)
-    settings.require(*row.settings().needed)
-    settings.check_names()
-    for name in row.inputs:
-        models = given.get(name)
-        for model in models if isinstance(models, list | tuple) else [models]:
-            if isinstance(model, str) and "," not in model:
+    """Raise UserError for invalid settings, then for an output folder with files, before Lamina loads torch."""
+    resume = modes.get("resume", False)
+    continues = folder is not None and resume and in_use(folder)  # the job checks the settings in the folder
+    inputs = {name: given.get(name) for name in row.inputs}
+    listed = {name: value if isinstance(value, list | tuple) else [value] for name, value in inputs.items()}
+    models = [(name, model) for name, value in listed.items() for model in value if isinstance(model, str)]
+    if not continues:
+        settings = row.settings().from_dict(given)
+        settings.require(*row.settings().needed)
+        settings.check_names()
+        for name, model in models:
+            if "," not in model:
                 refuse_missing_model("from" if name == "from_model" else name, str(model_folder(model)))
+    if folder is not None:
+        for _, model in models:
+            refuse_as_output(str(folder), model)
+        refuse(folder, resume=resume, overwrite=modes["overwrite"], resumes=bool(row.resumes))
+        if continues:
+            refuse_other_kind(folder, row)
 
 
 @contextmanager

@@ -312,9 +312,9 @@ def source_beside(field: str, source: str, output: Path, *, overwrite: bool) -> 
 
     Raises UserError if the output folder has files or contains the model, or if the model does not exist.
     """
-    refuse(output, resume=False, overwrite=overwrite, resumes=False)
     source = str(model_folder(source))
+    refuse_missing_model(field, source)  # before the folder, which may only exist from an earlier run
+    refuse(output, resume=False, overwrite=overwrite, resumes=False)
     if Path(source).exists() and real_path(output) in (real_path(source), *real_path(source).parents):
         raise UserError(f"output: {str(output)!r} contains the source model {source!r}. Choose another folder.")
-    refuse_missing_model(field, source)
     return source

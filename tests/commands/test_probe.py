@@ -220,3 +220,30 @@ def test_an_overflow_comes_first_in_the_terminal_and_on_the_page(checkpoint, cor
     assert "<title>hot: fp16 overflows to inf in the attention&#39;s weights in layer 1</title>" in page
     short = page[page.index('class="short"') :]
     assert short.index("fp16 overflows") < short.index("mean gain")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["probe", "{gone}"], "checkpoint: '"),
+        (["probe", "{model}", "--probes", "hidden_state"], "did you mean 'hidden_states'"),
+        (["probe", "{model}", "--sequences", "0"], "sequences: 0"),
+        (["eval", "{gone}", "--tasks", "generated"], "'"),
+        (["compare", "--placements", "nope"], "unknown placement 'nope'"),
+        (["prune", "{gone}", "--layers", "1"], "model: '"),
+        (["prune", "{model}", "--by", "layerdrop", "--drop", "1"], "did you mean 'layer_drop'"),
+        (["prune", "{model}", "--layers", "1", "--corpus", "{gone}/"], "corpus: "),
+        (["graft", "{model}", "--placement", "kel"], "unknown placement 'kel'"),
+        (["convert", "{gone}"], "source: '"),
+    ],
+)
+def test_a_mistake_in_a_name_is_reported_before_a_used_output_folder(words, said, checkpoint, tmp_path, capsys):
+    used = tmp_path / "used"
+    used.mkdir()
+    (used / "notes.txt").write_text("mine")
+    words = [word.format(gone=tmp_path / "gone", model=checkpoint) for word in words]
+    output = [str(used)] if words[0] == "convert" else ["--output", str(used)]
+    assert main([*words, *output]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert "is not empty" not in error
