@@ -10,6 +10,7 @@ import re
 import statistics
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import pairwise
@@ -38,7 +39,7 @@ from lamina.reports.causes import (
     possible_causes,
     rate_jump,
 )
-from lamina.reports.loss_course import BEFORE, back_at, loss_rise, restarts, rise_begins, spikes_of, step_in, wander_of
+from lamina.reports.loss_course import BEFORE, back_at, restarts, rise_begins, rises_of, spikes_of, step_in, wander_of
 from lamina.reports.signs import Signs
 from lamina.training.monitor.alarms import EVENT, NOTABLE, Alarm, describe, place_in_words, read_alarms, says_where
 from lamina.training.monitor.batches import beginning_of, read_batches
@@ -60,6 +61,7 @@ class Evidence(Signs):
 
     rows: Rows  # returns the run's rows of some metrics, by step
     notable: tuple[Alarm, ...]  # batches with an unusually large gradient that did no harm
+    passed_rises: tuple[int, ...] = ()  # the steps of other rises of the loss, after which the loss came back down
     status: str  # the run's status in result.json
     steps: int  # the last step in the record
     names: Mapping[int, str]  # the path of each layer in the model
@@ -147,10 +149,9 @@ def gather(folder: Path) -> Evidence:
         every += rows(["gradient_norm", "hidden_variance"])
     if not every:
         raise _no_records(folder)
-    try:
+    settings: Json = {}
+    with suppress(UserError):
         settings = read_config(folder)
-    except UserError:
-        settings = {}
     told, logged = sorted(read_alarms(folder), key=lambda alarm: alarm.order), RunFolder(folder).metrics
     losses, rates = (
         {row[0]: row[6] for row in every if row[5] == metric}
@@ -161,7 +162,8 @@ def gather(folder: Path) -> Evidence:
     begin = first if isinstance(first := about.get("first_layer"), int) else 0
     opposed = bool(history.get("opposed"))
     judged = {step: loss for step, loss in losses.items() if not opposed or not math.isfinite(loss)}
-    rose = loss_rise(judged, told, rates if history else None)
+    alarms = tuple(alarm for alarm in told if alarm.rule != NOTABLE)
+    rose, passed_rises = rises_of(judged, alarms, rates if history else None)
     if rose is None and status == Status.DIVERGED:  # as the guard saw it
         rose = next((record["step"] for record in logged if "diverged" in record), None)
     steps, batches = sorted({row[0] for row in every if row[5] in (LOSS, NORM)}), dict[int, list[Json]]()
@@ -182,9 +184,10 @@ def gather(folder: Path) -> Evidence:
         losses=losses,
         rates=rates,
         norms={row[0]: row[6] for row in every if row[5] == NORM},
-        alarms=tuple(alarm for alarm in told if alarm.rule != NOTABLE),
+        alarms=alarms,
         notable=tuple(alarm for alarm in told if alarm.rule == NOTABLE),
         rose=rose,
+        passed_rises=passed_rises,
         status=status,
         steps=max(row[0] for row in every),
         names={index: str(layer.get("path", "")) for index, layer in enumerate(about.get("layers", ()), begin)},
@@ -295,9 +298,12 @@ def _answer(evidence: Evidence) -> Answer:
         return _explained(evidence, [(_JUMPED.name, 1.0)], [*course, *_rows(evidence)])
     if first is None:
         found = "nothing else unusual" if spikes or rose is not None else "no anomaly"
-        finding = f"Lamina found {found} in the record." if evidence.imported else "No layer has an anomaly."
+        later = "a later" if evidence.alarms else "an"
+        finding = f"Lamina found {found} in the record." if evidence.imported else f"No layer has {later} anomaly."
         more = "" if rose is None and not spikes else _more(evidence)
         changes = [f"Record {more} to see the steps between two records."] if more else []
+        if evidence.alarms:
+            finding = f"An anomaly at step {evidence.alarms[0].step} passed long before. {finding}"
         if rose is not None and math.isfinite(evidence.losses.get(rose, math.nan)):
             finding += " The record does not show why the loss rose."
             changes.insert(0, f"To check: inspect {_unrecorded_rate(evidence)}{_high_batches(evidence, rose)}.")
@@ -545,8 +551,10 @@ def _course(evidence: Evidence) -> str:
 def _back(evidence: Evidence, spikes: Mapping[int, tuple[float, int | None]]) -> list[str]:
     """Return a sentence on where the loss came back down, or on the loss's spikes."""
     if evidence.rise is not None:
-        back = back_at(evidence.losses, evidence.rise)
-        return [] if back is None else [f"The loss was back down by step {back}."]
+        back, others = back_at(evidence.losses, evidence.rise), evidence.passed_rises
+        course = [] if back is None else [f"The loss was back down by step {back}."]
+        shown = f"step{'s' * (len(others) > 1)} {', '.join(map(str, others[:_SHOWN]))}"
+        return [*course, *[f"The loss also rose at {shown}, but came back down."] * bool(others)]
     told = [
         f"step {step} (to {highest:.3g}, {'where the record ends' if back is None else f'back at step {back}'})"
         for step, (highest, back) in [*spikes.items()][:_SHOWN]

@@ -20,6 +20,7 @@ from lamina.training.monitor.writers import LOSS
 _EARLY = 1.5  # times the first losses
 _SLOW, _PATIENCE = 0.5, 20  # nats above its best, and steps for which a loss that has risen slowly stays there
 _ABOVE = 1.5  # noises above the usual level, from which on a loss belongs to a rise
+_MOST_RISES = 20
 _CALM = 5  # losses that are compared with those before a rise
 _NATS = 0.15  # least difference of losses that have risen
 _WANDERS = 3.0  # times the spread of losses that are far apart
@@ -100,21 +101,45 @@ def rise_begins(losses: Mapping[int, float], rose: int, *, summed: bool) -> int:
     return steps[at]
 
 
-def back_at(losses: Mapping[int, float], rose: int) -> int | None:
+def rises_of(
+    losses: Mapping[int, float], alarms: Sequence[Alarm] = (), rates: Mapping[int, float] | None = None
+) -> tuple[int | None, tuple[int, ...]]:
+    """Return the step at which the loss rose (``loss_rise``), and the steps of other rises, after which it came back.
+
+    Of several rises, the first result is the rise that stays, or the last before the first alarm.
+    """
+    found, begin, back = list[int](), min(losses, default=0), None
+    while len(found) < _MOST_RISES:
+        rest = {step: loss for step, loss in losses.items() if step >= begin}
+        later = [alarm for alarm in alarms if alarm.step >= begin]
+        if (rose := loss_rise(rest, later, rates and {at: rates[at] for at in rates if at >= begin})) is None:
+            break
+        found.append(rose)
+        if (back := back_at(losses, rose, stays=False)) is None:
+            break
+        begin = back
+    if not found:
+        return None, ()
+    before = [rose for rose in found if alarms and rose <= alarms[0].step]
+    chosen = found.pop(max(0, len(before) - 1) if back is not None else -1)
+    return chosen, tuple(found)
+
+
+def back_at(losses: Mapping[int, float], rose: int, *, stays: bool = True) -> int | None:
     """Return a step at which the loss is back at its level before the rise, or None.
 
-    The loss of this step, the median of the 5 losses from this step on, and the median of the last 5 losses must lie
-    within the noise of this level.
+    The loss of this step and the median of the 5 losses from this step on must lie within the noise of this level. If
+    the loss stays there, so must the median of the last 5 losses.
     """
     steps = sorted(losses)
     at = bisect_left(steps, rose)
     values = [losses[step] for step in steps]
     before = [loss for loss in values[:at][-2 * BEFORE :] if isfinite(loss)]
-    if len(before) < BEFORE // 2 or not all(map(isfinite, values[-_CALM:])):
+    if len(before) < BEFORE // 2:
         return None
     usual = min(statistics.median(before[-BEFORE:]), statistics.median(before[-_CALM:]))
     low = usual + max(_NATS, noise_of(before))
-    if not statistics.median(values[-_CALM:]) <= low:
+    if stays and not (all(map(isfinite, values[-_CALM:])) and statistics.median(values[-_CALM:]) <= low):
         return None
     after = (number for number in range(at + 1, len(values) - _CALM + 1) if values[number] <= low)
     return next((steps[number] for number in after if statistics.median(values[number : number + _CALM]) <= low), None)

@@ -9,7 +9,7 @@ import pytest
 import lamina
 from lamina.reports.diagnosis import _explained, _headline, epoch_stairs, gather
 from lamina.reports.histories.importing import import_history
-from lamina.reports.loss_course import back_at, loss_rise
+from lamina.reports.loss_course import back_at, loss_rise, rises_of
 
 
 def diagnosed(path, lines):
@@ -117,6 +117,32 @@ def test_the_first_anomaly_is_the_rise_if_a_rule_notices_it_later(tmp_path):
     inspect = _explained(evidence, [("bad batch", 0.9)], []).changes[0]
     assert inspect.startswith("To change: inspect the batches of steps 150 to 161: repeated text")
     assert "152" not in said
+
+
+def test_a_rise_that_passed_is_not_the_rise_that_stays(tmp_path):
+    losses = {step: 2.6 + 0.05 * math.sin(7 * step) + 1.5 * (72 <= step < 76 or step >= 180) for step in range(1, 301)}
+    lines = [f"step {step} loss {loss:.4f}" for step, loss in losses.items()]
+    said = " ".join(diagnosed(tmp_path / "train.log", lines))
+    assert "The loss rose at step 180 of 300. The loss also rose at step 72, but came back down." in said
+    assert "The first anomaly is at step 180, the model" in said
+    assert rises_of(losses) == (180, (72,))
+    losses |= {step: losses[step] - 1.5 for step in range(195, 301)}  # the second passes, too, and only it has an alarm
+    said = " ".join(diagnosed(tmp_path / "both.log", [f"step {step} loss {loss:.4f}" for step, loss in losses.items()]))
+    assert "The loss was back down by step 195. The loss also rose at step 72, but came back down." in said
+    assert "The loss rose at step 180 of 300." in said
+
+
+def test_a_gradient_that_was_high_long_before_explains_no_rise(tmp_path):
+    losses = noisy(0, noise=0.12)
+    for at in range(200, 206):
+        losses[at - 1] += 1.2
+    norms = {at: 1.0 + 0.05 * math.sin(at) + 14.0 * (60 <= at < 72) for at in range(1, 301)}
+    texts = diagnosed(tmp_path / "train.log", printed(losses, grad_norm=norms))
+    assert "The loss rose at record 200 of 300." in texts
+    assert any(
+        text.startswith("An anomaly at record 60 passed long before. Lamina found nothing else") for text in texts
+    )
+    assert "before the loss rose" not in " ".join(texts)
 
 
 def scheduled(path, high):

@@ -8,6 +8,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 
 from lamina.training.monitor.alarms import (
+    EVENT,
     FOLLOWS,
     Alarm,
     events,
@@ -27,7 +28,7 @@ _HARD = ("not_finite", "dead", "written", "unmoved")  # an alarm of these rules 
 def first_anomaly(
     alarms: Iterable[Alarm], rose: float | None, losses: Mapping[int, float], norms: Mapping[int, float]
 ) -> Alarm | None:
-    """Return the alarm that explains a failure best, or None without alarms.
+    """Return the alarm that explains a failure best, or None if no alarm does.
 
     Lamina starts from the alarm that ``first_before`` returns. If this alarm is part of a spike that passed, Lamina
     takes the first alarm of the next event. An independent alarm within ``FOLLOWS`` steps takes precedence over an
@@ -43,7 +44,9 @@ def first_anomaly(
     if (first := first_before(alarms, rose)) is None:
         return None
     lasting = _lasting(alarms, losses, norms)
-    first = next((group[0] for group in lasting if group[-1].step >= first.step), first)
+    passed = None if rose is not None and rose > first.step + 3 * EVENT else first  # a spike explains no later rise
+    if (first := next((group[0] for group in lasting if group[-1].step >= first.step), passed)) is None:
+        return None
     if first.metric in GRADIENTS and first.rule == "rise":
         soon = range(first.step, first.step + FOLLOWS + 1)
         near = [alarm for alarm in alarms if alarm.step in soon]
