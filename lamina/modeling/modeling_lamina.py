@@ -150,6 +150,11 @@ ADAPTERS: dict[str, Adapter] = {
         arguments={"add_pooling_layer": False},
     ),
 }
+# GPT-2 in nanoGPT's form. The logits equal nanoGPT's own on the same weights.
+GPT2_ADAPTER = {"layers": "h", "attention": "attn", "feed_forward": "mlp", "norm": "ln_f", "embeddings": "drop"} | {
+    "stacked": "c_attn",
+    "roles": {"c_attn": "query_key_value", "attention.c_proj": "attention_out"},
+}
 
 
 def adapter_of(config: PreTrainedConfig) -> Adapter:
@@ -298,7 +303,7 @@ def _check_wirable(backbone: PreTrainedModel, adapter: Adapter, plan: dict) -> N
     beside = len(norms) < 2 or any(getattr(backbone.config, name, False) for name in PARALLEL)
     if beside and not (parallel or known):
         raise ValueError(f"{kind}: the layers run attention and feed-forward in parallel. Add wiring=parallel.")
-    if not known:
+    if not known and not (backbone.config.model_type == "gpt2" and adapter == Adapter.of(GPT2_ADAPTER)):
         lost = [key for key, one in modules.items() if key not in norms and any(True for _ in one.parameters())]
         logger.warning_once(
             f"{kind}: Lamina is not tested with this model type (tested: {', '.join(ADAPTERS)}). Make sure that its "

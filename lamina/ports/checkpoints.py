@@ -22,13 +22,13 @@ from lamina.jobs.files import write_json
 from lamina.modeling.backbones.conversion import RECORD, ConversionRecord, load, written_model
 from lamina.modeling.building import build
 from lamina.modeling.configuration_lamina import backbone_of
-from lamina.modeling.modeling_lamina import LaminaForCausalLM
+from lamina.modeling.modeling_lamina import GPT2_ADAPTER, LaminaForCausalLM
 from lamina.placements import Plan
 from lamina.placements.registry import names
 from lamina.placements.resolution import resolve
 from lamina.ports import depthbench, megatron
 from lamina.ports.emitting import emit
-from lamina.ports.foreign import ForeignCheckpoint, alone, distributed, reading, tested_types
+from lamina.ports.foreign import ForeignCheckpoint, alone, distributed, reading
 from lamina.ports.foreign import file_of as _file
 from lamina.ports.weights import Names, load_weights, weights_for
 
@@ -41,15 +41,6 @@ OLMO_BLOCKS = {
     "keel": "keel",
     "deepnorm": "deepnorm",
     "post_norm": "post_ln",
-}
-GPT2_ADAPTER = {
-    "layers": "h",
-    "attention": "attn",
-    "feed_forward": "mlp",
-    "norm": "ln_f",
-    "embeddings": "drop",
-    "stacked": "c_attn",
-    "roles": {"c_attn": "query_key_value", "attention.c_proj": "attention_out"},
 }
 
 
@@ -315,7 +306,6 @@ def _advice(stored: ForeignCheckpoint, target: str) -> str:
     return f"Models with these placements have exactly the checkpoint's tensors: {', '.join(fitting)}."
 
 
-@tested_types()
 def convert(
     source: str, output: Path, target: str, placement: str | None, *, reads: bool, overwrite: bool
 ) -> ConversionRecord:

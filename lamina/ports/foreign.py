@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import pickle
 import warnings
 from collections import OrderedDict
@@ -18,7 +17,6 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_distribu
 from transformers import PreTrainedConfig
 
 from lamina.errors import UserError, one_line
-from lamina.modeling import modeling_lamina
 from lamina.placements import Plan
 
 
@@ -91,18 +89,6 @@ def alone() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         yield
-
-
-@contextmanager
-def tested_types() -> Iterator[None]:
-    """Suppress the warning that Lamina is not tested with a model type."""
-    logger = logging.getLogger(modeling_lamina.__name__)
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 @contextmanager

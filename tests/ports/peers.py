@@ -12,9 +12,9 @@ from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 import lamina
+from lamina.modeling.modeling_lamina import GPT2_ADAPTER
 from lamina.placements import names, resolve
 from lamina.ports import emit
-from lamina.ports.checkpoints import GPT2_ADAPTER
 
 VOCABULARY, WIDTH, LAYERS = 61, 32, 5
 SINGLE_STREAM = [name for name in names() if (plan := resolve(name, 5)).streams == 1 and not plan.has_memory]

@@ -140,6 +140,8 @@ def test_a_file_is_not_looked_up_on_the_hub_and_its_type_is_tested(tmp_path, mon
     words = [str(tmp_path / "again"), "--from", "nanogpt", "--placement", "keel"]
     assert main(["convert", str(tmp_path / "theirs" / "ckpt.pt"), *words]) == 0
     assert not asked
+    told.cache_clear()
+    lamina.placement_of(tmp_path / "again")
     assert "not tested" not in caplog.text
 
 
