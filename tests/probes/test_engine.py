@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -19,9 +20,9 @@ from lamina.probes.engine.losses import is_causal, masked_positions, token_losse
 from lamina.probes.engine.measure import make_context, run
 from lamina.probes.engine.measure import probe as run_probe
 from lamina.probes.engine.probe_settings import ProbeSettings
-from lamina.probes.engine.registry import Probe
+from lamina.probes.engine.registry import Probe, make
 from lamina.probes.engine.statistics import Ratio, Running
-from lamina.probes.job.probe_folder import Bars
+from lamina.probes.job.probe_folder import Bars, Measuring
 from lamina.probes.structure.hooks import intercept
 from lamina.probes.structure.sites import Point
 
@@ -281,3 +282,25 @@ def test_without_a_terminal_each_finished_part_is_a_line_and_a_long_plan_says_wh
     assert [line.partition(",")[0] for line in ended] == ["gains has ended", "jacobian has ended"]
     Bars(show=True).plan({"gains": 1.0, "jacobian": 330.0})
     assert "--probes" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("own", "seconds", "said"),
+    [
+        (True, 1700.0, None),
+        (True, 6000.0, ". To measure less text, add --sequences 2 (about 10 min 0 s)"),
+        (
+            True,
+            1e6,
+            'and limit the tokens, as in --probes "jacobian(tokens=32)"',
+        ),
+        (False, 6000.0, ". To measure less text, add --sequences 1"),
+    ],
+)
+def test_a_very_long_estimate_names_the_flag_that_cuts_it(own, seconds, said, capsys):
+    batches = [{"input_ids": torch.zeros(4, 8, dtype=torch.long)}] * 5
+    context = SimpleNamespace(batches=batches, whole=own, requested=False)
+    measuring = SimpleNamespace(context=context, remaining=[make("jacobian")], bars=Bars(show=True))
+    Measuring._plan(measuring, {"jacobian": seconds})
+    line = capsys.readouterr().err.rstrip()
+    assert "--sequences" not in line if said is None else line.endswith(said)

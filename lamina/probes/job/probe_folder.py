@@ -35,6 +35,7 @@ from lamina.jobs.job import ResumePolicy, open_job
 from lamina.jobs.kinds import Kind
 from lamina.jobs.seals import altered, write_result
 from lamina.probes.engine import registry
+from lamina.probes.engine.layer_calls import ShortProbe
 from lamina.probes.engine.measure import PASSES, SKIPPED, make_context, run, tolerance_of
 from lamina.probes.engine.probe_settings import ProbeSettings
 from lamina.probes.engine.registry import Probe
@@ -52,6 +53,7 @@ _FAMILIES = {
     frozenset(): "no norms on inputs, outputs or the residual stream",
 }
 LONG = 600.0  # seconds, above which the estimate names the probes to leave out
+_VERY_LONG = 1800.0  # seconds, above which the estimate names the flag that measures less text
 _RUNNING = ("running", "the probe is still running, or was killed (continue with --resume)")
 POLICY = ResumePolicy(what="folder", free=ProbeSettings.free())
 
@@ -158,7 +160,7 @@ class Measuring:
                 strict=False,
                 done=self._done,
                 broken=self._broken,
-                estimated=self.bars.plan,
+                estimated=self._plan,
                 starting=self.bars.start,
             )
             self.bars.end()
@@ -179,6 +181,20 @@ class Measuring:
                 self._note(probe, "skipped", reason=next(reasons, "no result"))
         failed = [f"{name}: {r['reason']}" for name, r in self.results.items() if r["status"] == "failed"]
         return self._write("failed" if failed else "finished", "; ".join(failed))
+
+    def _plan(self, seconds: dict[str, float]) -> None:
+        """Print the expected time. If it is long, name the flag that measures less text, with the shorter time."""
+        total, sequences = sum(seconds.values()), registry.sample_of(self.context.batches).sequences
+        every = self.context.whole or self.context.requested  # otherwise, probes measure only a few sequences
+        few = max(1, int(sequences * LONG / total)) if every and total else 1
+        less = ""
+        if total > _VERY_LONG and sequences > 1:
+            less = f". To measure less text, add --sequences {few}"
+            less += f" (about {duration(total * few / sequences)})" * every
+            costly = [f"{probe.name}(tokens=32)" for probe in self.remaining if isinstance(probe, ShortProbe)]
+            if every and few == 1 and costly:
+                less += f', and limit the tokens, as in --probes "{",".join(costly)}"'
+        self.bars.plan(seconds, less)
 
     def _broken(self, probe: Probe, error: Exception) -> None:
         """Record a failed probe. Lamina still measures the other probes."""
@@ -272,8 +288,8 @@ class Bars:
         self._finished: list[str] = []
         self._running, self._began = "", time.monotonic()
 
-    def plan(self, seconds: dict[str, float]) -> None:
-        """Print the expected time."""
+    def plan(self, seconds: dict[str, float], less: str = "") -> None:
+        """Print the expected time. If the time is long, also print how to measure less."""
         self._plan, self._began = dict(seconds), time.monotonic()
         if self.show and self._plan:
             longest = sorted(self._plan, key=lambda name: -self._plan[name])[:3]
@@ -281,7 +297,7 @@ class Bars:
             total = sum(self._plan.values())
             others = ",".join(name for name in self._plan if name not in (*longest, PASSES))
             fewer = f". To skip these probes, add --probes {others}" * (total > LONG and bool(others))
-            show_line(f"about {duration(total)} ({parts}){fewer}")
+            show_line(f"about {duration(total)} ({parts}){fewer}{less}")
 
     def start(self, name: str) -> None:
         """End the previous part, and start another part."""
