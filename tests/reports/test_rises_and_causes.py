@@ -119,6 +119,15 @@ def test_the_first_anomaly_is_the_rise_if_a_rule_notices_it_later(tmp_path):
     assert "152" not in said
 
 
+def test_a_rise_begins_at_its_first_high_loss_though_only_later_losses_prove_it(tmp_path):
+    draw = random.Random(1)
+    rises = {step: 0.38 if step < 97 else 0.9 for step in range(93, 160)}
+    losses = {step: 2.2 + rises.get(step, 0.0) + draw.gauss(0, 0.06) for step in range(1, 160)}
+    evidence = read(tmp_path, [f"step {step} loss {loss:.4f} grad_norm 1.0" for step, loss in losses.items()])
+    assert loss_rise(losses) > 94
+    assert (evidence.rise, evidence.anomaly.step) == (93, 93)
+
+
 def test_a_rise_that_passed_is_not_the_rise_that_stays(tmp_path):
     losses = {step: 2.6 + 0.05 * math.sin(7 * step) + 1.5 * (72 <= step < 76 or step >= 180) for step in range(1, 301)}
     lines = [f"step {step} loss {loss:.4f}" for step, loss in losses.items()]
