@@ -117,9 +117,9 @@ def compare(
     or texts, or a datasets.Dataset. The worker processes do not import your script.
 
     Raises:
-        UserError: (a ValueError) for invalid settings, a corpus that can't be read, or an output folder with
-            files.
-        TrialsFailed: (a UserError) if every trial failed. Lamina still writes the page.
+        UserError: (a ValueError) for invalid settings, a corpus that can't be read, or an output folder that is
+            not empty.
+        TrialsFailed: (a UserError) if every trial failed. Lamina still writes the report page.
     """
 
 def preflight(
@@ -173,8 +173,8 @@ def preflight(
     page from preflight.json.
 
     Raises:
-        UserError: (a ValueError) for invalid settings, a corpus that can't be read, or an output folder with
-            files.
+        UserError: (a ValueError) for invalid settings, a corpus that can't be read, or an output folder that is
+            not empty.
     """
 
 def pretrain(
@@ -280,8 +280,8 @@ def pretrain(
     datasets.Dataset.
 
     Raises:
-        UserError: (a ValueError) for invalid settings, a corpus that can't be read, or an output folder with
-            files.
+        UserError: (a ValueError) for invalid settings, a corpus that can't be read, or an output folder that is
+            not empty.
     """
 
 def sft(
@@ -356,7 +356,7 @@ def sft(
 
     Raises:
         UserError: (a ValueError) for invalid settings, data or a model that can't be read, or an output folder
-            with files.
+            that is not empty.
     """
 
 def reward(
@@ -422,7 +422,7 @@ def reward(
 
     Raises:
         UserError: (a ValueError) for invalid settings, data or a model that can't be read, or an output folder
-            with files.
+            that is not empty.
     """
 
 def rlhf(
@@ -503,7 +503,7 @@ def rlhf(
 
     Raises:
         UserError: (a ValueError) for invalid settings, data or a model that can't be read, or an output folder
-            with files.
+            that is not empty.
     """
 
 def dpo(
@@ -575,7 +575,7 @@ def dpo(
 
     Raises:
         UserError: (a ValueError) for invalid settings, data or a model that can't be read, or an output folder
-            with files.
+            that is not empty.
     """
 
 def coord_check(
@@ -623,9 +623,9 @@ def coord_check(
     OUTPUT/result.json has the verdict.
 
     Raises:
-        UserError: (a ValueError) for invalid settings, a corpus that can't be read, or an output folder with
-            files.
-        TrialsFailed: (a UserError) if every trial failed. Lamina still writes the page.
+        UserError: (a ValueError) for invalid settings, a corpus that can't be read, or an output folder that is
+            not empty.
+        TrialsFailed: (a UserError) if every trial failed. Lamina still writes the report page.
     """
 
 def transfer(
@@ -723,9 +723,9 @@ def transfer(
     failure.
 
     Raises:
-        UserError: (a ValueError) for invalid settings, a corpus that can't be read, or an output folder with
-            files.
-        TrialsFailed: (a UserError) if every trial failed. Lamina still writes the page.
+        UserError: (a ValueError) for invalid settings, a corpus that can't be read, or an output folder that is
+            not empty.
+        TrialsFailed: (a UserError) if every trial failed. Lamina still writes the report page.
     """
 
 def max_lr(
@@ -819,9 +819,9 @@ def max_lr(
     ``seeds`` may also be lists.
 
     Raises:
-        UserError: (a ValueError) for invalid settings, a corpus that can't be read, or an output folder with
-            files.
-        TrialsFailed: (a UserError) if every trial failed. Lamina still writes the page.
+        UserError: (a ValueError) for invalid settings, a corpus that can't be read, or an output folder that is
+            not empty.
+        TrialsFailed: (a UserError) if every trial failed. Lamina still writes the report page.
     """
 
 def study(
@@ -853,7 +853,7 @@ def study(
 
     Raises:
         UserError: (a ValueError) for invalid settings, a study that can't be read or has changed since it ran, or
-            an output folder with files.
+            an output folder that is not empty.
     """
 
 def probe_folder(
@@ -885,7 +885,7 @@ def probe_folder(
 
     Raises:
         UserError: (a ValueError) for invalid settings, a checkpoint or a corpus that can't be read, or an output
-            folder with files.
+            folder that is not empty.
     """
 
 def evaluate(
@@ -924,5 +924,5 @@ def evaluate(
 
     Raises:
         UserError: (a ValueError) for invalid settings, an unknown task, or data or a checkpoint that Lamina can't
-            read, or an output folder with files.
+            read, or an output folder that is not empty.
     """

@@ -101,8 +101,8 @@ def _documentation(row: JobRow) -> str:
     about = " ".join(row.about.split("\n\n")[0].split())
     about = re.sub(r"(?<=\.) [^.]*:$", "", about)  # drop the introduction of a list that is only in the help
     returns = f"The keywords are the settings of `lamina {row.name}`. {row.returns}"
-    raises = f"UserError: (a ValueError) for invalid settings, {row.raises}, or an output folder with files."
-    failed = ["TrialsFailed: (a UserError) if every trial failed. Lamina still writes the page."]
+    raises = f"UserError: (a ValueError) for invalid settings, {row.raises}, or an output folder that is not empty."
+    failed = ["TrialsFailed: (a UserError) if every trial failed. Lamina still writes the report page."]
     errors = [raises, *(failed if row.outcome == "Comparison" else [])]
     fill = partial(textwrap.fill, width=110, break_on_hyphens=False)  # do not break flags
     listed = [fill(error, initial_indent="    ", subsequent_indent=" " * 8) for error in errors]

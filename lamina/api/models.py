@@ -81,7 +81,7 @@ def generate(
         prompt = [*first, {"role": "user", "content": prompt}]
     elif system is not None:
         raise UserError(
-            f"system: {system!r} has no effect here. Set chat=True and give prompt as a text, or leave system out."
+            f"system: {system!r} has no effect here. Set chat=True and give 'prompt' as a text, or leave 'system' out."
         )
     sampling = {"temperature": temperature, "top_p": top_p, "stop": stop}
     speaker = speaker_of(model, max_new_tokens, seed=seed, trust_remote_code=trust_remote_code, **sampling)
@@ -276,7 +276,7 @@ def prune(
         whole_number("drop", drop)
         measure_of(text("by", by))
     if not isinstance(layers, str | list | tuple):
-        raise UserError(f"layers: {layers!r}. Give a list of layers, or a text such as 3,5-7.")
+        raise UserError(f"layers: {layers!r}. Give a list of layer numbers, or a text such as '3,5-7'.")
     numbers = layers_of(layers) if isinstance(layers, str) else [whole_number("layers", layer, 0) for layer in layers]
     from lamina.probes.engine.probe_settings import ProbeSettings
 
@@ -381,9 +381,11 @@ def diagnose(run: str | PathLike[str], against: str | PathLike[str] | None = Non
     read = notes_of_stages(folder)
     if is_history(folder):
         source, folder = folder, folder_beside("pipe" if str(folder) == "-" else folder)
-        read = [f"Read from {source}: {import_history(source, folder, which)}."]
+        read = [f"Lamina read {source}: {import_history(source, folder, which)}."]
     elif which:
-        raise UserError(f"which: {which!r} has no effect, because {str(folder)!r} holds only one run. Leave which out.")
+        raise UserError(
+            f"which: {which!r} has no effect, because {str(folder)!r} holds only one run. Leave 'which' out."
+        )
     evidence = gather(folder)
     texts = [*answer(evidence).sentences, *read]
     try:

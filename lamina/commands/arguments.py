@@ -121,8 +121,8 @@ class Argument:
     def read(self, text: str, says: str) -> object:
         """Convert a text to the option's type. ``says`` is the beginning of error messages.
 
-        If the option is a mapping, this method reads the mapping's values as YAML, except for options that another
-        library declares as text.
+        In a mapping, Lamina reads each value as YAML. If another library declares an option as text, Lamina leaves the
+        value unchanged.
         """
         kinds = self.kinds
         if NoneType in kinds and text in ("null", "None"):
@@ -230,13 +230,15 @@ class Parser:
 
     def add_text_flags(self) -> None:
         """Add flags for the text to measure on, as in `lamina probe`."""
-        self.add_flag("--corpus", "embedded, a .txt/.jsonl file, a folder, hf:NAME", "embedded", "TEXT")
+        self.add_flag("--corpus", "text to use: embedded, a .txt/.jsonl file, a folder, or hf:NAME", "embedded", "TEXT")
         self.add_flag("--tokenizer", "tokenizer to use if the model has none", metavar="TEXT")
         self.add_flag("--sequences", "number of text blocks", 64)
         length = "tokens per text block (default: 256, or the model's maximum if it is lower)"
         self.add_flag("--sequence-length", length, kind=int)
         self.add_flag("--batch-size", "text blocks per forward pass", 4)
-        self.add_flag("--device", "cpu, cuda, ... (default: the fastest)", metavar="TEXT")
+        self.add_flag(
+            "--device", "device to use: cpu, cuda, ... (default: the fastest available device)", metavar="TEXT"
+        )
         self.add_flag("--overwrite", "first delete the files that Lamina wrote into the output folder", False)
 
     def add_output_modes(self, resume: str) -> None:

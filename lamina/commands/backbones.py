@@ -26,10 +26,12 @@ def run(argv: list[str]) -> int:
             f"{row['heads']:>5} {vocabulary:>10} {_short(row['total']):>8} {_short(row['active']):>8}  {row['source']}"
         )
     show(
-        "\ntotal: all parameters of transformers' model, with embeddings and output head. active: the same, but only\n"
-        "with the experts that one token uses. Any folder with a transformers config.json is also a backbone.\n"
+        "\nThe column 'total' counts all parameters of transformers' model, with embeddings and output head.\n"
+        "The column 'active' leaves out the experts that one token does not use.\n"
+        "Any folder with a transformers config.json is also a backbone.\n"
         f"Lamina's tests compare these families with transformers on the same weights: {', '.join(ADAPTERS)}.\n"
-        "Other families work if the layers have self_attn and mlp, or if you name the layers' modules (docs/own.md)."
+        "Other families work if their layers' modules are named self_attn and mlp, or if you tell Lamina the\n"
+        "modules' names (docs/own.md)."
     )
     return 0
 

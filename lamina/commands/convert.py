@@ -38,9 +38,13 @@ def parser() -> Parser:
     )
     flags.add_flag("--from", f"the trainer that wrote SOURCE: {trainers}", metavar="TRAINER")
     flags.add_flag(
-        "--placement", "the model's placement (only with --from, if the checkpoint names no placement)", metavar="NAME"
+        "--placement",
+        "with --from, the model's placement, if the checkpoint does not name its placement",
+        metavar="NAME",
     )
-    flags.add_flag("--dtype", f"{', '.join(DTYPES)} (auto: the checkpoint's dtype)", "auto", "WORD")
+    flags.add_flag(
+        "--dtype", f"dtype of the weights: {', '.join(DTYPES)} (auto keeps the checkpoint's dtype)", "auto", "WORD"
+    )
     flags.add_flag("--overwrite", "first delete the files that Lamina wrote into OUTPUT", False)
     flags.add_flag("--verify", "load the result and compare its logits with SOURCE's logits", True)
     return flags
@@ -60,8 +64,8 @@ def run(argv: list[str]) -> int:
     if options.came_from or foreign:
         show("Lamina converted every tensor exactly once, without changing its values")
     elif record["largest_difference"] is None:
-        show("largest difference of the logits: not measured (--no-verify)")
+        show("largest difference between the logits: not measured (--no-verify)")
     else:
-        show(f"largest difference of the logits on random tokens: {record['largest_difference']:.3g}")
+        show(f"largest difference between the logits on random tokens: {record['largest_difference']:.3g}")
     show(f"the model: {options.output}" if foreign else how_to_load(options.output))
     return 0

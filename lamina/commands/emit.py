@@ -33,9 +33,9 @@ def parser() -> Parser:
     flags.add_flag("--to", f"the trainer: {', '.join(TARGETS)}", metavar="TRAINER")
     flags.add_flag("--num-layers", "the number of blocks", kind=int)
     flags.add_flag("--init", "the initializer in the file (default: recommended)", "recommended", "NAME")
-    flags.add_flag("--output", "the file to write (default: print it)", metavar="FILE")
+    flags.add_flag("--output", "the file to write (default: Lamina prints the code)", metavar="FILE")
     flags.add_flag("--with-test", "also write a test that compares the file's model with Lamina's", False)
-    flags.add_flag("--overwrite", "replace files that exist", False)
+    flags.add_flag("--overwrite", "replace existing files", False)
     return flags
 
 

@@ -38,7 +38,7 @@ def parser() -> Parser:
     flags.add_word("name", about, needed=False)
     flags.add_flag("--num-layers", "number of layers to show", 4)
     flags.add_flag("--svg", "draw the diagram as an SVG file", metavar="FILE")
-    about = "identify this model's placement, with evidence: a folder, a name on the hub, or a transformers type"
+    about = "find this model's placement, and print the evidence (MODEL: a folder, a name on the hub, or a model type)"
     flags.add_flag("--of", about, metavar="MODEL")
     flags.add_flag(
         "--layers",
@@ -55,11 +55,14 @@ def run(argv: list[str]) -> int:
     for name in idle:
         if value := getattr(options, name):
             raise UserError(
-                f"{name}: {value!r} has no effect here. Use {name} only {allowed} --of, or leave {name} out."
+                f"{name}: {value!r} has no effect here. Use {name!r} only {allowed} --of, or leave {name!r} out."
             )
     if options.of is not None:
         if options.name is not None:
-            raise UserError(f"--of: {options.of!r} contradicts the placement {options.name!r}. Give one of them.")
+            raise UserError(
+                f"--of: Lamina finds the placement of {options.of!r}, so do not also name a placement "
+                f"({options.name!r}). Leave one of the two out."
+            )
         census = placement_of(options.of, layers=options.layers)
         show(json.dumps(census.to_dict(), indent=1) if options.json else census.text())
         return 0
@@ -102,7 +105,7 @@ def _show(spec: str, num_layers: int, svg: str | None) -> None:
         show(textwrap.fill(placement.description, 100) + "\n")
     for line in placement.equation:
         show(f"    {line}")
-    show(f"\nWired for {num_layers} layers:\n")
+    show(f"\nThe placement in {num_layers} layers:\n")
     show(textwrap.indent(text(plan), "    "))
     show(f"\nInitialization: {plan.initialization}")
     if placement.advice:

@@ -27,7 +27,7 @@ def parser_of(row: JobRow) -> Parser:
     flags = Parser(row.name, about, row.examples, words)
     flags.add_settings(row.settings(), row.positional)
     if row.listing:
-        flags.add_flag("--list", "print the list above with all details, and exit", False)
+        flags.add_flag("--list", "print the list at the top of this help with all details, and exit", False)
     for switch in row.switches:
         flags.add_flag(f"--{switch.name.replace('_', '-')}", switch.help, False)
     flags.add_output_modes(row.resumes)

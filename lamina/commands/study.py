@@ -96,7 +96,7 @@ def _run(argv: list[str]) -> int:
     listed = str(typed.pop("study", None) or "")
     studies = names() if listed == "all" else list(dict.fromkeys(entries(listed)))
     if not studies:
-        raise UserError("study: not given. Give a name, several names with commas, a YAML file, or all.")
+        raise UserError("study: not given. Give a name, several names with commas, a YAML file, or 'all'.")
     if len(studies) > 1 and "output" in typed:
         raise UserError("output: one folder cannot hold several studies. Give --output with one study only.")
     if options.dry_run:

@@ -47,16 +47,16 @@ def _vit(name: str, width: int, heads: int) -> Preset:
     return Preset(name=name, source=_MIX_VIT, model_type="vit", fields=fields)
 
 
-_MIX_VIT = "Mix-LN Table 4 (ImageNet-1K), which prints no sizes (our choice: DeiT's sizes)"
+_MIX_VIT = "Mix-LN Table 4 (ImageNet-1K), which prints no sizes (we chose DeiT's sizes)"
 _MIX = "Mix-LN Table 7 and its repository"
 _MIX_250M = "Mix-LN's repository, with width 768 for 247M parameters (Table 7's width 1024 would give 355M)"
 _FUSE = "FuseNorm App B"
-_PROXY = "FuseNorm Figure 4: 64 layers of width 640 (our choice: heads of width 64, and an FFN for 310M parameters)"
-_PERI = "Peri-LN Section 4 (our choice: an FFN of width 4 d, which gives the paper's parameter counts)"
-_DEEP = "FuseNorm's 128 blocks (our choice: a width and an FFN that give 6.5B parameters)"
-_STRESS = "FuseNorm's stress test (our choice: heads of width 64, and an FFN of width 8 d / 3)"
-_KEEL = "Keel Section 5.3, {} sub-layers, which the paper calls layers (our choice: the vocabulary)"
-_MOE = "FuseNorm's MoE, 16B-A2.4B: DeepSeek-V2-Lite's sizes, V3's sigmoid routing, Moonlight's scaling factor 2.446"
+_PROXY = "FuseNorm Figure 4: 64 layers of width 640 (we chose heads of width 64, and an FFN for 310M parameters)"
+_PERI = "Peri-LN Section 4 (we chose an FFN of width 4 d, which gives the paper's parameter counts)"
+_DEEP = "FuseNorm's 128 blocks (we chose a width and an FFN that give 6.5B parameters)"
+_STRESS = "FuseNorm's stress test (we chose heads of width 64, and an FFN of width 8 d / 3)"
+_KEEL = "Keel Section 5.3, with {} sub-layers, which the paper calls layers (we chose the vocabulary)"
+_MOE = "FuseNorm's MoE 16B-A2.4B: sizes of DeepSeek-V2-Lite, sigmoid routing of DeepSeek-V3, factor 2.446 of Moonlight"
 _MOE_FIELDS = {
     "hidden_size": 2048,
     "intermediate_size": 10944,
@@ -80,7 +80,7 @@ _MOE_FIELDS = {
     "vocab_size": 102400,
     "tie_word_embeddings": False,
 }
-_NANO_MOE = "Lamina's smallest mixture of experts: a small 16b-a2.4b for two cores, with 2 of 8 experts per token"
+_NANO_MOE = "Lamina's smallest mixture of experts, a small version of 16b-a2.4b with 2 of 8 experts per token"
 _NANO_MOE_FIELDS = {
     **_MOE_FIELDS,
     "hidden_size": 48,
@@ -105,7 +105,14 @@ _MIX_FIELDS = {"max_position_embeddings": 1024, "rms_norm_eps": 1e-6}
 PRESETS: dict[str, Preset] = {
     preset.name: preset
     for preset in (
-        _llama("llama-nano", "Lamina's default: deep and narrow, trains in a minute on two cores", 48, 128, 2, 32),
+        _llama(
+            "llama-nano",
+            "Lamina's default, which is deep and narrow, and trains in a minute on two cores",
+            48,
+            128,
+            2,
+            32,
+        ),
         _llama(
             "llama-micro",
             "The default of `lamina compare`: six models train in three minutes on two cores",

@@ -151,5 +151,5 @@ def misfit(init: str, hidden_size: int) -> str:
         return ""
     return (
         f"The initializer {init} has a standard deviation of {stds[0]:.3g} in the blocks, but width {hidden_size} "
-        f"needs about {stds[1]:.3g}. This difference matters more than the placement."
+        f"needs about {stds[1]:.3g}. Such weights affect training more than the placement does."
     )

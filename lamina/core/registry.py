@@ -19,7 +19,8 @@ def refuse_namesake(kind: str, name: str, owner: str, holder: str | None) -> Non
     """Raise UserError if another module has registered the name."""
     if holder not in (None, owner):  # a module may register a name again, because Lamina may read a file twice
         raise UserError(
-            f"{kind} {name!r}: {owner} registers this name, but {holder} has registered it before. Choose another name."
+            f"{kind} {name!r}: {owner} registers this name, but {holder} has already registered it. Choose another "
+            "name."
         )
 
 

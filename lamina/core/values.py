@@ -111,7 +111,7 @@ def steps_or_share(name: str, value: object, *, open_low: bool = False) -> float
     """Return a whole number of steps, or a fraction of all steps (below 1). ``open_low`` excludes 0."""
     span = number(name, value, 0.0, open_low=open_low)
     if span >= 1 and span != int(span):
-        raise UserError(f"{name}: {_shown(value)}. Give a whole number of steps, or a share of all steps (below 1).")
+        raise UserError(f"{name}: {_shown(value)}. Give a whole number of steps, or a fraction of all steps (below 1).")
     return span
 
 

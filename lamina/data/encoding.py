@@ -48,7 +48,8 @@ def known(token: int, size: int | None, source: str, notes: list[str] | None) ->
         return token
     if notes is not None:
         notes.append(
-            f"{source}: the model's vocabulary of {size} lacks the end-of-text token {token}, so Lamina omits it"
+            f"{source}: the model's vocabulary of {size} lacks the end-of-text token {token}, so Lamina adds no such "
+            "token to the text"
         )
     return None
 

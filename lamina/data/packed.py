@@ -187,7 +187,7 @@ class _Packing:
         def write(draft: Path) -> Json:
             packed, fraction = self._pack(draft, corpus, eval_fraction)
             if fraction != eval_fraction:
-                small = "%s is small. To fill a block, Lamina holds out the fraction %g instead of %g%s"
+                small = "corpus %s is small. To fill an eval block, Lamina holds out the fraction %g instead of %g%s"
                 seen = "; Lamina trained the BPE tokenizer partly on held-out text" if trained else ""
                 logger.warning(small, corpus.spec, fraction, eval_fraction, seen)
             train, held_out = self._open(draft)

@@ -11,12 +11,12 @@ class TextSettings(Settings, group="data"):
 
     corpus: str = setting(
         "embedded",
-        "embedded, a .txt/.jsonl file (also .gz/.xz/.zst), a folder, or hf:NAME",
+        "text to use: embedded, a .txt/.jsonl file (also .gz/.xz/.zst), a folder, or hf:NAME",
         corpus_name,
     )
     text_field: str = setting("text", "field of a .jsonl or dataset row that holds the text")
     tokenizer: str | None = setting(
-        None, "bytes, or a transformers tokenizer's name or folder (default: the checkpoint's)", place
+        None, "tokenizer to use: bytes, or a transformers tokenizer's name or folder (default: the checkpoint's)", place
     )
     sequence_length: int | None = setting(
         None, "tokens per text block (default: 256, or the model's maximum if lower)", at_least(1)
@@ -40,8 +40,8 @@ class ProbesSettings(Settings, group="records"):
 
     probes: str = setting(
         "all",
-        "all, or a comma-separated list of probes, such as name(option=value). A probe can also be your own Python "
-        "file, which Lamina executes",
+        "probes to run: all, or a comma-separated list of probes, such as name(option=value). A probe can also be your "
+        "own Python file, which Lamina executes",
         comma_separated,
         decides=False,
     )
@@ -56,7 +56,9 @@ class SeedSettings(Settings, group="steps and learning rate"):
 class DeviceSettings(Settings, group="machine"):
     """The device to compute on."""
 
-    device: str | None = setting(None, "cpu, cuda, mps, ... (default: the fastest available device)", decides=False)
+    device: str | None = setting(
+        None, "device to use: cpu, cuda, mps, ... (default: the fastest available device)", decides=False
+    )
 
 
 class ThreadSettings(Settings, group="machine"):

@@ -184,12 +184,12 @@ class Settings:
         for name in names:
             if (value := getattr(self, name)) != self.default(name):
                 raise UserError(
-                    f"{name}: {value!r} has no effect {here}. Use {name} only {allowed}, or leave {name} out."
+                    f"{name}: {value!r} has no effect {here}. Use {name!r} only {allowed}, or leave {name!r} out."
                 )
 
     @classmethod
     def group_of(cls, name: str) -> str:
-        """Return the heading above a field's flag in the help, or "" for a field of the command's own class."""
+        """Return a field's group in the help. Return "" if the command's own settings class declares the field."""
         declaring = [base for base in cls.__mro__ if name in inspect.get_annotations(base)]
         return declaring[-1].group
 

@@ -92,7 +92,7 @@ def build(
 
 
 def _checked_head(config: PreTrainedConfig, head: str | None, adapter: Mapping[str, object] | None) -> str:
-    """Set the user's adapter in the configuration, and return the head (default: the backbone's first head).
+    """Store ``adapter`` in the configuration, and return the name of the head (default: the backbone's first head).
 
     Raises UserError for an invalid adapter or head, and for a model that needs more than the available memory.
     """
@@ -118,7 +118,7 @@ def _wired(config: PreTrainedConfig, plan: Plan, head: str, num_labels: int | No
         labels: dict[str, Any] = {"num_labels": 1} if head == "sequence_classification" else {}
     elif not head.endswith("classification"):
         raise UserError(
-            f"num_labels: {num_labels!r} has no effect on the head {head!r}. Leave num_labels out, or choose a "
+            f"num_labels: {num_labels!r} has no effect on the head {head!r}. Leave 'num_labels' out, or choose a "
             "classifier's head."
         )
     else:

@@ -1,7 +1,7 @@
 """Insert method calls into the source code of a module's forward.
 
-Serving engines read and rewrite the source code of a forward. They would lose a call that exists only in bytecode. This
-file does not import the package, because transformers copies this file beside a checkpoint.
+Serving engines read and rewrite the source code of a forward. A call that is only in the bytecode would be missing in
+the rewritten forward. This file does not import the package, because transformers copies this file beside a checkpoint.
 """
 
 from __future__ import annotations

@@ -96,7 +96,8 @@ def initialize(
                 weight.parameter[module.padding_idx].zero_()
     if unknown:
         logger.warning(
-            "init %r: Lamina does not know %d weights of the blocks, and initializes these weights like queries",
+            "init %r: Lamina does not know the roles of %d weights in the blocks, and initializes these weights like "
+            "query weights",
             name,
             unknown,
         )

@@ -42,7 +42,7 @@ def title_of(plan: Plan) -> str:
 
 
 def layer_groups(plan: Plan) -> list[tuple[list[Layer], list[int]]]:
-    """Group equal layers. If that gives more than four groups, also join layers that differ only in numbers."""
+    """Group equal layers. With more than four groups, also join layers that differ only in scales and gains."""
     kinds = plan.kinds()
     if len(kinds) <= MOST_KINDS:
         return [([layer], indices) for layer, indices in kinds]

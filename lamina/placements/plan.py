@@ -183,8 +183,8 @@ class Streams:
         n = len(self.read)
         if n < 2 or {len(self.write), len(self.normed), len(self.norms)} - {0, n}:
             raise UserError(
-                f"read: the number of weights is {n}. Give at least 2 weights. Give write, normed and norms as many "
-                "values as read."
+                f"read: 'read' has {n} weights. Give at least 2 weights, and give 'write', 'normed' and 'norms' as "
+                "many values as 'read'."
             )
         for norm in self.norms:
             _one_of("norms", norm, StreamNorm)
@@ -220,7 +220,7 @@ class Sources:
         learned: whether the weights are fixed ("no"), learned numbers ("scalar") or learned vectors ("vector").
         dynamic: whether the weights also depend on the stream, through a two-layer projection.
         hidden: the number of hidden channels in this projection. 0 means as many channels as weights.
-        multiway: whether queries, keys and values read three separate sums, in addition to the stream's sum (MUDD).
+        multiway: whether queries, keys and values each read a separate sum, as in MUDD. One more sum is the stream.
         own_norms: whether the sums for queries, keys and values have separate norms.
         normed_states: whether an RMSNorm normalizes each state before Lamina sums and stores the state (DLCL).
     """
@@ -248,10 +248,12 @@ class Sources:
         whole_number("hidden", self.hidden, low=0)
         for name, value, other in (("own_norms", self.own_norms, "multiway"), ("hidden", self.hidden, "dynamic")):
             if value and not getattr(self, other):
-                raise UserError(f"{name}: {value!r} has no effect without {other}. Set {other}, or leave {name} out.")
+                raise UserError(
+                    f"{name}: {value!r} has no effect without {other}. Set {other!r}, or leave {name!r} out."
+                )
         if (self.dynamic or self.multiway) and self.learned != "scalar":
             raise UserError(
-                f"learned: {self.learned!r} does not work with dynamic or multiway weights. Set learned to 'scalar'."
+                f"learned: {self.learned!r} does not work with dynamic or multiway weights. Set 'learned' to 'scalar'."
             )
 
 
@@ -300,7 +302,7 @@ class Sublayer:
         _one_of("read", self.read, Read)
         _typed(self, streams=Streams | None)
         if self.streams and not self.streams.write:
-            raise UserError("streams.write: no weights are given. Give as many weights as in read.")
+            raise UserError("streams.write: no weights are given. Give as many weights as in 'streams.read'.")
         if self.read != "stream" and (self.streams or self.skip != "stream"):
             what = "several streams" if self.streams else f"skip {self.skip!r}"
             what += ", because the memory holds the block's input" * (self.reads_memory and not self.streams)
@@ -312,8 +314,8 @@ class Sublayer:
     def _check_coupling(self) -> None:
         if (self.skip_scale, self.skip_scale_learned) != (1.0, "no"):
             raise UserError(
-                f"coupling: {self.coupling!r} already sets the skip's factor. Leave skip_scale out, or set coupling "
-                "to 'none'."
+                f"coupling: {self.coupling!r} already sets the skip's factor. Leave 'skip_scale' out, or set "
+                "'coupling' to 'none'."
             )
         if not (0 <= self.out_scale <= 1 and (self.out_scale_learned == "no" or 0 < self.out_scale < 1)):
             raise UserError(
@@ -444,7 +446,8 @@ class Plan:
             )
         if self.streams > 1 and self.has_memory:
             raise UserError(
-                "streams: a layer with streams cannot read earlier states. Leave out streams, or sources and read."
+                "streams: a layer with streams cannot read earlier states. Leave out 'streams', or leave out "
+                "'sources' and 'read'."
             )
         ends = [*enumerate(layer.sources for layer in self.layers), (len(self.layers), self.final_sources)]
         for index, sources in ends:
@@ -460,8 +463,8 @@ class Plan:
             raise UserError("final_sources.multiway: no attention reads final_sources. Set multiway to false.")
         if any(half.reads_memory for half in halves) and (self.final_sources or not self.layers[0].boundary):
             raise UserError(
-                "read: 'depth' and 'memory' need stored states from the first block on. Set boundary in the first "
-                "layer, and leave out final_sources."
+                "read: 'depth' and 'memory' need stored states from the first block on. Set 'boundary' in the "
+                "first layer, and leave out 'final_sources'."
             )
 
     @property

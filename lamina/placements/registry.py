@@ -49,7 +49,7 @@ COMMON: tuple[Option, ...] = (
         name="final_norm",
         type=bool | None,
         default=None,
-        help="a norm after the last block (default: as in the placement)",
+        help="whether a norm follows the last block (default: the placement decides)",
     ),
     Option(name="embedding_norm", type=bool | None, default=None, help="a norm on the embedding's output"),
     Option(
@@ -59,7 +59,12 @@ COMMON: tuple[Option, ...] = (
         help="a factor on the embedding's output. 'sqrt_hidden_size' is the square root of the hidden size (Takase et "
         "al.'s scaled embedding)",
     ),
-    Option(name="norm", type=NormKind | None, default=None, help="the kind of all norms"),
+    Option(
+        name="norm",
+        type=NormKind | None,
+        default=None,
+        help="the kind of all norms, such as 'layer' for LayerNorm (default: the placement decides)",
+    ),
     Option(
         name="groups",
         type=int | None,
@@ -79,22 +84,24 @@ COMMON: tuple[Option, ...] = (
         type=int | None,
         default=None,
         help=(
-            "number of residual streams (default: 4). For attn_res: number of layers per group, where 0 makes each "
-            "sub-layer a group. For mudd: the projection's width is a multiple of this number"
+            "number of residual streams (default: 4). The wiring attn_res takes the number of layers per group, and 0 "
+            "makes each sub-layer a group. The wiring mudd rounds a projection's width up to a multiple of this number"
         ),
     ),
     Option(
         name="start",
         type=Literal["liger", "mean", "dlcl"] | None,
         default=None,
-        help="initial weights of the wiring. For mhc: liger (as in Liger's kernels). For denseformer: mean (all "
-        "weights are 1/(l+1)), or dlcl (like mean, with a norm on each state)",
+        help="initial weights of a wiring. The wiring mhc accepts 'liger', the initial weights "
+        "in Liger's kernels. The wiring denseformer accepts 'mean' (after block l, all weights are 1/(l+1)) and 'dlcl' "
+        "(the same weights, and a norm on each state)",
     ),
     Option(
         name="collapse",
         type=Literal["mean", "sum", "sum_of_norms"] | None,
         default=None,
-        help="how a wiring joins its streams after the last block: mean, sum, or sum of the normed streams",
+        help="how a wiring joins its streams after the last block: as the mean, the sum, or the sum of the normed "
+        "streams",
     ),
     Option(
         name="depth_scaling",

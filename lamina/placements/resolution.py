@@ -88,7 +88,7 @@ def _load_yaml(path: Path) -> Placement:
 
 
 def _texts(data: Json) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Return a YAML file's texts, such as the title, and its equations. Raises UserError for an invalid field."""
+    """Return the title and the other texts of a YAML file, and the equations. Raises UserError for an invalid field."""
     for key in data if "layers" not in data else ():  # Plan.from_dict checks the fields of a full plan
         if key not in _FIELDS:
             raise unknown("field", key, _FIELDS)
@@ -97,7 +97,7 @@ def _texts(data: Json) -> tuple[dict[str, str], tuple[str, ...]]:
         value = data.get(field, "")
         if not isinstance(value, str) or len(value) > LONGEST_TEXT:
             text = shortened(repr(value), 200)
-            raise UserError(f"{field}: {text} does not fit. Give text of at most {LONGEST_TEXT} characters.")
+            raise UserError(f"{field}: {text} is not a short text. Give a text of at most {LONGEST_TEXT} characters.")
         if field in data or field == "placement":
             texts[field] = value
     equation = data.get("equation", ())
@@ -310,7 +310,7 @@ def _scaled_by_depth(plan: Plan, scheme: str | None, base_depth: int | None) -> 
     if more := next(_on_the_stream(plan), None):
         raise UserError(
             f"{name} depth_scaling {scheme!r} needs blocks that only add to the residual stream, but {more}. Choose "
-            "a placement with norms and scales only in its branches, or leave depth_scaling out."
+            "a placement with norms and scales only in its branches, or leave 'depth_scaling' out."
         )
     factor = (plan.num_layers / base_depth) ** -DEPTH_SCHEMES[scheme]
     layers = [layer.map(lambda sub: replace(sub, out_scale=sub.out_scale * factor)) for layer in plan.layers]

@@ -35,7 +35,7 @@ class PlanWiring:
         takes, given = inspect.signature(self.make).parameters, {"size": size, "start": start}
         for name, value in given.items():
             if value is not None and name not in takes:
-                raise UserError(f"{name}: {value!r} has no effect with this wiring. Leave {name} out.")
+                raise UserError(f"{name}: {value!r} has no effect with this wiring. Leave {name!r} out.")
         if size is not None:
             whole_number("size", size, low=0)
         with guarded("its function"):
@@ -80,7 +80,7 @@ def with_streams(plan: Plan, one: Callable[[int], Streams], readout: Streams) ->
 
 def _collapsed(plan: Plan, how: str) -> Plan:
     if plan.readout is None or plan.readout.normed or plan.readout.norms:
-        raise UserError(f"collapse: {how!r} has no effect with this wiring. Leave collapse out.")
+        raise UserError(f"collapse: {how!r} has no effect with this wiring. Leave 'collapse' out.")
     n = plan.streams
     read, normed = (1 / n if how == "mean" else 1.0,) * n, (how == "sum_of_norms",) * n
     return replace(plan, readout=Streams(weights="constant", read=read, normed=normed if any(normed) else ()))
@@ -117,7 +117,7 @@ def mhc(plan: Plan, size: int | None, start: str | None = None) -> Plan:
     if start is None:
         return _sigmoid(plan, size, mix="sinkhorn")
     if start != "liger":
-        raise UserError(f"start: {start!r} has no effect with wiring=mhc. Use start=liger, or leave start out.")
+        raise UserError(f"start: {start!r} has no effect with wiring=mhc. Use start=liger, or leave 'start' out.")
     n = _count(size)
     read, write = (0.5,) * n, (1.0,) * n
     streams = Streams(
@@ -144,7 +144,7 @@ def hc(plan: Plan, size: int | None) -> Plan:
 
 @wiring(
     "dynamic_hc",
-    equation="hc's equation, with a tanh of the normed stream added to each weight",
+    equation="the equation of hc, but each weight is a constant plus a tanh of the normed stream",
     source="arXiv 2409.19606 Sec 2.2, Algorithm 2",
 )
 def dynamic_hc(plan: Plan, size: int | None) -> Plan:
@@ -166,7 +166,10 @@ def _check_sums(plan: Plan, *, post_norms: bool) -> None:
         plain = (half.skip, half.skip_scale, half.skip_scale_learned) == ("stream", 1.0, "no")
         if not plain or (half.post_norm is not None) != post_norms:
             how, such = ("with", "post_ln") if post_norms else ("without", "pre_ln")
-            raise UserError(f"this wiring needs unscaled skips {how} post-norms. Choose a placement such as {such}.")
+            raise UserError(
+                f"this wiring needs skips without scales, and sub-layers {how} post-norms. Choose a placement such as "
+                f"{such}."
+            )
 
 
 @wiring("residual", equation="p' = C(p + b), r' = r + b, out: p + LN r", source="ResiDual (arXiv 2304.14802)")
@@ -220,7 +223,7 @@ def denseformer(plan: Plan, start: str | None = None) -> Plan:
         return _with_sources(plan, _all_before, _all_before(plan.num_layers))
     if start == "liger":
         raise UserError(
-            "start: 'liger' has no effect with wiring=denseformer. Use start=mean or start=dlcl, or leave start out."
+            "start: 'liger' has no effect with wiring=denseformer. Use start=mean or start=dlcl, or leave 'start' out."
         )
 
     def mean(index: int) -> Sources | None:
@@ -244,7 +247,7 @@ def dynamic_dense(plan: Plan) -> Plan:
 
 @wiring(
     "mudd",
-    equation="dynamic_dense's equation, with separate sums for q, k, v and x",
+    equation="the equation of dynamic_dense, with separate sums for q, k, v and x",
     source="MUDDFormer (arXiv 2502.12170) Eq 7, 8",
 )
 def mudd(plan: Plan, size: int | None) -> Plan:

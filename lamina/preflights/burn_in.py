@@ -66,7 +66,7 @@ class Proxy:
             )
         blocks = self.settings.batch_size * self.settings.gradient_accumulation
         if blocks != self.planned_blocks:
-            parts.append(f"{blocks} blocks per step instead of {self.planned_blocks}")
+            parts.append(f"{blocks} text blocks per step instead of {self.planned_blocks}")
         return f"measured at {' and '.join(parts)}" if parts else ""
 
 

@@ -58,7 +58,9 @@ class PreflightSettings(
     )
     steps: int = changed(100, help="optimizer steps of the planned run")
     precision: Literal["auto", "fp32", "bf16"] = changed(
-        "auto", help="fp32, or bf16 (weights, losses and measurements stay fp32); auto means fp32"
+        "auto",
+        help="precision of the first steps: fp32, or bf16 (weights, losses and measurements stay in fp32). auto means "
+        "fp32",
     )
     burn_in: int = setting(32, "number of optimizer steps before the verdict", at_least(4))
     sequences: int = changed(
@@ -66,11 +68,13 @@ class PreflightSettings(
     )
     flops: float | None = setting(
         None,
-        "maximum FLOPs per planned run (default: 1e12 on a CPU, 1e14 on a GPU). If a run costs more, Lamina measures "
-        "a narrower model of the same depth, on fewer blocks of text",
+        "maximum FLOPs to spend on each planned run (default: 1e12 on a CPU, 1e14 on a GPU). If the first steps cost "
+        "more, Lamina trains on fewer text blocks per step, or trains a narrower model of the same depth",
         above(0.0),
     )
-    output: str | None = changed(None, help="folder for the page, the figures and the numbers (default: none)")
+    output: str | None = changed(
+        None, help="folder for the page, the figures and the numbers (default: Lamina writes no folder)"
+    )
 
     def check(self) -> None:
         """Raise UserError if a value is invalid in a planned run."""
@@ -78,7 +82,8 @@ class PreflightSettings(
         for run in self.runs():
             if run.steps == 1 and in_steps(run.warmup, run.steps):
                 raise UserError(
-                    "steps: a run of 1 step has only warm-up, at a learning rate of 0. Give 2 or more, or --warmup 0."
+                    "steps: a run of 1 step has only warm-up, at a learning rate of 0. Give 2 or more steps, or set "
+                    "--warmup 0."
                 )
 
     def runs(self) -> list[PretrainSettings]:

@@ -251,8 +251,8 @@ def _reason(numbers: Features, burn_in: BurnIn, kind: VerdictWord, sure: float) 
         )
     if kind == "undecided":
         return (
-            f"these steps cannot decide: {after} steps {constant}, and the input improves the predictions by {worth}. "
-            f"We cannot tell yet whether the run will learn more than token frequencies{weak}"
+            f"a verdict needs more steps: {after} steps {constant}, and the input improves the predictions by "
+            f"{worth}. We cannot tell yet whether the run will learn more than token frequencies{weak}"
         )
     return (
         f"{after} steps the input improves the predictions by only {worth}, and {constant}{weak}. The run has an "
@@ -271,8 +271,8 @@ def _longer(numbers: Features, burn_in: BurnIn, deciding: int, better: str) -> s
         times = calibration()["deciding"]["times"]
         estimate = (
             "so far the model predicts little more than token frequencies. In the calibration, 80 % of the runs that "
-            f"learned did so before their summed learning rates were {times:g} times as large. This run reaches that "
-            f"sum {by}"
+            f"learned had learned before the sum of their learning rates was {times:g} times as large. This run "
+            f"reaches that sum {by}"
         )
     if deciding >= burn_in.planned.steps:
         return f"only the whole run can decide: {estimate}. Alternatives: {_faster(numbers, burn_in, better)}"

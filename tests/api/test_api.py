@@ -67,7 +67,7 @@ REFUSED = [
     (["pretrain", "--pause-step", "9", "--steps", "3"], "pause_step: 9 is after the last step, 3. Give at most 3"),
     (
         ["pretrain", "--rollback-factor", "0.1"],
-        "has no effect here. Use rollback_factor only with --rollback, or leave rollback_factor out.",
+        "has no effect here. Use 'rollback_factor' only with --rollback, or leave 'rollback_factor' out.",
     ),
     (["placements", "keel", "--svg", "used"], "svg: 'used' is a folder"),
     (["probe", "run", "--output", "run", "--overwrite"], "output: 'run' holds the model that this job reads"),

@@ -53,7 +53,7 @@ def test_the_table_the_reason_and_the_papers_advice(corpus, capsys):
     ]
     rows = [line.split()[:2] for line in lines[1:5]]
     assert rows == [["keel", "0.001"], ["keel", "0.01"], ["pre_ln", "0.001"], ["pre_ln", "0.01"]]
-    assert out.count("  reason: after ") + out.count("  reason: these steps cannot decide: after ") == 4
+    assert out.count("  reason: after ") + out.count("  reason: a verdict needs more steps: after ") == 4
     assert f"  papers: {get('keel').advice[:40]}" in out
 
 
@@ -138,7 +138,7 @@ def test_an_undecided_run_is_told_how_many_steps_decide_and_these_can_be_taken(c
     assert main([*argv(corpus, **given), "--json", "--strict"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
     assert row["verdict"] == "undecided"
-    assert row["reason"].startswith("these steps cannot decide: after ")
+    assert row["reason"].startswith("a verdict needs more steps: after ")
     assert row["burn_in_steps"] < row["deciding_steps"] <= 200
     if row["deciding_steps"] < 200:
         assert f"--burn-in {row['deciding_steps']}" in row["change"]

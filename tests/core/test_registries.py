@@ -83,7 +83,7 @@ def test_a_file_gives_its_one_entry_and_leaves_the_registry_as_it_was(colors, si
 
 def test_one_name_stands_for_one_thing_whoever_registers_it_first(colors, site):
     path, own = site("mine", MODULE.format(name="red")) / "mine.py", colors.get("red")
-    said = "color 'red': mine.py registers this name, but own_colors has registered it before. Choose another name."
+    said = "color 'red': mine.py registers this name, but own_colors has already registered it. Choose another name."
     with pytest.raises(UserError, match=f"^{re.escape(said)}$"):
         colors.from_file(path)
     assert colors.get("red") is own

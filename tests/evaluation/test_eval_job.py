@@ -308,7 +308,10 @@ def test_a_model_of_256_bytes_is_read_as_probe_and_prune_read_it(quiz, text, tmp
     assert main(argv) == 0
     (unit,) = result(tmp_path / "out")["units"]
     assert f"{len(text.read_bytes()) - 1:,} tokens" in unit["notes"][0]
-    assert "the model's vocabulary of 256 lacks the end-of-text token 256, so Lamina omits it" in unit["notes"][1]
+    assert (
+        "the model's vocabulary of 256 lacks the end-of-text token 256, so Lamina adds no such token to the text"
+        in unit["notes"][1]
+    )
     with pytest.raises(UserError, match=r"has 256\. Tasks need the token <\|endoftext\|>\. Leave out --tasks"):
         lamina.evaluate(**quiz, models=str(place), tokenizer="bytes", output=str(tmp_path / "quiz"))
 

@@ -145,6 +145,6 @@ def test_a_span_of_steps_is_a_share_or_a_whole_number(record, name):
     check = record.check_of(name)
     assert [check(name, span) for span in (0.25, 1, 2.0, 100)] == [0.25, 1, 2.0, 100]
     with pytest.raises(
-        UserError, match=f"^{name}: 2.5. Give a whole number of steps, or a share of all steps \\(below 1\\)"
+        UserError, match=f"^{name}: 2.5. Give a whole number of steps, or a fraction of all steps \\(below 1\\)"
     ):
         check(name, 2.5)

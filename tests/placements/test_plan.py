@@ -121,7 +121,7 @@ def _streams(readout=(), **fields):
         (_attention(coupling="variance", out_scale_learned="vector"), ["out_scale", "1.0", "above 0 and below 1"]),
         (_attention(coupling="lerp", gate_temperature=0), ["gate_temperature", "0", "above 0"]),
         (_streams(read=3), ["streams.read", "3", "list"]),
-        (_streams(read=[1.0]), ["read", "number of weights is 1", "at least 2"]),
+        (_streams(read=[1.0]), ["read", "'read' has 1 weights", "at least 2"]),
         (_streams(magnitude="2"), ["magnitude", "'2'", "number"]),
         (_streams(eps=-1e-6), ["eps", "-1e-06", "at least 0"]),
         (_streams(transposed=1), ["transposed", "1", "true or false"]),

@@ -120,7 +120,7 @@ def test_an_undecided_run_is_told_the_step_that_decides():
     step = math.ceil(400 * deciding_share(FALLING, calibration()))
     assert verdict.deciding_steps == step < 400
     assert verdict.reason.startswith(
-        "these steps cannot decide: after 32 of 400 steps the held-out loss is 1.13 ± 0.08 nats"
+        "a verdict needs more steps: after 32 of 400 steps the held-out loss is 1.13 ± 0.08 nats"
     )
     assert verdict.change.startswith(f"measure more steps, with --burn-in {step}: at the pace of these steps")
     close = judge(replace(FALLING, excess=0.02, spent=0.3), case("pre_ln", steps=400))

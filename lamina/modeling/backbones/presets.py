@@ -86,7 +86,7 @@ def resolve_backbone(
             if not hasattr(config, name):
                 raise UserError(
                     f"{name}: the backbone {config.model_type!r} reads no tokens, so the backbone has no {name}. "
-                    f"Leave {name} out."
+                    f"Leave {name!r} out."
                 )
             changes[name] = value
     return with_fields(config, changes)

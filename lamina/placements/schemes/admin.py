@@ -13,7 +13,7 @@ from lamina.placements.registry import placement
     "admin",
     title="Admin",
     equation=("y = LN(omega_1 * x + A(x))", "x' = LN(omega_2 * y + F(y))", "omega: one learned vector per sub-layer"),
-    source="Liu et al. 2020 (arXiv 2004.08249) Eq 5; admin-torch for omega without profiling",
+    source="Liu et al. 2020 (arXiv 2004.08249) Eq 5; the package admin-torch for omega without profiling",
     initialization="admin",
     advice=(
         "Mix-LN's authors use the learning rate 1e-3 at 250M parameters, with 10 % warm-up. If the embedding "
