@@ -10,10 +10,12 @@ import pandas as pd
 import torch
 
 from lamina.core.frames import Frame
+from lamina.core.text import ranges
 from lamina.probes.engine.context import Context
 from lamina.probes.engine.directions import DirectionsProbe
 from lamina.probes.engine.figures import Figure, heat_map
 from lamina.probes.engine.registry import probe
+from lamina.probes.engine.statistics import tied
 
 WHOSE = {
     "last": "each sequence's last token (Gromov et al. 2024)",
@@ -109,6 +111,11 @@ class AngularDistance(DirectionsProbe):
             for size in sizes
         ]
         yield f"These blocks have the smallest angle, so try to remove them first: {'; '.join(blocks)}."
+        single = distances[distances["size"] == 1].set_index("start").dropna(subset="value")
+        near = tied(single["value"], single["standard_error"], [best[1]]) if 1 in best.index else []
+        if near:
+            count = f" on {single['sequences'].iloc[0]:,} sequences" if "sequences" in single else ""
+            yield f"Two standard errors cannot tell the angles of layers {ranges([best[1], *near])} apart{count}."
         yield from _early_or_deep(by_block[1].to_numpy())
 
 

@@ -10,6 +10,7 @@ import pandas as pd
 import torch
 
 from lamina.core.frames import Frame
+from lamina.core.text import ranges
 from lamina.core.values import one_of
 from lamina.errors import UserError
 from lamina.modeling.parts import patched, uncompiled
@@ -17,7 +18,7 @@ from lamina.probes.engine.context import Context
 from lamina.probes.engine.figures import Figure, chart, heat_map
 from lamina.probes.engine.layer_calls import rows_of
 from lamina.probes.engine.registry import COLUMNS, Probe, Sample, check_most, probe, sample_of
-from lamina.probes.engine.statistics import as_tokens, mean_and_error
+from lamina.probes.engine.statistics import as_tokens, mean_and_error, tied
 from lamina.probes.gradients import shared_layers
 from lamina.probes.layer_drop import removed
 from lamina.probes.structure.hooks import intercept, observe, stream_of
@@ -142,9 +143,17 @@ class LayerUse(Probe):
             ),
         }
         for metric, text in texts.items():
-            values = frame[frame["metric"] == metric].groupby("layer")["value"].mean().dropna()
-            if len(values):
-                yield text.format(values.idxmin(), values.min(), values.idxmax(), values.max())
+            rows = frame[frame["metric"] == metric]
+            values = rows.groupby("layer")["value"].mean().dropna()
+            if not len(values):
+                continue
+            yield text.format(values.idxmin(), values.min(), values.idxmax(), values.max())
+            errors = rows.groupby("layer")["standard_error"].mean().reindex(values.index)
+            if metric != METRICS[0] and (near := tied(values, errors, [values.idxmin()])):
+                yield (
+                    f"With {rows['tokens'].iloc[0]:,} tokens, two standard errors cannot tell layers "
+                    f"{ranges([values.idxmin(), *near])} apart in this measure."
+                )
 
 
 def _losses(context: Context, sequences: Sequence[Inputs]) -> torch.Tensor:

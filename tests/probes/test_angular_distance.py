@@ -286,3 +286,10 @@ def test_a_huge_token_weighs_no_more_than_another():
     made.end_batch(context.batches[0], None)
     wanted = torch.nn.functional.cosine_similarity(x.double(), y.double(), dim=-1).mean()
     assert of(made.finish(context), "cosine")[0, 1] == pytest.approx(float(wanted), abs=1e-6)
+
+
+def test_angles_within_noise_are_said():
+    frame = probe(small_model("llama"), ["angular_distance"], torch.randint(3, 40, (3, 7)))["angular_distance"]
+    text = "Two standard errors cannot tell the angles of layers 0-2 apart on 3 sequences."
+    assert text in list(AngularDistance().sentences(frame.assign(standard_error=1.0)))
+    assert "standard errors" not in " ".join(AngularDistance().sentences(frame.assign(standard_error=0.0)))

@@ -151,4 +151,9 @@ def test_the_page_names_the_least_and_the_most_used_layer():
     mean = frame[frame.metric == "causal_score"].groupby("layer").value.mean()
     assert f"Skipping layer {mean.idxmin()} changes the later layers' updates least" in texts[0]
     assert f"Skipping layer {mean.idxmax()} changes the updates most" in texts[0]
-    assert len(texts) == len(list(LayerUse().figures(frame))) == 3
+    certain = frame.assign(standard_error=0.0)
+    assert len(list(LayerUse().sentences(certain))) == len(list(LayerUse().figures(frame))) == 3
+    linear = list(LayerUse().sentences(frame.assign(standard_error=1e3)))[-1]
+    layers = f"0-{frame['layer'].max()}"
+    tokens = frame.loc[frame["metric"] == "linear_loss_increase", "tokens"].iloc[0]
+    assert linear == f"With {tokens} tokens, two standard errors cannot tell layers {layers} apart in this measure."
