@@ -309,7 +309,7 @@ class LayerDrop(Probe):
             names = names if size == 1 else " and ".join(_which(layer, size) for layer in free)
             verb = "is" if len(free) == size == 1 else "are"
             return f"{names.capitalize()} {verb} free to remove: no loss changes{text}. In contrast, {worst}."
-        least = f"removing {_which(first, size)} harms least ({_words(metric)} {number(first)}{text})"
+        least = f"removing {_which(first, size)} harms least ({_words(metric)} {number(first)}{text * (not others)})"
         if others:
             of = "Layers" if size == 1 else f"The blocks of {size} layers from layers"
             names = f"{of} {ranges([first, *others])}"

@@ -103,6 +103,8 @@ class LayerUse(Probe):
                     with change:
                         mean, error = mean_and_error(_losses(context, few) - whole)
                     loss = float(whole.mean())
+                    if guessing := context.no_better_than_guessing(loss):
+                        context.note(f"layer_use: {guessing}")
                     found[layer, 0] = (mean, error) if fitted else (abs(mean) / loss, error / loss)
         except UserError as error:
             if not self._wants_all:

@@ -157,3 +157,13 @@ def test_the_page_names_the_least_and_the_most_used_layer():
     layers = f"0-{frame['layer'].max()}"
     tokens = frame.loc[frame["metric"] == "linear_loss_increase", "tokens"].iloc[0]
     assert linear == f"With {tokens} tokens, two standard errors cannot tell layers {layers} apart in this measure."
+
+
+def test_a_model_that_guesses_is_noted():
+    model = built("pre_ln")
+    for zeroed in (False, True):
+        if zeroed:
+            torch.nn.init.zeros_(model.get_output_embeddings().weight)
+        context = context_of(model)
+        measured(LayerUse(metric="permutation_score"), context)
+        assert any("no better than guessing" in note for note in context.notes) == zeroed
