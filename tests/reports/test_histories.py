@@ -123,7 +123,7 @@ def test_it_is_judged_by_the_same_rules(tmp_path, run, kind, capsys):
     assert (first.layer, first.sublayer, first.metric) == (1, "feed_forward", "gradient_norm")
     assert first.step == BREAKS
     assert own.layer == 1
-    assert found.sentences[-1].startswith(f"Read from {path}: ")
+    assert found.sentences[-1].startswith(f"Lamina read {path}: ")
     assert "40 records from step 1 to 40" in found.sentences[-1]
     assert "gradient norms of 41 parameters in 3 layers" in found.sentences[-1]
     assert found.page.parent == folder

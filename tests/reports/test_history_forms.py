@@ -70,6 +70,11 @@ CONSOLES = {
     "lines that begin with a step": "I0101 10:00:00.1 1400 logging_writer.py:48] [{s}] learning_rate={r}, loss={l:.5f}, grad_norm={g:.4f}",
     "a progress bar's lines": "Training:  10%|#         | {s}/600 [00:10<01:30,  9.90it/s, v_num=0, train_loss={l:.4f}, grad_norm={g:.3f}]",
     "lines with a step": "Step {s}, Loss = {l:.4f}, grad norm = {g:.4f}",
+    "it": "[it {s}] loss {l:.4f} grad_norm {g:.4f}",
+    "a minibatch": "minibatch {s}: loss {l:.4f}, grad_norm {g:.4f}",
+    "a step of all in brackets": "[{s:>5d}/1000] loss: {l:.4f} grad_norm: {g:.4f}",
+    "a row of a table": "| {s} | loss {l:.4f} | grad_norm {g:.4f} |",
+    "a step without a name": "  {s}  loss={l:.4f}  grad_norm={g:.4f}",
     "lines with a loss": "loss {l:.4f} grad_norm {g:.4f}",
 }
 NO_STEP = ("printed dictionaries", "lines with a loss")

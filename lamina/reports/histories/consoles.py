@@ -26,7 +26,7 @@ _BESIDE = rf"^\s*[|│┃║]\s*(?P<name>[A-Za-z][^|│┃║]*?)\s*[|│┃║]
 """| loss | 2.3 |"""
 _ALONE = re.compile(rf"^\W*(?P<name>[A-Za-z][^:=|]*?)\s*[:=|]\s*{_VALUE}(?:\s*\([^()]*\))?\s*$", re.IGNORECASE)
 """  • Loss: 2.3, | > loss: 2.3 (2.4)"""
-_WORDS = r"(?i:(?:step|iter(?:ation)?|update|batch)s?(?:_id|_idx|_num)?|up\.)"
+_WORDS = r"(?i:(?:step|iter(?:ation)?|update|(?:mini)?batch)s?(?:_id|_idx|_num)?|it|up\.)"
 _RATED = rf"(?i:\bglobal[ _-]?|\b){_WORDS}"
 _TO_STEP = r"""(?: ?\(\w+\))?["']?[ .:=#\[(]*"""
 _JUDGED = re.compile(
@@ -66,7 +66,8 @@ FORMS = (
     _form("lines with a step", rf"(?<!/){_RATED}{_TO_STEP}{_STEP}"),
     _form(
         "lines that begin with a step",
-        rf"(?:^(?:s:)?|\] )\[?{_STEP}(?:(?: \| [\d.]+)?(?: \||[\]|:,])|\s*/\s*\d+,?|(?= trl:))\s",
+        rf"(?:^(?:s:|[ |]{{0,3}})|\] )\[? {{0,6}}{_STEP}"
+        r"(?:(?: \| [\d.]+)?(?: \||[\]|:,])|\s*/\s*\d+[\],]?|(?= trl:)| (?= loss))\s",
     ),
     _form(
         "lines with a loss",
