@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -14,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lamina.core.frames import Frame
+from lamina.core.progress import duration
 from lamina.core.text import ranges
 from lamina.errors import UserError, unknown
 from lamina.jobs.files import write_json
@@ -30,7 +32,9 @@ from lamina.probes.layer_drop import removed
 from lamina.probes.structure.hooks import evaluating
 from lamina.surgery.layer_lists import ANGLE, HARM, measure_of, refuse_twice
 
+logger = logging.getLogger(__name__)
 _INDEX = ("layer_idx", "layer_id", "layer_index", "idx")
+_LONG = 120.0  # seconds, above which Lamina prints the expected time of the measurement
 _SAME = 1e-4  # the allowed difference of the written model's logits, relative to the largest logit
 
 
@@ -167,7 +171,12 @@ def chosen_layers(context: Context, by: str, drop: int) -> Choice:
     spec, metric = measure_of(by)
     (probe,) = make_all(spec)
     name = probe.name
-    frame: Frame = run(context, [probe])[name]
+
+    def warn(seconds: dict[str, float]) -> None:
+        if (total := sum(seconds.values())) > _LONG:
+            logger.warning(f"{name} takes about {duration(total)}. To measure less text, add a smaller --sequences")
+
+    frame: Frame = run(context, [probe], estimated=warn)[name]
     tokens = int(frame["tokens"].max()) if "tokens" in frame else None
     if by == ANGLE:
         groups: Frame = frame[(frame["metric"] == metric) & (frame["size"] == drop)].set_index("start")

@@ -229,6 +229,13 @@ def test_a_free_layer_goes_first_and_layers_within_noise_are_named(tmp_path, cap
     assert "cannot be told apart on 64 tokens. To measure more text, add --sequences 64, or" in capsys.readouterr().out
 
 
+def test_a_long_measurement_tells_how_long_it_takes_and_what_shortens_it(trained, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("lamina.surgery.prune._LONG", 0.0)
+    lamina.prune(trained, tmp_path / "out", by="layer_drop", drop=1, **TEXT)
+    assert "layer_drop takes about " in caplog.text
+    assert "add a smaller --sequences" in caplog.text
+
+
 def test_the_number_of_sequences_is_what_the_choice_is_measured_on(trained, tmp_path):
     record = lamina.prune(trained, tmp_path / "out", by="layer_drop", drop=1, sequences=9, sequence_length=16)
     assert record["measured_tokens"] == 9 * 16
