@@ -47,9 +47,10 @@ def run(argv: list[str]) -> int:
     for layer in map(str, record["dropped"]):
         if (value := record["measured"].get(layer)) is not None:
             error = record["errors"][layer]
-            numbers.append(f"layer {layer} {value:.3g}" + ("" if error is None else f" ± {error:.2g}"))
+            numbers.append(f"layer {layer} has {value:.3g}" + ("" if error is None else f" ± {error:.2g}"))
     if numbers:
-        show(f"{options['by']}: {', '.join(numbers)}")
+        tokens = f" on {record['measured_tokens']:,} tokens" if record["measured_tokens"] else ""
+        show(f"{options['by']}{tokens}: {', '.join(numbers)}")
     for note in record["notes"]:
         show(f"note: {note}")
     show(how_to_load(output))

@@ -218,7 +218,7 @@ def test_a_free_layer_goes_first_and_layers_within_noise_are_named(tmp_path, cap
     said = capsys.readouterr().out
     record = json.loads((tmp_path / "one" / "pruning.json").read_text())
     assert record["dropped"] == [2]
-    assert "layer_drop: layer 2 0 ± 0\nnote: " in said
+    assert "layer_drop on 64 tokens: layer 2 has 0 ± 0\nnote: " in said
     assert "Without layer 2, no loss changes, so the removal is free." in said
     assert record["undecided"] == []
     assert (record["errors"]["2"], record["measured_tokens"]) == (0.0, 64)
