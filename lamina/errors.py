@@ -53,7 +53,7 @@ class UserError(OneLine, ValueError):
 
 @contextmanager
 def renamed_setting(old: str, new: str = "") -> Iterator[None]:
-    """In UserErrors, replace a setting's internal name with the name that users know, or remove an internal name."""
+    """In UserErrors, replace a setting's internal name ``old`` with the user's name ``new``, or with nothing."""
     try:
         yield
     except UserError as error:

@@ -1,4 +1,4 @@
-"""The commands as Python functions. Each function does the same as its command, and writes the report page.
+"""The commands as Python functions. Each function does the same as the command of this name, and writes the page.
 
 The functions take the commands' settings as keyword arguments. Importing this module loads no heavy package.
 """

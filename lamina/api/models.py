@@ -138,7 +138,7 @@ def convert(
         to: the format to write: "lamina", "transformers", or a trainer ("megatron", "mlx", "nanogpt", "olmo-core" or
             "torchtitan"). The default is "transformers" for a Lamina checkpoint, and otherwise "lamina".
         came_from: the trainer (other than Lamina and transformers) that wrote the source.
-        placement: the norm placement, if the trainer's checkpoint names no placement.
+        placement: the norm placement to use if the trainer's checkpoint does not name its placement.
         dtype: the dtype of the weights: auto (the checkpoint's), float32, bfloat16 or float16.
         overwrite: whether to first delete the files that Lamina wrote into ``output``.
         verify: whether to load the result and compare its logits with the source's logits.
@@ -197,7 +197,7 @@ def emit(
         output: the file to write, or None to return only the text.
         with_test: whether to write a test beside ``output``. The test imports the trainer, and
             compares logits and gradients with Lamina's model.
-        overwrite: whether to replace files that exist.
+        overwrite: whether to replace existing files.
 
     Raises:
         UserError: (a ValueError) for an unknown placement or trainer, a placement that the trainer can't express, or a
@@ -299,8 +299,8 @@ def graft(
     """Change the norm placement of a trained decoder, as `lamina graft` does.
 
     Lamina keeps the weights, and fits the new norms' gains on one half of a text so that each sub-layer's output
-    changes little. On the other half, Lamina measures the loss before and after. To reduce the remaining difference,
-    train with `lamina pretrain --from`.
+    changes little. On the other half, Lamina measures the loss before and after the change. To reduce the remaining
+    difference, train with `lamina pretrain --from`.
 
     Args:
         model: a folder with a Lamina model, or with a decoder that `lamina convert` accepts.

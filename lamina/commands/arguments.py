@@ -89,7 +89,7 @@ class Argument:
         """Read the option's value from the command line into ``values``. Raises UserError for an invalid value.
 
         For ``--trainer.optim=sgd``, ``flag`` is --trainer, ``inner`` is optim, and ``text`` is sgd. ``left`` holds the
-        words after the flag. This method removes the words that it uses from ``left``.
+        words after the flag. This method removes the words of the value from ``left``.
         """
         names = "/".join(self.flags)
         if self.kind is bool:

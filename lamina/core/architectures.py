@@ -58,7 +58,9 @@ _PRE_LN = Conversion(
     placement="pre_ln",
     norms={"input_layernorm": "attention.pre_norm", "post_attention_layernorm": "feed_forward.pre_norm"},
 )
-_GAIN = "applies the norms' gains in float32 and then rounds, whereas Lamina rounds first and then applies the gains"
+_GAIN = (
+    "transformers applies the norms' gains in float32 and then rounds, but Lamina rounds before it applies the gains"
+)
 _OLMO2 = Conversion(
     placement="olmo2(qk_norm=off)",
     norms={"post_attention_layernorm": "attention.out_norm", "post_feedforward_layernorm": "feed_forward.out_norm"},
@@ -98,20 +100,20 @@ _HYPERCLOVA = replace(
 )
 _MINICPM = Conversion(placement="minicpm", norms=_PRE_LN.norms, options={"scale_depth": "scale_depth"})
 _PARALLEL = {"wiring": "use_parallel_residual"}
-_ADDS = "sums both branches and adds the sum to the residual stream, whereas Lamina adds one branch after the other"
+_ADDS = "transformers adds the sum of both branches to the residual stream, but Lamina adds one branch after the other"
 _NEOX = Conversion(
     placement="pre_ln",
     norms=_PRE_LN.norms,
     options=_PARALLEL,
     rounds=_ADDS,
-    note="with `wiring=parallel` if the checkpoint's configuration sets use_parallel_residual",
+    note="the placement has `wiring=parallel` if the checkpoint's configuration sets use_parallel_residual",
 )
 _STABLELM = replace(_NEOX, rounds="", one_norm=True)
 _COHERE = Conversion(
     placement="pre_ln(wiring=parallel)",
     norms=_PRE_LN.norms,
     one_norm=True,
-    rounds="computes its LayerNorms in several operations, whereas Lamina uses one operation",
+    rounds="transformers computes each LayerNorm in several operations, but Lamina uses one operation",
     note="attention and feed-forward share one norm, which Lamina stores twice",
 )
 _PHI = replace(_COHERE, rounds=_ADDS)

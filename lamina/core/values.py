@@ -52,7 +52,7 @@ def takes(kind: object) -> Callable[[C], C]:
 
 
 def taken(check: object) -> Any:
-    """Return the types that Python callers may pass to a check, or None for only the setting's type."""
+    """Return the types that Python callers may pass to a check, or None if only the setting's type is allowed."""
     return getattr(check, "takes", getattr(getattr(check, "func", None), "takes", None))
 
 
@@ -268,7 +268,7 @@ def text(name: str, value: object) -> str:
 
 @takes(PathLike)
 def place(name: str, value: object) -> str:
-    """Check a text that may be a name, a path or a list of paths. Raises UserError if a name is too long for a file."""
+    """Check a text that may be a name, a path or a list of paths. Raises UserError if a part is too long for a file."""
     place = text(name, value)
     if any(len(part.encode(errors="replace")) > LONGEST_NAME for part in re.split(r"[/,:]", place)):
         raise UserError(f"{name}: {_shown(place)} is too long. Give names of at most {LONGEST_NAME} bytes.")

@@ -237,7 +237,7 @@ def perplexity(loss: float) -> float:
 def bits_per_byte(loss_per_token: float, stats: BlockStats) -> float:
     """Return bits per UTF-8 byte, which are comparable across tokenizers: ``loss * eval_tokens / (eval_bytes * ln 2)``.
 
-    Each of three approximations changes the result by less than 1 % for blocks of useful length:
+    Each of three approximations changes the result by less than 1 % for blocks of usual length:
 
     - No model predicts the first token of a block. Lamina assumes the mean loss for this token.
     - End-of-text tokens cost bits but have no bytes.

@@ -44,7 +44,7 @@ def is_whole(folder: Path) -> bool:
             return True
         broken = what_is_broken(folder)
         if broken is None and (stray_files := strays(folder)):
-            broken = f"{stray_files[0]} does not belong to the folder"
+            broken = f"{stray_files[0]} is not one of the folder's own files"
     except OSError as error:
         state, broken = [], str(error.strerror)
     if broken is None:

@@ -80,8 +80,8 @@ def load_tokenizer(
             - a folder, a tokenizer.json, or a name on the hub
         corpus: the text to train a BPE tokenizer on (default: the built-in corpus).
         cache_dir: the folder for trained tokenizers (default: ``$LAMINA_CACHE`` or ``~/.cache/lamina``).
-        eval_fraction: the fraction of the corpus that a BPE tokenizer is not trained on. Give ``prepare_blocks`` the
-            same fraction.
+        eval_fraction: the fraction of the corpus to hold out when Lamina trains a BPE tokenizer. Give
+            ``prepare_blocks`` the same fraction.
 
     Raises UserError if the name is malformed, or if Lamina can't load the tokenizer or read the corpus.
     """

@@ -23,7 +23,7 @@ class Column:
         measured: whether every run measures the value.
         in_ranking: the sort key of the column in the table of placements. 0 omits the column from this table.
         in_trials: whether the table of all runs has the column.
-        share: the column with the fraction that the pages print after this number, as a percentage.
+        share: the column with a fraction. The pages print the fraction as a percentage after this number.
         optional: whether the pages omit the column if no run has a value.
     """
 

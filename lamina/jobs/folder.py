@@ -43,7 +43,7 @@ _DRAFTS = (
 
 
 def in_use(folder: Path) -> bool:
-    """Return whether the folder holds any file that a job does not write at the start."""
+    """Return whether the folder holds any file other than the files that a job writes at the start."""
     return folder.is_dir() and not all(map(_is_beginning, folder.iterdir()))
 
 
@@ -69,7 +69,7 @@ def refuse(folder: Path, *, resume: Resume, overwrite: bool, resumes: bool = Tru
     if resume not in (True, False, "auto"):
         raise UserError(f"resume: {resume!r} (allowed: true, false, auto)")
     if resume and overwrite:
-        raise UserError("resume and overwrite contradict each other. Give one of them.")
+        raise UserError("'resume' and 'overwrite' contradict each other. Give one of them.")
     writable_folder("output", folder)
     refuse_special("output", folder, levels=99, entries=2**31)
     if not in_use(folder):

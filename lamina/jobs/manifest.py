@@ -70,7 +70,7 @@ def seal(folder: Path, listed: Mapping[str, Entry] | None = None) -> None:
 
 
 def listed(folder: Path) -> dict[str, Entry]:
-    """Return a manifest's entries. Raises OSError for an unreadable manifest, or NOT_A_MANIFEST for an altered one."""
+    """Return a manifest's entries. Raises OSError if the manifest is unreadable, or NOT_A_MANIFEST if it is altered."""
     if is_special(folder / MANIFEST):
         raise OSError(errno.EINVAL, SPECIAL)
     manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
@@ -139,7 +139,7 @@ def _of_another_run(folder: Path) -> str | None:
         return None
     digest = sealed.get(f"{folder.name}/{MANIFEST}")
     another = digest is not None and digest != sha256(folder / MANIFEST)
-    return f"not the run's model, because {RESULT} lists another checksum" if another else None
+    return f"not the run's model, because {RESULT} lists the checksum of another model" if another else None
 
 
 def model_folder(path: str | Path) -> Path:

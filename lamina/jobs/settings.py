@@ -95,8 +95,8 @@ class Settings:
         needed: the settings that a job must have before it begins.
         without: the inherited fields to omit. Omitted fields keep their defaults, and have no flag and no YAML key.
         order: the fields that come first in files and help texts.
-        outside: a mapping for settings that pass options on to another library, from the setting to the options' names,
-            or to the source files that declare the options.
+        outside: for each setting that passes options on to another library, the options' names, or the source files
+            that declare the options.
     """
 
     command_name: ClassVar[str] = ""
@@ -177,7 +177,7 @@ class Settings:
         for name in names:
             if getattr(self, name) is None:
                 flag = "from" if name == "from_model" else name.replace("_", "-")
-                raise UserError(f"{name.removesuffix('_model')}: none given. Add --{flag}: {self.help(name)}")
+                raise UserError(f"{name.removesuffix('_model')}: none given. Add --{flag} ({self.help(name)}).")
 
     def refuse_unused(self, *names: str, allowed: str, here: str = "here") -> None:
         """Raise UserError if a named setting differs from its default, because the setting would have no effect."""

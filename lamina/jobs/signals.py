@@ -40,7 +40,7 @@ def interruptible_imports(leave: Callable[[], int]) -> Iterator[None]:
 
 @contextmanager
 def handled(signals: tuple[signal.Signals, ...], handle: Callable[[int], None]) -> Iterator[None]:
-    """Call ``handle``, which may raise KeyboardInterrupt, with each signal's number. Other threads do nothing."""
+    """Inside the context, call ``handle`` with the number of each signal. Do nothing outside the main thread."""
     before: dict[signal.Signals, object] = {}
     try:
         for number in signals:

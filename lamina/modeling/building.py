@@ -208,11 +208,13 @@ def wire(attention: nn.Module, feed_forward: nn.Module, layer_plan: Layer, hidde
         ("layer_plan", layer_plan, Layer),
     ):
         if not isinstance(value, kind):
-            raise UserError(f"{name}: {shortened(repr(value), 200)} does not fit. Give a {kind.__name__}.")
+            raise UserError(f"{name}: {shortened(repr(value), 200)} has the wrong type. Give a {kind.__name__}.")
     whole_number("hidden_size", hidden_size)
     halves = (layer_plan.attention, layer_plan.feed_forward)
     if layer_plan.sources or layer_plan.boundary or any(half.streams or half.reads_memory for half in halves):
-        raise UserError("layer_plan: one layer cannot have several streams or read earlier layers. Use lamina.build.")
+        raise UserError(
+            "layer_plan: one block cannot have several streams or read earlier layers. Use lamina.build instead."
+        )
     wiring = Plan(placement="wire", layers=(layer_plan,)).to_dict()["layers"][0]
     style = NormStyle()
     try:

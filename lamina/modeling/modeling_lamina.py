@@ -342,7 +342,7 @@ class LaminaPreTrainedModel(InitializesPlan, PreTrainedModel):
 
 
 class LaminaModel(LaminaPreTrainedModel):
-    """A backbone with a norm placement and without a head. It maps token ids to states [batch, tokens, hidden_size].
+    """A backbone with a norm placement and without a head, from token ids to states [batch, tokens, hidden_size].
 
     A vision backbone takes ``pixel_values`` [batch, channels, height, width], and the tokens are image patches. The
     output's ``hidden_states`` are the residual stream x^0 .. x^N. The final norm is not applied to x^N.

@@ -75,7 +75,7 @@ class Scaling:
             stated = ", ".join(f"{name}={value}" for name, value in self.placement_options.items())
             raise UserError(
                 f"depth_scaling is {self.depth!r}, but the placement does not scale its branches. Give the placement "
-                f"the options {stated}, or set depth_scaling to none."
+                f"the options {stated}, or set 'depth_scaling' to 'none'."
             )
 
     def exponents(self, kind: Kind) -> tuple[float, float]:

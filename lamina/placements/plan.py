@@ -238,7 +238,7 @@ class Sources:
         states = tuple(_tuple("states", state) for state in _tuple("states", self.states))
         if any(len(state) != 2 or type(state[0]) is not int for state in states):
             raise UserError(
-                f"states: {self.states!r} is not a list of pairs. Give pairs of a state's index and its initial weight."
+                f"states: {self.states!r} is not a list of pairs. Give each pair as [index of a state, initial weight]."
             )
         object.__setattr__(self, "states", states)
         for weight in (self.stream, *(weight for _, weight in states)):
@@ -306,7 +306,7 @@ class Sublayer:
         if self.read != "stream" and (self.streams or self.skip != "stream"):
             what = "several streams" if self.streams else f"skip {self.skip!r}"
             what += ", because the memory holds the block's input" * (self.reads_memory and not self.streams)
-            fix = "Leave out streams." if self.streams else "Choose a placement with skip 'stream', such as pre_ln."
+            fix = "Leave out 'streams'." if self.streams else "Choose a placement with skip 'stream', such as pre_ln."
             raise UserError(f"read: {self.read!r} does not work with {what}. {fix}")
         if self.coupling != "none":
             self._check_coupling()
@@ -441,8 +441,8 @@ class Plan:
             )
         if self.readout and (self.readout.write or self.readout.mix != "identity"):
             raise UserError(
-                "readout: no block follows, so a readout cannot write to the streams or mix them. Leave out write and "
-                "mix."
+                "readout: no block follows, so a readout cannot write to the streams or mix them. Leave out 'write' "
+                "and 'mix'."
             )
         if self.streams > 1 and self.has_memory:
             raise UserError(
@@ -457,10 +457,10 @@ class Plan:
         if any(sources for _, sources in ends) and any(layer.inner_boundary for layer in self.layers):
             raise UserError(
                 "inner_boundary: this field does not work with sources, because a source is a whole block's state. "
-                "Leave out inner_boundary or sources."
+                "Leave out 'inner_boundary' or 'sources'."
             )
         if self.final_sources and self.final_sources.multiway:
-            raise UserError("final_sources.multiway: no attention reads final_sources. Set multiway to false.")
+            raise UserError("final_sources.multiway: no attention reads final_sources. Set 'multiway' to false.")
         if any(half.reads_memory for half in halves) and (self.final_sources or not self.layers[0].boundary):
             raise UserError(
                 "read: 'depth' and 'memory' need stored states from the first block on. Set 'boundary' in the "

@@ -305,7 +305,9 @@ def _scaled_by_depth(plan: Plan, scheme: str | None, base_depth: int | None) -> 
     if scheme is None or base_depth is None:
         if scheme == base_depth:
             return plan
-        raise UserError(f"{name} options 'depth_scaling' and 'base_depth' need each other. Set both, or neither.")
+        raise UserError(
+            f"{name} the option 'depth_scaling' needs the option 'base_depth', and vice versa. Set both, or neither."
+        )
     whole_number("base_depth", base_depth)
     if more := next(_on_the_stream(plan), None):
         raise UserError(

@@ -183,7 +183,7 @@ def _write_nanogpt(model: LaminaForCausalLM, folder: Path) -> None:
     config = backbone_of(model.config)
     if config.model_type != "gpt2" or not config.tie_word_embeddings:
         raise UserError(
-            f"source: nanoGPT has no {config.model_type!r} backbone with these embeddings. Choose a 'gpt2' model "
+            f"source: Lamina cannot write this {config.model_type!r} backbone for nanoGPT. Choose a 'gpt2' model "
             "with tied embeddings."
         )
     sizes = {"n_layer": config.n_layer, "n_head": config.n_head, "n_embd": config.n_embd, "dropout": config.resid_pdrop}

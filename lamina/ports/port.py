@@ -24,7 +24,7 @@ _INPUTS = {"attention": "x", "feed_forward": "y"}
 
 
 def condition(layers: Sequence[int], count: int, index: str) -> str:
-    """Return a Python condition that is true only in these layers. ``count`` is the number of all layers."""
+    """Return a Python condition that is true only in ``layers``. ``count`` is the number of all layers."""
     first, last, more = layers[0], layers[-1], len(layers)
     if more == 1:
         return f"{index} > 0" if (first, count) == (1, 2) else f"{index} == {first}"
@@ -41,7 +41,7 @@ def condition(layers: Sequence[int], count: int, index: str) -> str:
 
 
 def choose(values: Sequence[str], index: str = "layer", last: str = "") -> str:
-    """Return code for a layer's value, given all layers' values. The value ``last`` follows the final ``else``."""
+    """Return a Python expression for a layer's value. ``last`` is the value after the final ``else``."""
     if len(set(values)) == 1:
         return values[0]
     usual, count = next(v for v in reversed(values) if v != last), len(values)
@@ -139,7 +139,9 @@ class Port:
         if not norm.learnable_gain and norm.initial_gain != 1.0:
             self._refused(f"a norm has the constant gain {norm.initial_gain}", "Choose learned gains, or a gain of 1")
         if norm.eps:
-            self._refused(f"a norm has the epsilon {norm.eps}", "Leave eps out: the trainer's eps then applies")
+            self._refused(
+                f"a norm has the epsilon {norm.eps}", "Leave 'eps' out, so that the trainer's epsilon applies"
+            )
         end = "_plain" if not norm.learnable_gain else "_zero" if norm.zero_centered else ""
         if (kind := norm.kind + end) not in self.target.norms:
             said = {"_plain": " without a gain", "_zero": " with gains of 1 + w", "": ""}[end]

@@ -42,7 +42,7 @@ class Target:
 
     @property
     def needs(self) -> str:
-        """Return what the user has to do before the test, such as "install Megatron-Core". Return "" if nothing."""
+        """Return what the user has to do before the test, such as "install Megatron-Core", or ""."""
         imported = set(re.findall(r"(?m)^(?:from|import) (\w+)", self.test.get("imports", "")))
         if "model" in imported:
             return f"put {self.title}'s model.py beside it"

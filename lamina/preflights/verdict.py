@@ -190,7 +190,7 @@ class PreflightVerdict:
 def judge(numbers: Features, burn_in: BurnIn, better: str = "") -> PreflightVerdict:
     """Return the verdict in words.
 
-    ``better`` is a text that names flags, and the better verdict with these flags. Lamina uses this text only if an
+    ``better`` is a text with flags that give a better verdict, and with this verdict. Lamina uses this text only if an
     early layer hardly affects the output or a loss is not finite.
     """
     fitted = calibration()
@@ -198,7 +198,7 @@ def judge(numbers: Features, burn_in: BurnIn, better: str = "") -> PreflightVerd
     if kind == "undecided":
         deciding = max(burn_in.step_at(deciding_share(numbers, fitted)), len(burn_in.losses) + 1)
     if not numbers.finite:
-        reason = f"{burn_in.stopped or 'the loss was not finite'} of the burn-in"
+        reason = f"{burn_in.stopped or 'the loss was not finite at the last step'} of the burn-in"
         change = better or "a much lower learning rate, gradient clipping, or a longer warm-up"
     elif collapsed(numbers, fitted):
         reason, change = _collapse(numbers, burn_in), _reconnect(burn_in, better)

@@ -167,7 +167,7 @@ def _offset(norm: nn.Module) -> float:
 
 
 def _is_new(norm: nn.Module | None, before: nn.Module | None) -> bool:
-    """Return whether a norm needs a fit. The old model's norms of the same type in the same position need no fit."""
+    """Return whether a norm needs a fit, because the old model has no norm of the same type in the same position."""
     if norm is None or before is None:
         return norm is not None
     return type(norm) is not type(before) or getattr(norm, "groups", 1) != getattr(before, "groups", 1)
@@ -281,7 +281,7 @@ class _Matching:
 
 
 class _Step:
-    """A sub-layer of the new model. ``forward`` computes Residual.forward, and fits each norm before the first use."""
+    """A sub-layer of the new model. ``forward`` computes Residual.forward, and first fits each norm."""
 
     def __init__(self, matching: _Matching, old: Residual, new: Residual, seen: _Seen, read: torch.Tensor):
         self.matching, self.old, self.new, self.seen, self.read = matching, old, new, seen, read

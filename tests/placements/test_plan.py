@@ -128,7 +128,7 @@ def _streams(readout=(), **fields):
         (_attention(pre_norm={"eps": "small"}), ["eps", "'small'", "at least 0"]),
         (_streams(weights="gate"), ["rank", "0", "at least 1"]),
         (_streams(write=[]), ["streams.write", "no weights are given", "as many"]),
-        (_streams({"write": [1.0, 1.0]}), ["readout", "no block follows", "write and mix"]),
+        (_streams({"write": [1.0, 1.0]}), ["readout", "no block follows", "'write' and 'mix'"]),
         (plan_of(layers=[{"sources": {"states": 0}}]), ["layers[0].sources.states", "0", "list"]),
         *(
             (plan_of(layers=[{"sources": {"states": [state]}}]), ["sources.states", repr(state), "pairs"])

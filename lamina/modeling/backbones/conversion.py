@@ -181,8 +181,8 @@ def from_transformers(
     dtype = _dtype_of(model)
     if conversion.rounds and dtype.itemsize < 4:
         logger.warning(
-            f"dtype: {config.model_type!r} {conversion.rounds}. In {_short(dtype)}, the logits differ by rounding. "
-            "Convert in float32: the logits then differ only in the last bits."
+            f"dtype: for {config.model_type!r}, {conversion.rounds}. In {_short(dtype)}, the logits differ by "
+            "rounding. Convert in float32: the logits then differ only in the last bits."
         )
     plan = own_plan(config)
     outer = LaminaConfig(backbone_config=config, plan=plan.to_dict())

@@ -298,7 +298,7 @@ def load_weights(
         dtype: the dtype of the weights. "auto" keeps the checkpoint's dtype.
         pickles: whether to read the tensors of a .bin file if there is no safetensors file.
         trust_remote_code: whether to run the checkpoint's code.
-        optional: a function of the model and a tensor's name. It returns whether the checkpoint may lack the tensor.
+        optional: a function (model, tensor name) that returns whether the checkpoint may lack the tensor.
         extra: whether to ignore a head in the checkpoint that the model does not have.
         more: further arguments of ``from_pretrained``.
 

@@ -15,7 +15,12 @@ def _plan(num_layers: int, qk_norm: HeadNorm = "off") -> Plan:
 @placement(
     "olmo2",
     title="OLMo 2",
-    equation=("y = x + LN(A(x))", "x' = y + LN(F(y))", "A: norms on q and k, full width", "logits = W LN(x_N)"),
+    equation=(
+        "y = x + LN(A(x))",
+        "x' = y + LN(F(y))",
+        "A: norms on q and k, over the full width",
+        "logits = W LN(x_N)",
+    ),
     source="OLMo 2 (arXiv 2501.00656) Sec 3.2",
     initialization="normal",
     advice="FuseNorm's authors use a learning rate of 2e-4 at 5B parameters, with 200 steps of warm-up.",
