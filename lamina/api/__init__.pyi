@@ -273,7 +273,7 @@ def pretrain(
     overwrite: bool = False,
     bar: bool = True,
 ) -> RunResult:
-    """Train one model on text or images. transformers' Auto classes load the model from OUTPUT/model.
+    """Train one model on text or images. Load the model from OUTPUT/model with transformers' Auto classes.
 
     The keywords are the settings of `lamina pretrain`. Returns the content of result.json; OUTPUT/model is the
     model, and OUTPUT/report.html shows the run. ``corpus`` may also be a path, a list of paths or texts, or a
@@ -812,7 +812,7 @@ def max_lr(
     bar: bool = True,
 ) -> Comparison:
     """Find the largest learning rate that each placement tolerates. Each placement and seed has one run, whose
-    learning rate rises from 0 to --max-learning-rate over --steps (Keel's protocol). A run ends if
+    learning rate rises from 0 to --max-learning-rate in --steps steps (Keel's protocol). A run ends if
 
     The keywords are the settings of `lamina max-lr`. Returns the rows of results.csv (``max_learning_rate``,
     ``stop_rule`` and ``loss_at_stop`` of every placement and seed) and the report page. ``placements`` and

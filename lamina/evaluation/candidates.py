@@ -130,8 +130,14 @@ def check_candidate(path: str, settings: EvalSettings) -> PreTrainedConfig:
         ):  # as in a byte-level model with a vocabulary of 256
             if not settings.task_list():
                 return config
-            fix = f"Tasks need the token {tokenizer.eos_token}. Leave out --tasks, or choose another model."
-        raise UserError(f"tokenizer: the tokenizer has {max(ids) + 1} tokens, but the model {path!r} has {size}. {fix}")
+            fix = (
+                f"Tasks need the token {tokenizer.eos_token}, which the model lacks. Leave out --tasks, or choose "
+                "another model."
+            )
+        raise UserError(
+            f"tokenizer: the tokenizer has {max(ids) + 1} tokens, but the model {path!r} has embeddings "
+            f"for only {size}. {fix}"
+        )
     return config
 
 

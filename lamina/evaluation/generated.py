@@ -57,7 +57,7 @@ def passages(*, held_out: bool) -> Passages:
 
 
 def words_of(text: str) -> list[str]:
-    """Return the words of at least four lower-case letters. Names begin with a capital letter, so they are left out."""
+    """Return the words of at least four lower-case letters. Lamina skips names, which begin with a capital letter."""
     return re.findall(r"(?<![\w'-])[a-z]{4,}(?![\w'-])", text)
 
 

@@ -124,7 +124,7 @@ class Runner:
         zero = sorted(str(name) for name, shots in results.get("n-shot", {}).items() if shots == 0)
         if num_fewshot and zero:
             notes.append(
-                f"{', '.join(zero)}: the task's file sets 0 examples, so Lamina ignores the number {num_fewshot}"
+                f"{', '.join(zero)}: the task's file sets 0 examples, so Lamina ignores num_fewshot = {num_fewshot}"
             )
         return results, notes
 

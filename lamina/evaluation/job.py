@@ -135,7 +135,9 @@ def check_generation(options: Json, writes: bool) -> None:
         if name not in arguments:
             raise unknown("generation argument", name, arguments)
     if not writes:
-        raise UserError(f"generation.{next(iter(options))}: has no effect, because no task generates text")
+        raise UserError(
+            f"generation.{next(iter(options))}: this argument has no effect, because no task generates text"
+        )
 
 
 class Evaluation:

@@ -170,7 +170,7 @@ class Earlier:
 def earlier(paths: Sequence[str]) -> Earlier:
     """Read finished evaluations. Raises UserError for a folder without a finished evaluation."""
     if len(paths) < 2 and not (paths and len(_result(paths[0])["models"]) > 1):
-        raise UserError("compare: only one model. Give the folders of at least two evaluations.")
+        raise UserError("compare: you gave only one model. Give the folders of at least two evaluations.")
     evaluations = Earlier(candidates=[], columns=[], records={}, folders={})
     results = {path: _result(path) for path in dict.fromkeys(paths)}
     names = [model["name"] for result in results.values() for model in result["models"]]
@@ -205,5 +205,7 @@ def _result(path: str) -> Json:
         raise UserError(f"compare: {path!r} holds no evaluation. Give folders that `lamina eval` wrote.")
     result = read_json(folder / RESULT)
     if result.get("status") != "finished":
-        raise UserError(f"compare: {path!r} is {result.get('status')}. Run: lamina eval --output {path} --resume")
+        raise UserError(
+            f"compare: the evaluation {path!r} is {result.get('status')}. Run: lamina eval --output {path} --resume"
+        )
     return result

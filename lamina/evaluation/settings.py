@@ -82,7 +82,7 @@ class EvalSettings(PerplexitySettings, DeviceSettings, SeedSettings, ThreadSetti
     )
     tasks: str = setting(
         "",
-        "comma-separated: tasks, groups or tags of lm-evaluation-harness (TASK@5 for five examples), a "
+        "comma-separated tasks, groups or tags of lm-evaluation-harness (TASK@5 for five examples), a "
         "paper's set (fusenorm, peri_ln, mix_ln, keel), or generated (Lamina's own tasks, no download)",
         comma_separated,
         decides=False,
@@ -104,13 +104,13 @@ class EvalSettings(PerplexitySettings, DeviceSettings, SeedSettings, ThreadSetti
         decides=False,
     )
     tokenizer: str | None = setting(
-        None, "bytes, or a transformers tokenizer's name or folder (default: the checkpoint's)", place
+        None, "tokenizer: bytes, or a transformers tokenizer's name or folder (default: the checkpoint's)", place
     )
     batch_size: int | str = setting(
         8, "sequences per forward pass, or auto (as many as fit on a GPU, 8 on a CPU)", batch_or_auto
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
-        "float32", "float32, bfloat16, float16, or auto (the checkpoint's)"
+        "float32", "number format of the weights: float32, bfloat16, float16, or auto (the checkpoint's)"
     )
     chat_template: bool = setting(False, "put the questions into the tokenizer's chat template")
     system: str | None = setting(None, "system message before each question (with chat_template)", text)

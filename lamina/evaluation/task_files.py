@@ -223,13 +223,13 @@ def local_fields(config: Json, task: str, data: Path) -> Json:
     kinds = {file.suffix for file in files.values()}
     readers = {READERS[kind] for kind in kinds}
     if len(readers) > 1:
-        raise UserError(f"data_dir: {wanted} mixes {', '.join(sorted(kinds))}. Keep one kind of file.")
+        raise UserError(f"data_dir: {wanted} mixes {', '.join(sorted(kinds))} files. Keep one kind of file.")
     splits = {key: config[key] for key in _SPLITS if config.get(key) is not None}
     scored = {splits[key] for key in ("validation_split", "test_split") if key in splits}
     if not scored & set(files):
         raise UserError(
             f"data_dir: {wanted} holds {', '.join(sorted(files))}, but the task {task!r} is scored on "
-            f"{' or '.join(sorted(scored))}. Add that file."
+            f"{' or '.join(sorted(scored))}. Add the file {wanted}/{min(scored)}.jsonl."
         )
     return {
         "dataset_path": readers.pop(),

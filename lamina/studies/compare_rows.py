@@ -123,7 +123,7 @@ MAX_LR = JobRow(
     summary="find the largest learning rate that each placement tolerates, in a run whose learning rate rises",
     about=(
         "Find the largest learning rate that each placement tolerates. Each placement and seed has one run, whose\n"
-        "learning rate rises from 0 to --max-learning-rate over --steps (Keel's protocol). A run ends if\n\n"
+        "learning rate rises from 0 to --max-learning-rate in --steps steps (Keel's protocol). A run ends if\n\n"
         "  not finite   a loss or a gradient is NaN or infinite\n"
         "  spike        the loss stays --spike-margin nats above its minimum for --spike-patience\n"
         "  plateau      the loss falls by less than --plateau-margin nats while the learning rate grows by a factor\n"

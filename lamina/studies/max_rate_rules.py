@@ -113,7 +113,9 @@ def no_stop(losses: Sequence[float], rules: MaxRateRules) -> Stop:
     """Return the result of a run in which no rule held. If the loss fell, the learning rate is a lower bound."""
     smooth = smoothed(losses, rules.given.window)
     if len(smooth) and not _begun(rules, smooth, smooth.min()):
-        reason = f"the loss has not fallen by {2 * rules.given.plateau_margin:g} nats from its start of {smooth[0]:.3f}"
+        reason = (
+            f"the loss has not fallen by {2 * rules.given.plateau_margin:g} nats from its first value, {smooth[0]:.3f}"
+        )
         return _stop(STUCK, rules, smooth, 1, len(losses), reason)
     loss = float(smooth[-1]) if len(smooth) else math.nan
     top = rules.given.max_learning_rate
@@ -140,7 +142,7 @@ def _plateau(rules: MaxRateRules, smooth: np.ndarray, low: np.ndarray, step: int
     if low[step - 1] <= rules.unigram_entropy - rules.given.stuck_margin:
         return _stop(PLATEAU, rules, smooth, fallen_at, step, reason)
     reason += (
-        f"; its minimum of {low[step - 1]:.3f} is less than {rules.given.stuck_margin:g} nats below the corpus's "
+        f"; the minimum of {low[step - 1]:.3f} is less than {rules.given.stuck_margin:g} nats below the corpus's "
         f"unigram entropy of {rules.unigram_entropy:.3f}"
     )
     return _stop(STUCK, rules, smooth, fallen_at, step, reason)

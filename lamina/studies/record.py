@@ -49,7 +49,7 @@ def stored_study(folder: Path) -> Json:
 
 
 def refuse_another_trial(trial: PretrainSettings, plan: Json) -> None:
-    """Raise UserError if a run's folder has another norm placement than ``plan``, or other settings than the study."""
+    """Raise UserError if a run's folder has a placement other than ``plan``, or settings that differ from the study."""
     folder = Path(trial.output)
     try:
         stored = read_json(folder / PLAN)

@@ -39,8 +39,8 @@ from lamina.training.settings import (
 )
 
 _ONE_INIT = (
-    "same:NAME uses one initializer for all placements (see `lamina pretrain --init` for names); recommended uses each "
-    "placement's recommended initializer"
+    "initializer: same:NAME (one for all placements; see `lamina pretrain --init` for names), or recommended (each "
+    "placement's recommended initializer)"
 )
 
 
@@ -177,29 +177,35 @@ class RisingSettings(RunSettings):
 
     max_learning_rate: float = setting(
         0.15,
-        "learning rate at the last step, after a linear rise from 0 (Keel: 5e-2 over 5000 steps)",
+        "learning rate at the last step, after a linear rise from 0 (Keel's paper: 5e-2 over 5000 steps)",
         above(0.0),
     )
     steps: int = changed(300, help="optimizer steps of the warm-up")
     window: int = setting(8, "number of steps over which Lamina averages the loss", at_least(1))
     spike_margin: float = setting(
-        0.5, "spike: how far the loss must rise above its lowest smoothed value, in nats", above(0.0)
+        0.5,
+        "spike: how far the loss must rise above its lowest averaged value to count as a spike, in nats",
+        above(0.0),
     )
     spike_patience: float = setting(
         0.05,
-        "spike: how long the high loss must last, in steps (1 or more) or as a share of all steps (below 1)",
+        "spike: how long the loss must stay high to count as a spike, in steps (1 or more) or as a fraction of all "
+        "steps (below 1)",
         partial(steps_or_share, open_low=True),
     )
     plateau_margin: float = setting(
         0.05,
-        "plateau: the smoothed loss falls by less than this many nats while the learning rate grows by plateau_factor",
+        "plateau: the averaged loss falls by less than this many nats while the learning rate grows by plateau_factor",
         not_below(0.0),
     )
     plateau_factor: float = setting(
-        2.0, "plateau: factor by which the learning rate must grow while the loss stays flat", above(1.0)
+        2.0,
+        "plateau: factor by which the learning rate must grow while the loss falls by less than plateau_margin",
+        above(1.0),
     )
     stuck_margin: float = changed(
-        help="stuck: a plateau is stuck if the loss is less than this many nats below the corpus's unigram entropy",
+        help="stuck: a plateau counts as stuck if the loss is less than this many nats below the corpus's unigram "
+        "entropy",
         default=0.1,
     )
 
@@ -449,7 +455,8 @@ class TransferSettings(RunSettings, PlacementSettings, RatesSettings, SeedsSetti
         super().check()
         if self.num_heads is not None:
             raise UserError(
-                f"num_heads: {self.num_heads!r} has no effect, since the width of a head is fixed. Leave num_heads out."
+                f"num_heads: {self.num_heads!r} has no effect, because the narrow and the wide model have heads of "
+                "equal width. Leave num_heads out."
             )
         if self.proxy_width >= self.target_width:
             raise UserError(

@@ -107,7 +107,7 @@ def summarize(results: Frame, settings: TransferSettings, factors: dict[str, flo
         "first_failing_above": above[0].learning_rate if above else None,
         "best": [best[0].learning_rate, best[-1].learning_rate] if best else None,
         "learning_rate": None if proxy is None else eta,
-        "risk": proxy.risk if proxy else "nothing finished on the proxy",
+        "risk": proxy.risk if proxy else "no learning rate finished on the proxy",
         "at_the_grids_edge": bool(proxy and proxy in (narrow[0], narrow[-1])),
         "roles": {
             kind: {
@@ -148,7 +148,7 @@ def _risk(rates: list[Rate], rate: Rate) -> str:
     if rate.status == "short":
         return "unknown, because the loss on the proxy still falls (too few steps)"
     if rate.status != "finished":
-        return "not known"
+        return "unknown"
     failing = [r.learning_rate for r in rates if r.fails and r.learning_rate > rate.learning_rate]
     if not failing:
         return "stable on the proxy, where no larger learning rate failed"
@@ -159,7 +159,7 @@ def _risk(rates: list[Rate], rate: Rate) -> str:
 
 
 def _stable(rates: list[Rate]) -> list[Rate]:
-    """Starting at the best learning rate, return its neighbors on both sides as long as all runs finished."""
+    """Return the learning rates around the best learning rate, on each side up to the first unfinished run."""
     best = min((r for r in rates if r.best), key=lambda r: r.eval_loss, default=None)
     if best is None:
         return []

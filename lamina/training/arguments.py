@@ -34,7 +34,7 @@ def _or_none(check: Check) -> Check:
 
 def _some_text(name: str, value: object) -> str:
     if not isinstance(value, str) or not value:
-        raise UserError(f"{name}: {value!r}. Give a text.")
+        raise UserError(f"{name}: {value!r}. Give a string that is not empty.")
     return value
 
 
@@ -129,7 +129,7 @@ def try_out(arguments: TrainingArguments, options: Mapping[str, Any]) -> None:
         warmup = arguments.get_warmup_steps(steps)
         shares = [float(schedule.lr_lambdas[0](s)) for s in {0, 1, warmup, warmup + 1, steps // 2, steps - 1, steps}]
         if not all(math.isfinite(share) and share >= 0 for share in shares):
-            raise ValueError(f"the schedule returns {', '.join(f'{s:g}' for s in shares)} times the peak learning rate")
+            raise ValueError(f"the schedule's factors on the learning rate are {', '.join(f'{s:g}' for s in shares)}")
     except Exception as error:  # a schedule's arguments can raise any exception type
         raise UserError(
             f"trainer.lr_scheduler_type: {scheduler!r} does not work with these arguments ({_line(error)})"
@@ -175,10 +175,14 @@ def check_arguments(trainer: Json, schedule: str, record: type[Settings]) -> Non
     for name, value in trainer.items():
         if name in _FIXED:
             if value != _FIXED[name]:
-                raise UserError(f"trainer.{name}: {value!r}, but Lamina's records need {_FIXED[name]!r}. Leave it out.")
+                raise UserError(
+                    f"trainer.{name}: {value!r}, but Lamina's records need {_FIXED[name]!r}. Leave out trainer.{name}."
+                )
             continue
         if name in _OURS and _OURS[name] not in record.names():
-            raise UserError(f"trainer.{name}: `lamina {record.command_name}` sets this argument. Leave it out.")
+            raise UserError(
+                f"trainer.{name}: `lamina {record.command_name}` sets this argument. Leave out trainer.{name}."
+            )
         if name in _OURS:
             flag = f"--{_OURS[name].replace('_', '-')}"
             raise UserError(f"trainer.{name}: {flag} sets this argument. Use {flag}.")

@@ -230,8 +230,8 @@ class Pretraining(TrainingStage[PretrainSettings]):
         falling = still_falling(RunFolder(run.folder).metrics, settings.steps, entropy + margin)
         if falling is not None:
             return Status.SHORT, (
-                f"{settings.steps} steps are too few to tell: {falling}, and the lowest eval loss of "
-                f"{recorder.best_eval:.3f} is not yet {margin:g} nats below {guess} of {entropy:.3f}"
+                f"{settings.steps} steps are too few to tell: {falling}, and the lowest eval loss, "
+                f"{recorder.best_eval:.3f}, is less than {margin:g} nats below {guess} of {entropy:.3f}"
             )
         return Status.STUCK, (
             f"the eval loss never got {margin:g} nats below {guess} of {entropy:.3f} "
@@ -375,7 +375,7 @@ class Branches(TrainerCallback):
                 recorder.write({"step": state.global_step, **row})
 
     def _train(self, steps: int) -> Json:
-        """Train and evaluate the branch that ends at a step, then restore the main run's state."""
+        """Train and evaluate a shorter run that decays to its end at a step, then restore the main run's state."""
         trainer = self.trainer
         self.run.recorder.stop_clock()
         model, optimizer = trainer.model, trainer.optimizer

@@ -28,7 +28,7 @@ PRETRAIN = JobRow(
     name="pretrain",
     kind=Kind.RUN,
     summary="train one model, from scratch or from a checkpoint",
-    about="Train one model on text or images. transformers' Auto classes load the model from OUTPUT/model.",
+    about="Train one model on text or images. Load the model from OUTPUT/model with transformers' Auto classes.",
     examples="""
   lamina pretrain --placement keel --num-layers 64 --steps 1000 --output runs/keel-64
   lamina pretrain --backbone llama-71m --placement peri_ln --corpus books/ --tokenizer bpe:8192 --save-steps 200

@@ -208,11 +208,13 @@ def check_settings(settings: PretrainSettings, plan: Plan, processes: int = 1) -
     arguments = training_arguments(settings, processes)
     if settings.optimizer == "muon" and "optim" in settings.trainer:
         raise UserError(
-            f"optimizer: 'muon' and trainer.optim = {settings.trainer['optim']!r} both choose the optimizer. Give one "
-            "of them."
+            f"optimizer: 'muon' and trainer.optim = {settings.trainer['optim']!r} both choose the optimizer. Give "
+            "only one of the two."
         )
     if arguments.use_liger_kernel:
-        raise UserError("trainer.use_liger_kernel: Liger has no layers for Lamina's models. Leave out the argument.")
+        raise UserError(
+            "trainer.use_liger_kernel: Liger has no layers for Lamina's models. Leave out trainer.use_liger_kernel."
+        )
     if scaling_of(settings) is not None:
         check_optimizer(arguments)
     if settings.precision == "fp16" and arguments.device.type == "cpu":

@@ -79,11 +79,11 @@ class BlockSettings(TextSettings, group="data"):
 
     corpus: str = changed(
         "embedded",
-        help="embedded, a .txt/.jsonl file (or .gz/.xz/.zst), a folder, hf:NAME, or a mix A:0.7,B:0.3; for "
-        "images, a folder per class, hf:NAME or mnist",
+        help="text or images to train on. Text: embedded, a .txt/.jsonl file (or .gz/.xz/.zst), a folder, hf:NAME, or "
+        "a mix A:0.7,B:0.3. Images: a folder per class, hf:NAME or mnist",
     )
     tokenizer: str = changed(
-        "bytes", help="bytes, bpe:SIZE (trained on the corpus), or a transformers tokenizer's name or folder"
+        "bytes", help="tokenizer: bytes, bpe:SIZE (trained on the corpus), or a transformers tokenizer's name or folder"
     )
     sequence_length: int = changed(64, help="tokens per text block", check=at_least(2))
     eval_fraction: float = setting(
@@ -145,7 +145,7 @@ class PretrainOptimizerSettings(Settings, group="optimizer"):
 
     optimizer: Literal["adamw", "muon"] = setting(
         "adamw",
-        "adamw, or muon (Muon for the blocks' matrices and AdamW for all other weights, with the same "
+        "optimizer: adamw, or muon (Muon for the blocks' matrices and AdamW for all other weights, with the same "
         "learning rate and weight decay)",
     )
     drop_path: float = setting(
@@ -182,7 +182,8 @@ class ScheduleSettings(StepSettings, group="steps and learning rate"):
 
     schedule: Literal["cosine", "wsd"] = setting(
         "cosine",
-        "learning rate after the warm-up: cosine, or wsd (warm-up-stable-decay: constant, then a final decay)",
+        "schedule of the learning rate after the warm-up: cosine, or wsd (warm-up-stable-decay: constant, then a "
+        "final decay)",
     )
     min_learning_rate: float = setting(
         0.1, "learning rate at the end of the schedule, as a fraction of the peak", between(0.0, 1.0)
@@ -297,7 +298,7 @@ class RecordSettings(Settings, group="records"):
     """The records, evaluations and checkpoints of a run."""
 
     logging_steps: int | None = setting(
-        None, "steps between two records of the metrics and the layers (default: about 20 per run)", at_least(1)
+        None, "steps between two records of the losses and of each layer (default: about 20 per run)", at_least(1)
     )
     eval_steps: int | None = setting(None, "steps between two evaluations (default: about 5 per run)", at_least(1))
     eval_blocks: int = setting(256, "held-out text blocks or images per evaluation (0 for all)", at_least(0))
@@ -382,8 +383,8 @@ class SpeedSettings(Settings, group="machine"):
     gradient_checkpointing: bool = setting(False, "recompute activations in the backward pass, to save memory")
     precision: Literal["auto", "fp32", "bf16", "fp16", "float8"] = setting(
         "auto",
-        "auto (bf16 on a GPU, otherwise fp32), fp32, bf16, fp16 or float8 (the blocks' linear layers by torchao, the "
-        "rest bf16); weights and losses stay fp32",
+        "number format of the computation: auto (bf16 on a GPU, otherwise fp32), fp32, bf16, fp16 or float8 (by "
+        "torchao for the blocks' linear layers, otherwise bf16); weights and losses stay fp32",
     )
     compile: Literal["auto", "on", "off"] = setting(
         "auto",
@@ -409,7 +410,10 @@ class TrainerSettings(Settings, group="trackers and the Trainer"):
     outside: ClassVar[Mapping[str, tuple[str, ...]]] = {"trainer": ("transformers/training_args.py",)}
 
     report_to: str = setting(
-        "none", f"none, or a comma-separated list of {', '.join(TRACKERS)}", trackers, decides=False
+        "none",
+        f"trackers that receive the metrics: none, or a comma-separated list of {', '.join(TRACKERS)}",
+        trackers,
+        decides=False,
     )
     trainer: Json = setting(
         {}, "other arguments of transformers' TrainingArguments, e.g. --trainer.optim adafactor", mapping

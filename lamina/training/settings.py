@@ -92,7 +92,7 @@ class ParallelSettings(DeviceSettings, group="machine"):
         at_least(1),
         decides=False,
     )
-    device: Literal["auto", "cpu", "cuda", "mps"] = changed("auto", help="auto, cpu, cuda or mps")
+    device: Literal["auto", "cpu", "cuda", "mps"] = changed("auto", help="device to train on: auto, cpu, cuda or mps")
 
 
 class RollbackSettings(Settings, group="divergence"):
@@ -186,7 +186,7 @@ class PretrainSettings(
         if self.streaming and (workers := self.trainer.get("dataloader_num_workers")):
             raise UserError(
                 f"trainer.dataloader_num_workers: {workers!r} does not work with streaming, because another "
-                "thread already reads the next blocks. Set the argument to 0."
+                "thread already reads the next blocks. Set the number to 0."
             )
         self._check_branches()
         if self.rollback and not self.save_steps:
@@ -250,8 +250,8 @@ class PretrainSettings(
             if not max(1, earliest) <= begins < steps or steps >= self.steps or begins > latest:
                 raise UserError(
                     f"branches: a run of {steps} steps would begin to decay after step {begins}. Choose lengths below "
-                    f"steps = {self.steps}, so that the decay begins from step {earliest} (the warm-up's end) "
-                    f"to step {latest}."
+                    f"steps = {self.steps}, so that the decay begins between step {earliest} (the warm-up's end) "
+                    f"and step {latest}."
                 )
 
 

@@ -124,8 +124,8 @@ def check_vocabulary(config: PreTrainedConfig, vocab_size: int, source: str) -> 
     """Raise UserError if the tokenizer has more tokens than the checkpoint's vocabulary."""
     if vocab_size > config.vocab_size:
         raise UserError(
-            f"tokenizer: {vocab_size} tokens, but the checkpoint {source!r} has a vocabulary of {config.vocab_size}. "
-            "Use the checkpoint's tokenizer."
+            f"tokenizer: the tokenizer has {vocab_size} tokens, but the checkpoint {source!r} has a vocabulary "
+            f"of {config.vocab_size}. Use the checkpoint's tokenizer."
         )
 
 

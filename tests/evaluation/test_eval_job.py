@@ -182,7 +182,7 @@ def test_a_study_s_seeds_are_one_line_and_its_diverged_runs_are_counted(tmp_path
         ({"data_dir": "no-such"}, "data_dir: 'no-such' is not a folder"),
         ({"window": 999, "corpus": "embedded", "tasks": ""}, "window: 999 is longer than the model's context"),
         ({"generation": {"temprature": 1}}, "unknown generation argument 'temprature'; did you mean 'temperature'"),
-        ({"generation": {"temperature": 1}}, "generation.temperature: has no effect, because no task"),
+        ({"generation": {"temperature": 1}}, "generation.temperature: this argument has no effect, because no task"),
     ],
 )
 def test_bad_input_is_one_line_before_anything_is_evaluated(model, quiz, tmp_path, given, says):
@@ -289,7 +289,7 @@ def test_what_a_model_or_text_lacks_is_said_before_the_folder_is_touched(model, 
     ("vocab_size", "spoil", "says"),
     [
         (257, without_readout, "Lamina drew random weights for tensors that the checkpoint lacks: lm_head.weight"),
-        (200, unspoiled, r"tokenizer: the tokenizer has 257 tokens, but the model .* has 200"),
+        (200, unspoiled, r"tokenizer: the tokenizer has 257 tokens, but the model .* has embeddings for only 200"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused(text, tmp_path, vocab_size, spoil, says):
@@ -312,7 +312,10 @@ def test_a_model_of_256_bytes_is_read_as_probe_and_prune_read_it(quiz, text, tmp
         "the model's vocabulary of 256 lacks the end-of-text token 256, so Lamina adds no such token to the text"
         in unit["notes"][1]
     )
-    with pytest.raises(UserError, match=r"has 256\. Tasks need the token <\|endoftext\|>\. Leave out --tasks"):
+    with pytest.raises(
+        UserError,
+        match=r"for only 256\. Tasks need the token <\|endoftext\|>, which the model lacks\. Leave out --tasks",
+    ):
         lamina.evaluate(**quiz, models=str(place), tokenizer="bytes", output=str(tmp_path / "quiz"))
 
 

@@ -173,7 +173,7 @@ def test_two_models_and_then_their_folders(model, data_dir, tmp_path, capsys, re
     for wrong, about in (
         ([*map(str, folders)], "have different items of quiz"),
         ([str(model), str(folders[0])], "holds no evaluation"),
-        ([str(folders[0])], "compare: only one model"),
+        ([str(folders[0])], "compare: you gave only one model"),
         ([*map(str, folders), "--tasks", "quiz"], "the tasks and the text come from the earlier evaluations"),
     ):
         assert about in refused("eval", "--compare", *wrong, "--output", str(tmp_path / "none"))

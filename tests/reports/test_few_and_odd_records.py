@@ -104,7 +104,7 @@ def test_an_unknown_cause_is_four_lines_with_what_was_seen_what_remains_and_what
     assert causes.endswith(", or a failure that Lamina does not know.")
     assert texts == [
         "The loss rose at step 50 of 80.",
-        "The first anomaly is at step 50, the model: the loss went from 2.4 to 4.38, which is more than its noise.",
+        "The first anomaly is at step 50, the model: the loss went from 2.4 to 4.38, a larger change than usual.",
         "To check: inspect the learning rate and the batch of step 50, and record every step by layer (lamina.watch "
         "with every=1).",
     ]
@@ -181,7 +181,7 @@ def test_a_part_whose_numbers_are_none_is_left_out(tmp_path, caplog, column, val
     pq.write_table(odd, folder / "layers" / "part-00001.parquet")
     said = lamina.diagnose(folder).sentences
     missing = column == "value" and value is None  # a missing value is not finite
-    assert ("part-00001.parquet is not readable, so Lamina leaves it out" in caplog.text) == (not missing)
+    assert ("part-00001.parquet is not readable, so Lamina skips this file" in caplog.text) == (not missing)
     assert ("The loss had no lasting rise in 40 steps (status: unfinished)." in said) == (not missing)
 
 

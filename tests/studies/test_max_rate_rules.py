@@ -157,7 +157,7 @@ def test_rates_too_low_to_move_anything_are_no_plateau():
     assert find_stop(losses[:99], rules()) is None
     never = no_stop(losses[:99], rules())
     assert (never.rule, never.rate) == ("stuck", 0.0)
-    assert "from its start of 5.500" in never.reason
+    assert "from its first value, 5.500" in never.reason
 
 
 def test_what_is_found_does_not_depend_on_when_one_looks():

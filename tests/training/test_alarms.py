@@ -365,8 +365,16 @@ LATER = 240  # the step of a record
 BREAKS = {
     "unmoved": (steady, {"update_norm": 0.0, "unmoved_parameters": 2.0}, "weights do not change"),
     "unmoved, a part": (steady, {"unmoved_parameters": 2.0}, "parameters get a gradient but do not change"),
-    "written": (steady, {"written_ratio": 0.3}, "changed by 30% of their norm, but not through the optimizer"),
-    "forgotten": (steady, {"forgotten_share": 1.0}, "100% of the optimizer's moments changed between two steps"),
+    "written": (
+        steady,
+        {"written_ratio": 0.3},
+        "code other than the optimizer changed the weights by 30% of their norm",
+    ),
+    "forgotten": (
+        steady,
+        {"forgotten_share": 1.0},
+        "100% of the optimizer's moments were lost or overwritten between two steps",
+    ),
     "apart": (steady, {"rate_ratio": 30.0}, "its learning rate is 30 times the other layers' median"),
     "fall": (steady, {"second_moment": 0.1}, "second moment is 0.1 times its recent median"),
     "rise": (steady, {"row_norm_abs_max": 9.0}, "the largest row norm is 9 times"),

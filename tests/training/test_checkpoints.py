@@ -441,7 +441,7 @@ def test_records_that_were_lost_are_said_and_the_rest_goes_on(run, runs, harm, c
     assert all(record in whole for record in ours)
     assert [r for r in ours if r["step"] > 6] == [r for r in whole if r["step"] > 6]
     assert len(ours) < len(whole)
-    assert "to 6 are gone" in caplog.text
+    assert "to 6 are missing" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def test_a_noisy_loss_with_a_lucky_step_has_not_diverged_but_one_that_climbs_has
     for step in range(1, 400):
         watch.see_loss(step, 1.2 if step == 150 else 2.7 + 0.7 * draw.gauss(0.0, 1.0))
     climbing = ((step, 6.5 + 0.7 * draw.gauss(0.0, 1.0)) for step in range(400, 500))
-    with pytest.raises(Diverged, match="more than 1 nats above its best"):
+    with pytest.raises(Diverged, match="more than 1 nats above its lowest level"):
         all(watch.see_loss(*pair) is None for pair in climbing)
     resumed = guard(patience=patience)
     resumed.load_state_dict(json.loads(json.dumps(watch.state_dict())))
@@ -64,7 +64,7 @@ def test_a_spike_shorter_than_patience_and_a_loss_within_the_margin_are_forgiven
     watch = guard()
     for step in range(1, 60):
         watch.see_loss(step, loss(step))
-    with pytest.raises(Diverged, match="above its best"):  # it still looks
+    with pytest.raises(Diverged, match="above its lowest level"):  # it still looks
         all(watch.see_loss(step, 90.0) is None for step in range(60, 99))
 
 

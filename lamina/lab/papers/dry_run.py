@@ -130,7 +130,7 @@ def minutes_here(
     rounded = float(f"{minutes:.2g}")  # two digits, never 2.1e+03
     return (
         f"About {rounded:,.10g} minutes on this machine with {workers} workers. Lamina timed two steps of {name} "
-        "and scaled the time by FLOPs. The estimate leaves out evaluations, probes and start-up."
+        "and multiplied by the ratio of FLOPs. The estimate leaves out evaluations, probes and start-up."
     )
 
 

@@ -104,7 +104,7 @@ class Tuning:
         rates: the learning rates to try.
         seeds: the seeds of the search: a list of seeds, or a number n for the study's first n seeds.
         rule: how to choose a learning rate, "best" or "one-se" (see ``lamina.lab.papers.engine.plan.best_rate``).
-        widen: the largest number of added learning rates. Lamina adds one if the best learning rate is the lowest or
+        widen: the largest number of added learning rates. Lamina adds a learning rate if the best is the lowest or
             highest.
         also: pairs of labels. A configuration with the first label also trains at the best learning rate of the
             configuration with the second label.

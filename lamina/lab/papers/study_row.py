@@ -50,7 +50,7 @@ STUDY = JobRow(
     raises="a study that can't be read or has changed since it ran",
     switches=(
         Switch(name="record", help="also copy the tables and verdicts to the --records folder", passed=True),
-        Switch(name="dry_run", help="print parameters, tokens, FLOPs and hours without training"),
+        Switch(name="dry_run", help="print the number of parameters, tokens, FLOPs and GPU-hours, without training"),
     ),
     positional=("study",),
     folder=study_folder,

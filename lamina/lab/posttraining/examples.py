@@ -70,11 +70,11 @@ def load(name: str, source: str) -> Dataset:
         return datasets.Dataset.from_list(list(generated_rows(name, source)))
     path = home(name, source)
     reader, hub = READERS.get(inner_suffix(path)), hub_datasets.is_hub(source)
-    why = "it has no rows"
+    why = "the source has no rows"
     if hub or of_hub(source) or path.is_dir():
         rows = hub_datasets.load(hub_datasets.parse(source if hub else f"hf:{source}", name))
     elif reader is None or not path.is_file():
-        why = "no such file" if reader else f"it ends in {inner_suffix(path) or 'nothing'}"
+        why = "no such file" if reader else f"the name ends in {inner_suffix(path) or 'nothing'}"
         raise UserError(f"{name}: {source!r}: {why}. Give {ALLOWED}.")
     else:
         files = glob.escape(str(path.resolve()))

@@ -38,17 +38,17 @@ CURVES = (
         "clipped rewards in training. With ReMax, the line is the mean over sampled and greedy answers."
     )),
     ("KL to the initial model", "kl_per_answer", "eval_kl", "nats per answer", (
-        "The policy's distance from the initial model: the mean of the answers' log-probability ratios."
+        "The KL is the policy's distance from the initial model: the mean of the answers' log-probability ratios."
     )),
     ("Length of the answers", "completions_mean_length", "eval_length", "tokens", (
         "If the reward rises only with the length, the policy may exploit the reward."
     )),
     ("Accuracy", "mean_token_accuracy", "eval_accuracy", "share", (
-        "The share of the answers' tokens that the model predicts correctly. For a reward model, the accuracy is the "
-        "share of pairs in which the better answer has the higher score."
+        "The fraction of the answers' tokens that the model predicts correctly. For a reward model, the accuracy is "
+        "the fraction of pairs in which the better answer has the higher score."
     )),
     ("Accuracy of the pairs", "rewards_accuracies", "eval_rewards_accuracies", "share", (
-        "The share of pairs in which the policy prefers the better answer more strongly than the initial model does."
+        "The fraction of pairs in which the policy prefers the better answer more strongly than the initial model does."
     )),
     ("Margin", "margin", "eval_margin", "score", "The better answers' mean score minus the worse answers' mean score."),
 )  # fmt: skip
@@ -66,7 +66,7 @@ MEASURES = {
     "eval_reward": ("held-out reward", ".4f"),
     "eval_kl": ("held-out KL (nats per answer)", ".3f"),
     "eval_length": ("held-out length (tokens)", ".1f"),
-    "eval_ended": ("share of held-out answers that end", ".1%"),
+    "eval_ended": ("fraction of held-out answers that end", ".1%"),
     "reward_gain": ("gain of the held-out reward", "+.4f"),
     "reward_gain_low": ("lower end of the gain's 95 % interval", "+.4f"),
     "reward_gain_high": ("upper end of the gain's 95 % interval", "+.4f"),

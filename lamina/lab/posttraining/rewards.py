@@ -107,7 +107,7 @@ def judge(named: str, start: Start) -> PreTrainedModel:
         raise UserError(f"reward_model: {error}") from None
     if TextEncoder(theirs).content_hash() != TextEncoder(start.tokenizer).content_hash():
         raise UserError(
-            f"reward_model: {named!r} has another vocabulary than the model {start.path!r}. Give a reward model "
+            f"reward_model: {named!r} has a different vocabulary from the model {start.path!r}. Give a reward model "
             "with the same tokenizer."
         )
     model, _ = load_weights(folder, config, AutoModelForSequenceClassification, "reward_model", dtype=start.dtype)

@@ -219,7 +219,8 @@ class TuningSettings(
             self.as_run()
         if self.quantized and not self.lora_rank:
             raise UserError(
-                f"weights: {self.weights!r} cannot be trained. Set weights to fp32 or bf16, or add --lora-rank."
+                f"weights: {self.weights!r} needs LoRA, because quantized weights cannot be "
+                "trained. Set weights to fp32 or bf16, or add --lora-rank."
             )
         if self.weights == "bf16" and self.precision == "fp16":
             raise UserError(
@@ -358,8 +359,8 @@ class RlhfSettings(TuningSettings):
     )
     kl_per: Literal["step", "sequence"] = setting(
         "step",
-        "with remax, apply the KL penalty per token (step, as in Adam-mini's code) or per answer (sequence, as in "
-        "TRL's code)",
+        "with remax, 'step' applies the KL penalty per token (as in Adam-mini's code), and 'sequence' per answer "
+        "(as in TRL's code)",
     )
     beta: float = setting(
         0.1, "factor on the KL penalty, which keeps the policy close to the starting model", not_below(0.0)

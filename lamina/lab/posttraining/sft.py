@@ -32,7 +32,7 @@ class SftTrainer(TunedTrainer, SFTTrainer):
     """TRL's SFTTrainer, with a held-out loss that is the mean over all held-out tokens."""
 
     def held_out(self) -> dict[str, float]:
-        """Return the mean loss in nats per predicted token, and the share of correctly predicted tokens."""
+        """Return the mean loss in nats per predicted token, and the fraction of correctly predicted tokens."""
         data: Passed = self.eval_dataset
         model = self.bare_model()
 
@@ -99,7 +99,7 @@ class SupervisedFineTuning(TuningStage[SftSettings]):
             why = f"{empty} have no token to train on in the first {config.max_length} tokens"
             if not prepared:
                 raise UserError(f"eval_data: {why}. Raise --sequence-length.")
-            logger.warning("eval_data: %s, so Lamina leaves them out", why)
+            logger.warning("eval_data: %s, so Lamina leaves out these examples", why)
         return prepared
 
     def counts(self, *parts: Dataset | None) -> Json:

@@ -163,13 +163,17 @@ def find_start(settings: TuningSettings, head: str = "causal_lm") -> Start:
     limit = min(PACKED, positions or PACKED) if getattr(settings, "packing", False) else positions or PACKED
     longest = settings.sequence_length or int(limit)
     if positions is not None and longest > positions:
-        raise UserError(f"sequence_length: {longest} is more than the model's {positions} positions. Choose fewer.")
+        raise UserError(
+            f"sequence_length: {longest} is more than the model's {positions} positions. Choose at most {positions}."
+        )
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
     rest = "bf16" if decided(settings).precision == "bf16" else "fp32"
     dtype = dtypes[rest if settings.quantized else settings.weights]
     if settings.trainer.get("use_liger_kernel"):
         if plan is not None:
-            raise UserError("trainer.use_liger_kernel: Liger has no layers for Lamina's models. Remove the argument.")
+            raise UserError(
+                "trainer.use_liger_kernel: Liger has no layers for Lamina's models. Leave out trainer.use_liger_kernel."
+            )
         if not is_liger_kernel_available():
             raise UserError("trainer.use_liger_kernel: liger-kernel is not installed. Run: pip install liger-kernel")
     return Start(

@@ -54,7 +54,7 @@ def check_trl(options: Json, kind: type[C], offered: Collection[str]) -> C:
         flag = name if name in offered - {"epsilon"} else meaning(name, offered, near=True)  # TRL's epsilon clips
         if name in trainer_fields or (name in names and flag is not None):
             flag = f"trainer.{name}" if flag in (None, "trainer") else flag.replace("_", "-")
-            raise UserError(f"trl.{name}: --{flag} sets it. Use --{flag}.")
+            raise UserError(f"trl.{name}: --{flag} sets this argument. Use --{flag}.")
         if name in refused:
             raise UserError(f"trl.{name}: {refused[name]}. Leave out trl.{name}.")
         if name not in names:

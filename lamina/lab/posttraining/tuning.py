@@ -343,7 +343,9 @@ class TuningStage(TrainingStage[S]):
         if settings.lora_rank:
             lora_of(settings)
         if settings.trl.get("activation_offloading") and device_of(settings.device) == "cpu":
-            raise UserError("trl.activation_offloading: this setting works only on a GPU. Leave out the setting.")
+            raise UserError(
+                "trl.activation_offloading: this setting works only on a GPU. Leave out trl.activation_offloading."
+            )
 
     def read(self, processes: Processes, *, bar: bool) -> None:
         processes.first_per_host(self.read_examples)

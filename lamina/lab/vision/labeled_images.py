@@ -196,7 +196,7 @@ def _of_folder(spec: str, root: Path) -> ImageFiles:
         if beside := sorted(set(names) - {"train", *held_out}):
             raise UserError(
                 f"corpus: {spec!r} has the folder {beside[0]!r} beside its splits 'train' and {held_out[0]!r}. Keep "
-                "only the splits, or only the classes"
+                "only the folders of splits, or only the folders of classes."
             )
         splits = [root / "train", root / held_out[0]]
     classes = _subfolders(splits[0])
@@ -209,7 +209,7 @@ def _of_folder(spec: str, root: Path) -> ImageFiles:
         if (differing := set(_subfolders(part)) ^ set(classes)) and part != splits[0]:
             named = sorted(differing)[0]
             raise UserError(
-                f"corpus: {str(splits[0])!r} and {str(part)!r} differ in the class {named!r}. Give the same "
+                f"corpus: only one of {str(splits[0])!r} and {str(part)!r} has the class {named!r}. Give the same "
                 "classes in each split."
             )
         for label, name in enumerate(classes):
@@ -225,7 +225,7 @@ def _of_folder(spec: str, root: Path) -> ImageFiles:
     if strays:
         names = ", ".join(path.relative_to(root).as_posix() for path in strays[:3])
         logger.warning(
-            "%s: Lamina skipped %d files that are not images (%s%s). It reads %s",
+            "%s: Lamina skipped %d files that are not images (%s%s). Lamina reads %s",
             *(root, len(strays), names, ", ..." * (len(strays) > 3), ", ".join(sorted(_SUFFIXES))),
         )
     first = len(paths) if len(splits) == 1 else sum(splits[0] in path.parents for path in paths)
@@ -318,7 +318,7 @@ def _of_hub(spec: str) -> HubImages:
     if not columns or not targets:
         missing = "images" if not columns else "class labels"
         raise UserError(
-            f"corpus: {spec!r} has no column of {missing}, but only {', '.join(features)}. Give a dataset with this "
+            f"corpus: {spec!r} has no column of {missing} (columns: {', '.join(features)}). Give a dataset with this "
             "column."
         )
     labels = [np.array(part.with_format(None)[targets[0]], dtype=np.int64) for part in parts]

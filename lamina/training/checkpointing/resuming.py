@@ -154,8 +154,8 @@ class Rollbacks:
         if (taken_after := int(state.get("rollbacks", 0))) > len(self.done):
             raise UserError(
                 f"resume: checkpoint-{state['step']} was saved after {taken_after} rollbacks, but "
-                f"{str(self.folder / ROLLBACKS)!r} lists {len(self.done)}. Restore the original file, or "
-                "begin again with another --output or with --overwrite."
+                f"{str(self.folder / ROLLBACKS)!r} lists only {len(self.done)} rollbacks. Restore the original file, "
+                "or begin again with another --output or with --overwrite."
             )
 
     @property

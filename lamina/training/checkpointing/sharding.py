@@ -314,8 +314,8 @@ def load_optimizer(
     named = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
     if named != [list(saved["params"]) for saved in rest["groups"]]:
         raise UserError(
-            "resume: the checkpoint belongs to another model, because its optimizer has other weights. Give another "
-            "--output."
+            "resume: the checkpoint belongs to another model, because the checkpoint's optimizer has other weights. "
+            "Give another --output."
         )
     for group, members, saved in zip(optimizer.param_groups, named, rest["groups"], strict=True):
         first = len(state)

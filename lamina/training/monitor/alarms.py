@@ -113,7 +113,7 @@ class Alarms(Rules):
     _scores: dict[Key, list[float]] = field(default_factory=dict)  # the last scores of metrics that must stay unusual
 
     def see(self, rows: Iterable[Row], rate: float | None = None) -> list[Alarm]:
-        """Check new measurements. Write and return the alarms. Updates are divided by the learning rate ``rate``."""
+        """Check, write and return new alarms. Lamina divides updates by the learning rate ``rate``."""
         by_step: dict[int, list[Row]] = {}
         for row in rows:
             by_step.setdefault(row[0], []).append(row)
@@ -276,7 +276,7 @@ _NAMES = {
     "update_ratio": "the update's norm relative to the weights' norm",
     "rate_ratio": "its learning rate",
     RATE: "the learning rate",
-    "label_match": "the share of labels that equal the input's tokens",
+    "label_match": "the fraction of labels that equal the input's tokens",
 }
 
 
@@ -303,8 +303,8 @@ def describe(alarm: Alarm, paths: Mapping[int, str] = MappingProxyType({})) -> s
             "gradient to zero"
         ),
         "unmoved": "parameters get a gradient but do not change" if alarm.value else "the weights do not change",
-        "forgotten": f"{alarm.value:.0%} of the optimizer's moments changed between two steps",
-        "written": f"the weights changed by {alarm.value:.0%} of their norm, but not through the optimizer",
+        "forgotten": f"{alarm.value:.0%} of the optimizer's moments were lost or overwritten between two steps",
+        "written": f"code other than the optimizer changed the weights by {alarm.value:.0%} of their norm",
         "repeated": f"the batch is the same as in the previous {alarm.value:g} steps",
         "equal": f"for {alarm.value:g} steps, all rewards of each group have been equal, so there is no gradient",
         "collapse": (
@@ -317,7 +317,9 @@ def describe(alarm: Alarm, paths: Mapping[int, str] = MappingProxyType({})) -> s
         "rise": f"{name} is {alarm.excess:.3g} times its recent median",
         "logit": f"the largest attention logit is {alarm.value:.3g} (above {alarm.usual:g}, attention saturates)",
         "fp16": f"the largest |x| is {alarm.value:.3g}, and float16's limit is {alarm.usual:g}",
-        "dead": "the gradient is zero" if alarm.layer >= 0 else "no layer gets a gradient, although other parts do",
+        "dead": "the gradient is zero"
+        if alarm.layer >= 0
+        else "no layer gets a gradient, although other parts of the model do",
         "apart": f"{name} is {alarm.excess:.3g} times {others}",
         "low": f"{name} is {alarm.excess:.2g} times the neighboring layers' value",
         NOTABLE: f"{name} was {alarm.excess:.3g} times its usual value, and nothing went wrong afterward",
@@ -328,7 +330,7 @@ def describe(alarm: Alarm, paths: Mapping[int, str] = MappingProxyType({})) -> s
             f"{alarm.value:g} of the layer's parameters get no gradient, though most other layers' parameters do"
         )
     if alarm.metric == LOSS and alarm.rule in ("rise", "fall"):
-        words[alarm.rule] = f"the loss went from {alarm.usual:.3g} to {alarm.value:.3g}, which is more than its noise"
+        words[alarm.rule] = f"the loss went from {alarm.usual:.3g} to {alarm.value:.3g}, a larger change than usual"
     if alarm.metric == RATE:
         words["rise"] = f"the learning rate is {alarm.excess:.3g} times its highest value so far"
     path = paths.get(alarm.layer)
@@ -352,7 +354,7 @@ def events(alarms: Iterable[Alarm]) -> list[list[Alarm]]:
 def first_before(alarms: Iterable[Alarm], rose: float | None) -> Alarm | None:
     """Return the first alarm of the last event that began before the loss rose (at step ``rose``).
 
-    If no event began before, or if the loss did not rise, return the first alarm.
+    If no event began before this step, or if the loss did not rise, return the first alarm.
     """
     groups = events(alarms)
     before = [group for group in groups if rose is not None and group[0].step <= rose]
@@ -390,7 +392,7 @@ def write_alarms(folder: Path, told: Iterable[Alarm]) -> None:
 
 
 def read_alarms(folder: Path) -> list[Alarm]:
-    """Read a run's alarms and notable batches, oldest first. Damaged lines are skipped."""
+    """Read a run's alarms and notable batches, oldest first. Lamina skips damaged lines."""
     lines = [line for name in (ALARMS, NOTABLE_BATCHES) for line in parse_lines(folder / name)[0]]
     lines, names = sorted(lines, key=lambda line: line["step"]), {each.name for each in fields(Alarm)}
     for line in lines:

@@ -33,7 +33,7 @@ def check(
     unchanged.
 
     Args:
-        model: the model that will be trained.
+        model: the model to train.
         optimizer: the model's optimizer, or a list of optimizers.
         batch: a batch on the model's device: a tensor, or the model's arguments in a tuple or mapping. With a batch,
             Lamina also checks the first loss, labels, masks and each layer's gradient.
@@ -92,6 +92,7 @@ def _tried(setup: BeforeTraining, batch: object, loss: LossOf | None) -> list[st
         unchecked.append("dropout and batch norms: the model is in eval mode. Call model.train() before you train")
     if setup.trial is None:
         unchecked.append(
-            "first loss and gradients: the model returns no loss. Pass loss=, a function of model and batch"
+            "first loss and gradients: the model returns no loss. Pass loss=, a function that computes the loss from "
+            "the model and the batch"
         )
     return unchecked

@@ -42,7 +42,8 @@ def empty_rows(setup: BeforeTraining) -> Iterator[Mistake]:
     none, following = int((~there).all(1).sum()), there[:, 1:][there[:, :-1]]
     if none and (none == len(there) or float(following.float().mean()) > IN_A_ROW):
         yield Mistake(
-            what=f"{none} of {len(there)} rows have no label for the loss (all are {IGNORED}, or a mask hides them)",
+            what=f"{none} of {len(there)} rows have no label for the loss (all labels are {IGNORED}, or a mask hides "
+            "the labels)",
             why="the model learns nothing from these rows, and the mean loss over no labels is NaN",
             do="Leave out examples whose answer was cut off",
         )
@@ -66,14 +67,14 @@ def shift_of_labels(setup: BeforeTraining) -> Iterator[Mistake]:
     if offset == 2:
         yield Mistake(
             what="each label is the next token, and the loss shifts labels once more",
-            why="the model learns to predict the token after the next",
+            why="the model learns to predict the token after the next token",
             do="Pass labels equal to the input ids, or compute the loss without a shift",
         )
     elif offset is not None:
         which = "token at the label's position" if offset == 0 else "previous token"
         yield Mistake(
             what=f"each label is the {which}, and the loss does not shift labels",
-            why="the model learns to copy its input, and the loss falls to 0 without learning",
+            why="the model only learns to copy its input, so the loss falls to 0",
             do="Leave out decoder_input_ids, or shift them: decoder_start_token_id, then labels[:, :-1]"
             if setup.is_encoder_decoder
             else "Compare logits[:, :-1] with labels[:, 1:]",
@@ -126,7 +127,7 @@ def first_loss(setup: BeforeTraining) -> Iterator[Mistake]:
         )
     elif classes >= 8 and one and trial.loss > max(limit, 2 * first):  # AdaLoRA adds a regularizer
         yield Mistake(
-            what=f"the first loss is {trial.loss:.3g}, but only {first:.3g} of it is the cross-entropy",
+            what=f"the first loss is {trial.loss:.3g}, but the cross-entropy is only {first:.3g}",
             why="another part of the loss, such as a router's loss or a penalty, outweighs the cross-entropy",
             do="Lower the coefficient of this part (such as router_aux_loss_coef), or use its mean",
         )
@@ -185,7 +186,7 @@ def mask_and_labels(setup: BeforeTraining) -> Iterator[Mistake]:
     ends[:, 1:] &= labels[:, :-1] >= 0  # behind a token that counts
     if bool(hidden.any()) and bool(ends.any()) and not bool((labels == padding).any()):
         yield Mistake(
-            what=f"{int(ends.sum())} ends of text have no label, because padding uses the same token {padding}",
+            what=f"{int(ends.sum())} end-of-text tokens have no label, because padding uses the same token {padding}",
             why="without a label at the end of text, the model never learns to stop",
             do="Choose another padding token, or mask the labels by attention_mask",
         )
@@ -232,7 +233,7 @@ def untrained_rows(setup: BeforeTraining) -> Iterator[Mistake]:
     if len(new) and bool(values.any()):
         yield Mistake(
             what=f"tokens {listing([*map(str, new.tolist())])} of the batch have embeddings "
-            + ("of zeros" if bool(zero.any()) else "close to the mean embedding, and the table is frozen"),
+            + ("of zeros" if bool(zero.any()) else "close to the mean embedding, and the embedding matrix is frozen"),
             why="the model cannot tell new tokens apart",
             do="Train the embeddings (modules_to_save, or trainable_token_indices of LoRA), and initialize new rows at "
             "random around the mean",
@@ -302,7 +303,7 @@ def beyond_tables(setup: BeforeTraining) -> Iterator[Mistake]:
         if isinstance(limit, int) and 0 < limit < value:
             yield Mistake(
                 what=f"the batch has {what} {value - 1}, and the model has {limit} {what}s (0 to {limit - 1})",
-                why=f"the model has no {'position' if what == 'position' else 'row'} with this number",
+                why=f"the model has no {'position' if what == 'position' else 'matrix row'} with this number",
                 do=do,
             )
 
@@ -359,7 +360,8 @@ def labels_of_padding(setup: BeforeTraining) -> Iterator[Mistake]:
         ends = int((shown == of).flip(1).cumprod(1).sum())
         if int((shown == of).sum()) - ends <= len(shown):  # where it is an end of text, too
             yield Mistake(
-                what=f"{int(rows)} rows end in targets of token {int(of)}, and the loss counts these targets",
+                what=f"{int(rows)} rows end in several targets that are token {int(of)}, and the loss counts these "
+                "targets",
                 why=f"token {int(of)} is probably padding, so the model learns to predict padding",
                 do=f"Set the labels to {IGNORED} at padding, or pass ignore_index",
             )

@@ -69,7 +69,7 @@ class DivergenceGuard:
         if step - self.above_since + 1 >= self.patience:
             raise Diverged(
                 step,
-                f"the loss was more than {self.margin:g} nats above its best of {self.best:.3f} from step "
+                f"the loss was more than {self.margin:g} nats above its lowest level, {self.best:.3f}, from step "
                 f"{self.above_since} to {step} (now {loss:.3f}); {self.first_to_leave()}",
             )
 

@@ -16,7 +16,7 @@ from lamina.training.monitor.callbacks import WatchCallback
 from lamina.training.monitor.guard import Diverged
 
 Lightning = Any
-"""An object from Lightning. It has no static type, because the package is lightning or pytorch_lightning."""
+"""An object from Lightning. The type is Any, because the package may be lightning or pytorch_lightning."""
 
 
 def _callback() -> Lightning:

@@ -118,7 +118,7 @@ def targets(setup: BeforeTraining) -> Iterator[Mistake]:
         )
     if setup.trial is not None and setup.trial.same:
         yield Mistake(
-            what="the model is its own reference: the loss calls it with and without gradients on equal inputs",
+            what="the model is its own reference: the loss calls the model with and without gradients on equal inputs",
             why="the reference (or teacher) changes with the model, so the two outputs never differ",
             do="Use a frozen copy as the reference: copy.deepcopy(model).requires_grad_(False). With LoRA, run the "
             "reference under model.disable_adapter()",

@@ -259,7 +259,7 @@ def weight_scales(setup: BeforeTraining) -> Iterator[Mistake]:
         (
             [n for n in odd if n not in wide],
             f"more than {SOLE:g} times (or less than 1/{SOLE:g} of) the other layers' standard deviation",
-            "one layer will dominate, or have no effect",
+            "one layer will dominate the others, or have no effect",
         ),
     ):
         if paths:
@@ -288,8 +288,8 @@ def stuck_at_zero(setup: BeforeTraining) -> Iterator[Mistake]:
     stuck = [p for p in setup.trained if setup.trial is not None and id(p) in setup.trial.zero.stuck]
     if stuck:
         yield Mistake(
-            what=f"{len(stuck)} parameters of zeros get a gradient of 0 ({setup.listed(stuck)})",
-            why="other zeros (a matrix, a gate, or a norm's gain) multiply these parameters, so all stay 0",
+            what=f"{len(stuck)} parameters are all 0 and get a gradient of 0 ({setup.listed(stuck)})",
+            why="another matrix, gate or gain of zeros multiplies these parameters, so the gradients of both are 0",
             do="Initialize one of the two matrices at random, or start the gate or gain at 1",
         )
 

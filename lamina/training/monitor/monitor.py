@@ -100,10 +100,10 @@ class Monitor:
     """End training steps, check measurements for alarms, and write the measurements.
 
     Attributes:
-        records: the writers, or None in all processes except the first.
+        records: the object that writes metrics and layers to files, or None in all processes except the first.
         step: the last step that has ended.
         on_alarm: a function that the first process calls with the first alarm of each event (alarms within 20 steps).
-        last_loss: the loss of the last record.
+        last_loss: the training loss at the last record.
     """
 
     records: Writers | None

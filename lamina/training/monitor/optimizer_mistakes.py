@@ -43,7 +43,7 @@ def in_no_optimizer(setup: BeforeTraining) -> Iterator[Mistake]:
     if missing and (left_out == all_of or all_of - left_out >= HEAD_ONLY * all_of):
         yield Mistake(
             what=f"no optimizer has {len(missing)} of the trainable parameters ({setup.listed(missing)})",
-            why="these parameters' gradients never change a weight"
+            why="training never changes these parameters"
             + f"; {foreign} of the optimizer's parameters are not in the model" * bool(foreign),
             do="Create the optimizer from all parameters after your last change of the model, or freeze "
             "these parameters",
@@ -129,7 +129,7 @@ def idle_groups(setup: BeforeTraining) -> Iterator[Mistake]:
     if idle and (any(rates.values()) or not setup.running):
         yield Mistake(
             what=f"the learning rate is 0 for {len(idle)} of the trainable parameters ({setup.listed(idle)})",
-            why="these parameters' gradients never change a weight" + "; a schedule has ended" * begun,
+            why="training never changes these parameters" + "; a schedule has ended" * begun,
             do="Give these parameters a learning rate at all steps, or set requires_grad of these parameters to False",
         )
 
@@ -166,7 +166,7 @@ def coefficients(setup: BeforeTraining) -> Iterator[Mistake]:
     """Find an optimizer's two betas in the wrong order. Optimizers with three betas (Adan) use another order."""
     pairs = (group["betas"] for _, group in setup.settings if len(group.get("betas") or ()) == 2)
     if betas := next((pair for pair in pairs if pair[0] > pair[1] and (pair[0] >= SWAPPED or pair[1] < LOW)), None):
-        lag = f"the optimizer's steps lag {1 / max(1 - float(betas[0]), 1e-9):.0f} steps behind the gradients"
+        lag = f"each step follows gradients that are about {1 / max(1 - float(betas[0]), 1e-9):.0f} steps old"
         yield Mistake(
             what=f"the optimizer's betas are ({betas[0]:g}, {betas[1]:g})",
             why="beta1 averages gradients, and beta2 averages squared gradients, so "

@@ -317,7 +317,7 @@ class Samples:
             or 1 if a tensor is missing.
 
     Attributes:
-        resumed: whether the run has earlier steps. An optimizer with an empty state has then lost its state.
+        resumed: whether the run has earlier steps. If so, an optimizer with an empty state has lost the state.
     """
 
     resumed = False

@@ -23,8 +23,8 @@ class Past:
     """The comparison of a metric's value with past values of the same layer and role.
 
     Attributes:
-        rises: whether a value above the past values counts.
-        falls: whether a value below the past values counts.
+        rises: whether a value above the past values can be an alarm.
+        falls: whether a value below the past values can be an alarm.
         fewest: the number of past values that a comparison needs.
         calm: the value that a rise must exceed, because a gain may start at 0.
     """
@@ -58,7 +58,7 @@ COURSES: Mapping[str, float] = {
     "hidden_variance": 1.0,
     "hidden_abs_max": 10.0,  # of a stream that begins at 0.02, under Muon's usual rates too
 }
-"""Metrics that must not rise or fall steadily over many records. A rise counts only above the metric's number."""
+"""Metrics that must not rise or fall steadily over many records. A rise counts only if it ends above the number."""
 PACES = {f"{BETWEEN}{metric}" for metric in ("gain_mean", "gain_abs_max", "row_norm_mean", "row_norm_abs_max")}
 """Metrics of the steps between two records. Lamina judges how fast these metrics change after a record."""
 

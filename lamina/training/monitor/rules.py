@@ -287,7 +287,7 @@ class Rules:
         return self._recent.setdefault(series_of(row), deque(maxlen=WINDOW))
 
     def note_score(self, name: str, score: float) -> None:
-        """Keep the highest score so far for a fitted limit."""
+        """Store a measurement's score, if the score is the highest so far for the fitted limit ``name``."""
         self.worst[name] = max(self.worst.get(name, -math.inf), score)
 
     def _fitted(self, rule: str, row: Row, usual: float, score: float, part: str = "") -> Found:

@@ -64,8 +64,8 @@ def unregistered(setup: BeforeTraining) -> Iterator[Mistake]:
         )
     elif foreign and not setup.unregistered:
         yield Mistake(
-            what=f"the loss depends on {len(foreign)} parameters that are not among model.parameters() (such as one of "
-            f"shape {[*foreign[0].shape]})",
+            what=f"the loss depends on {len(foreign)} parameters that are not among model.parameters() (such as a "
+            f"parameter of shape {[*foreign[0].shape]})",
             why="no optimizer trains these parameters, which belong to the loss, another model, or a layer that "
             "forward creates at each call",
             do="Add the loss's parameters to the optimizer, create layers in __init__, and run other models under "
@@ -137,7 +137,7 @@ def shared_memory(setup: BeforeTraining) -> Iterator[Mistake]:
             places.setdefault((p.data_ptr(), p.shape), []).append(p)
     for shared in (found for found in places.values() if len(found) > 1):
         yield Mistake(
-            what=f"{setup.listed(shared)} are different parameters over the same memory",
+            what=f"{setup.listed(shared)} are different parameters that share the same memory",
             why="a copy of .data ties the values but not the parameters, so each step changes the memory twice",
             do="Assign the parameter itself (head.weight = embedding.weight) before you create the optimizer",
         )
@@ -151,7 +151,7 @@ def not_finite(setup: BeforeTraining) -> Iterator[Mistake]:
         yield Mistake(
             what=f"{len(broken)} parameters are not finite ({setup.listed(broken)})",
             why="NaN or infinity reaches the loss and then all weights",
-            do="Load an earlier checkpoint, and initialize what torch.empty created",
+            do="Load an earlier checkpoint, and initialize tensors from torch.empty",
         )
     seen = setup.trial.gradients if setup.trial is not None and math.isfinite(setup.trial.loss) else {}
     if not broken and (nan := [p for p in setup.trained if not math.isfinite(seen.get(id(p), 0.0))]):
@@ -232,8 +232,8 @@ def statistics_of_norms(setup: BeforeTraining) -> Iterator[Mistake]:
         (
             moving,
             f"the momentum is above {MOSTLY:g}",
-            "torch's momentum is the weight of the new batch (1 minus Keras's momentum), so evaluation uses only the "
-            "statistics of the last batches",
+            "torch's momentum is the weight of the newest batch's statistics, so evaluation uses only the last few "
+            "batches. Keras's momentum is 1 minus torch's momentum",
             "Use 0.01 to 0.1",
         ),
         (
@@ -287,8 +287,8 @@ def partly_loaded(setup: BeforeTraining) -> Iterator[Mistake]:
     if new:
         yield Mistake(
             what=f"{listing(new)} look newly initialized, and other layers look trained",
-            why="their weights were probably not in the checkpoint, or had other names",
-            do="Compare the checkpoint's names with the model's (load_state_dict with strict=True)",
+            why="the checkpoint probably lacked the weights of these layers, or used other names",
+            do="Compare the checkpoint's names with the model's names (load_state_dict with strict=True)",
         )
 
 

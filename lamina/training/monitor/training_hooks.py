@@ -220,7 +220,7 @@ class Instruments:
             self._groups = [ZeroGroups(optimizer, self._flat.zero) for optimizer in self.optimizers]
             if settings.skip_outliers is not None:
                 raise UserError(
-                    "skip_outliers: DeepSpeed takes every step, so Lamina can skip none. Leave skip_outliers out."
+                    "skip_outliers: DeepSpeed takes every step, so Lamina cannot skip a step. Leave skip_outliers out."
                 )
         self.parameters = self._flat.numel(self.model)
         self.half = any(parameter.dtype == torch.float16 for parameter in parameters)
@@ -574,7 +574,7 @@ class Instruments:
         self.note(
             f"step {step}: the model has {len(new)} new parameters, and {len(seen - now.keys())} earlier parameters "
             f"are gone{names}. Lamina searches for the layers again. An optimizer that you created earlier does not "
-            "have the new parameters"
+            "train the new parameters"
         )
         self._stale = True
 
@@ -626,7 +626,7 @@ class Instruments:
             rows += self._updates.rows(step)
             if (still := self._updates.still) and not self._told_still:
                 self._told_still = True
-                missing = " (no optimizer has them)" if self._updates.missing else ""
+                missing = " (no optimizer has these parameters)" if self._updates.missing else ""
                 self.note(
                     f"step {step}: these parameters get a gradient but do not change{missing}: "
                     f"{named(self.model, still)}"

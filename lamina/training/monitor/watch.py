@@ -109,7 +109,7 @@ class LoopMonitor(Monitor):
 
     Args:
         instruments: the hooks that measure the model and the optimizers.
-        records: the writer of the records in the first process, or None in all other processes.
+        records: the object that writes the records in the first process, or None in all other processes.
         step: the last step before training began or resumed.
     """
 

@@ -127,14 +127,14 @@ def read_part(part: Path, metrics: Sequence[str] | None = None, sublayer: str | 
 def read_rows(folder: Path, metrics: Sequence[str] | None = None, sublayer: str | None = None) -> list[Row]:
     """Read a run's measurements by layer, for the given metrics and sub-layer (default: all).
 
-    Unreadable files are left out with a warning. Raises UserError for a Parquet file if pyarrow is not installed.
+    Lamina skips unreadable files with a warning. Raises UserError for a Parquet file if pyarrow is not installed.
     """
     rows: list[Row] = []
     for part in layer_parts(folder):
         try:
             columns = read_part(part, metrics, sublayer)
         except (OSError, ValueError, KeyError) as error:  # ArrowInvalid is a ValueError
-            logger.warning("%s is not readable, so Lamina leaves it out (%s)", part, error)
+            logger.warning("%s is not readable, so Lamina skips this file (%s)", part, error)
         except ModuleNotFoundError as error:
             raise missing_extra(str(part), error) or error from None
         else:
@@ -167,7 +167,7 @@ class MetricsWriter:
         records.sort(key=lambda record: record["step"])
         last = max((record["step"] for record in records if "loss" in record), default=0)
         if last < logged_step:
-            logger.warning("%s: the records of steps %d to %d are gone", self.path, last + 1, logged_step)
+            logger.warning("%s: the records of steps %d to %d are missing", self.path, last + 1, logged_step)
         write_lines(self.path, records)
         self.tokens_before = max((record["tokens"] for record in records if record.get("tokens")), default=0)
         self.evaluation, self.best_eval = _evaluations(records)
@@ -297,28 +297,33 @@ class WatchSettings(GuardSettings):
 
     output: str = setting("runs/watched", "folder for the records and the report page", path)
     every: int = setting(
-        20, "steps between two records (losses and gradient norms are kept for every step)", at_least(1)
+        20, "steps between two records (Lamina keeps the loss and gradient norm of every step)", at_least(1)
     )
     layers: str | None = setting(
         None, "module path of the list of layers (such as model.layers), if Lamina cannot find it"
     )
     first_layer: int | None = setting(
         None,
-        "for a pipeline stage, the index of its first layer in the whole model (if no module name shows this index)",
+        "for a pipeline stage, the index of the stage's first layer in the whole model (if no module name shows it)",
         at_least(0),
     )
     attention: bool = setting(True, "whether to record the largest attention logit and the load of each expert")
     batches: bool = setting(
-        False, "whether to record the first tokens of each row of a batch with an alarm, an unusual loss or gradient"
+        False,
+        "whether to record the first tokens of each row, for batches with an alarm or an unusual loss or gradient",
     )
-    on_divergence: OnDivergence = setting("note", "what to do at a divergence: write a note, or stop the training")
+    on_divergence: OnDivergence = setting("note", "whether to write a note or stop the training at a divergence")
     skip_outliers: float | None = setting(
         None,
         "skip a step if its loss or gradient norm is this many standard deviations above the mean of the last "
         "128 steps (OLMo-core: 6)",
         above(0.0),
     )
-    report_to: str = setting("none", "none, or a comma-separated list of tensorboard, wandb, trackio", trackers)
+    report_to: str = setting(
+        "none",
+        "trackers that receive the metrics: none, or a comma-separated list of tensorboard, wandb, trackio",
+        trackers,
+    )
 
 
 VERSION = 1

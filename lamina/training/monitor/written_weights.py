@@ -42,7 +42,8 @@ class WrittenWeights:
 
     Attributes:
         means: the number of steps so far at which code other than the optimizer changed almost all weights.
-        carried: for each part of the model, a decaying sum of the optimizer's distances before changes by other code.
+        carried: for each part of the model, a decaying sum of the distances that the optimizer moved the weights before
+            other code changed them.
         total: the sum of the ``written_ratio`` of all parts at the last step.
         rate: the last known learning rate, or None.
         restarts: whether the optimizer restarted at the last step (lost moments, and a new learning rate).
@@ -76,7 +77,7 @@ class WrittenWeights:
         Args:
             weights: for each part, the step of the last record, the norm of the weights, and the norm of the update.
             recent_of: a function that returns the last values of the same metric and layer.
-            several: many parts change together if more parts than this number change.
+            several: the number of changed parts above which Lamina says that many parts changed together.
             rate: the step's learning rate, or None.
         """
         self.elsewhere, self.note = False, ""

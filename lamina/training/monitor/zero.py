@@ -19,7 +19,7 @@ from lamina.modeling.parts import patched
 from lamina.training.monitor.held_parts import HeldPart
 
 Zero: TypeAlias = Any
-"""ZeRO's optimizer. It has no static type, because DeepSpeed may be missing."""
+"""ZeRO's optimizer. The type is Any, because DeepSpeed may be missing."""
 Marked: TypeAlias = Any
 """A parameter with DeepSpeed's attributes."""
 

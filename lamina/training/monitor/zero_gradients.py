@@ -145,8 +145,8 @@ def _cut(parts: Iterable[Sequence[nn.Parameter]], run: Run) -> Iterator[int]:
 def is_own_reference(model: nn.Module, ran: Mapping[int, Collection[bool]], run: Run) -> bool:
     """Return whether the reference or teacher of the loss is the trained model itself.
 
-    For any weights, each output of such a model with gradients enabled equals an output with gradients disabled. For
-    ``ran``, see ``FirstPass``.
+    Such a loss calls the model once with gradients and once without. After any change of the weights, both calls
+    still return equal outputs. For ``ran``, see ``FirstPass``.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     size = sum(p.numel() for p in trained)

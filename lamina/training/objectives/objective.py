@@ -49,8 +49,8 @@ class Objective(ABC):
             if getattr(settings, name) != settings.default(name):
                 users = [other.head for other in objectives() if other.uses(name)]
                 raise UserError(
-                    f"{name}: {getattr(settings, name)!r} has no effect on the objective {self.head!r}. It affects "
-                    f"only {', '.join(users)}. Leave {name} out."
+                    f"{name}: {getattr(settings, name)!r} has no effect on the objective {self.head!r}. Only these "
+                    f"objectives use {name}: {', '.join(users)}. Leave {name} out."
                 )
 
     def uses(self, name: str) -> bool:

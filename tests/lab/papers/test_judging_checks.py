@@ -160,7 +160,7 @@ def test_an_arm_that_does_not_train_is_worse_than_any_that_does():
     found = lower(both, "pre_ln", than="post_ln")
     assert found.verdict == "holds"
     ending = "pre_ln 3.01 vs post_ln does not train (4 got stuck and 1 diverged of 5 runs)"
-    assert found.ours == f"{ending} (Fisher's exact test that the shares of failed runs differ: p 0.0079)"
+    assert found.ours == f"{ending} (Fisher's exact test for different fractions of failed runs: p 0.0079)"
     assert lower(both, "post_ln", than="pre_ln").verdict == "reversed"
     assert higher(both, "post_ln", than="pre_ln").verdict == "holds"
     assert equivalent(both, "post_ln", "pre_ln").verdict == "fails"

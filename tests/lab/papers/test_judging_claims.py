@@ -294,7 +294,10 @@ def test_a_rate_that_the_tested_seeds_chose_decides_nothing():
 def test_a_best_rate_at_the_sweeps_edge_decides_nothing():
     edge = both().assign(at_edge=lambda table: table["placement"] == "keel")
     found = verdict(edge)
-    assert (found.verdict, found.note) == ("inconclusive", "the best rate is at the sweep's edge: keel")
+    assert (found.verdict, found.note) == (
+        "inconclusive",
+        "the best learning rate is the lowest or highest of the sweep in these settings: keel",
+    )
 
 
 def test_the_seeds_of_the_sweep_are_left_out_where_five_others_remain():

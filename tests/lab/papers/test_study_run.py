@@ -175,7 +175,7 @@ def test_an_edited_study_says_which_trials_no_longer_fit(run, tmp_path, corpus):
     data = yaml.safe_load(file.read_text())
     data["scales"]["cpu"]["settings"]["steps"] = 5
     file.write_text(yaml.safe_dump(data))
-    with pytest.raises(UserError, match="4 of its 4 trials no longer fit"):
+    with pytest.raises(UserError, match="4 of its 4 trials no longer belong to the study"):
         run(file, resume=True)
     assert result(next((tmp_path / "trials").glob("*/")))["steps"] == 4
     assert set(run(file, overwrite=True).results["steps"]) == {5}

@@ -93,8 +93,8 @@ def test_texts_of_a_csv_file_that_look_like_numbers_or_nothing_stay_texts(tmp_pa
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.txt", b"x", r"it ends in .txt\. Give a .jsonl, .json"),
-        ("a.jsonl", b"", "Lamina cannot read .*: it has no rows"),
+        ("a.txt", b"x", r"the name ends in .txt\. Give a .jsonl, .json"),
+        ("a.jsonl", b"", "Lamina cannot read .*: the source has no rows"),
         ("a.jsonl", b"\n\n", "Lamina cannot read"),
         ("a.jsonl", b"\xff\xfe\x00", "Lamina cannot read .*JSON parse error"),
         ("a.jsonl", LINES + b'{"prompt": "cut', "Lamina cannot read .*JSON parse error"),

@@ -84,7 +84,7 @@ def test_a_reward_model_orders_held_out_pairs(judge):
     inputs = tokenizer(texts, return_tensors="pt", padding=True, return_token_type_ids=False)
     better, worse = model(**inputs).logits[:, 0].tolist()
     assert better > worse
-    assert "share of pairs in which the better answer has the higher score" in report(folder).read_text()
+    assert "fraction of pairs in which the better answer has the higher score" in report(folder).read_text()
 
 
 def test_the_score_is_read_at_the_last_token_though_it_also_pads(judge):
@@ -282,7 +282,7 @@ def more_tokens(folder):
         (lambda f: (f / "model.safetensors").unlink(), "has no weights"),
         (lambda f: [p.unlink() for p in f.glob("token*")], "reward_model: tokenizer: .* could not be loaded"),
         (lambda f: change_config(f, max_position_embeddings=64), r"reads at most 64 tokens.*Set --sequence-length 64"),
-        (more_tokens, "has another vocabulary than the model"),
+        (more_tokens, "has a different vocabulary from the model"),
     ],
 )
 def test_a_reward_model_that_cannot_judge_is_one_line(policy, judge, base, tmp_path, spoil, message):

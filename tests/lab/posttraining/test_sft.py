@@ -184,7 +184,9 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tuned, tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_tokens(["<more>"])
     tokenizer.save_pretrained(folder)
-    with pytest.raises(UserError, match=r"tokenizer: 258 tokens, but the checkpoint .* has a vocabulary of 257"):
+    with pytest.raises(
+        UserError, match=r"tokenizer: the tokenizer has 258 tokens, but the checkpoint .* has a vocabulary of 257"
+    ):
         tuned(from_model=str(folder))
 
 

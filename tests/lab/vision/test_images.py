@@ -174,7 +174,7 @@ def test_hidden_files_are_left_out_and_files_that_are_no_images_are_named(folder
     images = open_images(str(folder))
     images.refuse_unreadable(progress=False)
     assert len(images.labels) == 20
-    assert "Lamina skipped 1 files that are not images (dog/photo.heic). It reads .bmp" in caplog.text
+    assert "Lamina skipped 1 files that are not images (dog/photo.heic). Lamina reads .bmp" in caplog.text
 
 
 @pytest.mark.parametrize(

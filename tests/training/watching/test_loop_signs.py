@@ -72,7 +72,7 @@ def test_a_parameter_that_no_optimizer_has_is_named(tmp_path, part):
     told, notes = watched(tmp_path / "run", model, optimizer=torch.optim.AdamW(given, lr=1e-3))
     place = (1, "feed_forward") if part.startswith("h") else (-1, "block")
     assert told == [("unmoved", *place)]
-    assert [note for note in notes if "no optimizer has them" in note and part in note]
+    assert [note for note in notes if "no optimizer has these parameters" in note and part in note]
 
 
 @pytest.mark.parametrize("called", [True, False])

@@ -126,7 +126,7 @@ def run_plan(
                 failed[key] = found
         needed = {source.key for trial in wanted if known(trial) is None for source in trial.inputs.values()}
         lost = [key for key, trial in todo.items() if key in needed and not store.has_model(trial)]
-        failed.update({key: {"status": "failed", "reason": "it left no model"} for key in lost})
+        failed.update({key: {"status": "failed", "reason": "the trial saved no model"} for key in lost})
 
 
 logger = logging.getLogger(__name__)
@@ -330,7 +330,7 @@ def _refuse_edited(stored: Json, definition: Json, plan: StudyPlan, store: Store
     if gone := sorted(ran - {trial.key for trial in wanted}):
         raise UserError(
             f"study: the study has changed since its last run here: {len(gone)} of its {len(ran)} trials no longer "
-            f"fit (the first: {gone[0]}). {allowed}"
+            f"belong to the study (the first: {gone[0]}). {allowed}"
         )
 
 

@@ -90,7 +90,9 @@ class _Arm:
             low, high = share_interval(self.failed, self.runs)
             parts[-1] += f" (95 % interval of the share that failed: {low:.0%} to {high:.0%})"
         parts += [f"{self.short} of {self.runs} runs are too short to tell"] if self.short else []
-        parts += [f"Lamina leaves out {self.broken} with an error or an interruption"] if self.broken else []
+        parts += (
+            [f"Lamina leaves out {self.broken} runs that ended with an error or an interruption"] if self.broken else []
+        )
         return f"in the setting {self.name}, {', '.join(parts)}" if parts else ""
 
 
@@ -150,7 +152,7 @@ def no_worse(trials: Trials, a: Arm, *, than: Arm, within: float = 0.01, column:
 
 
 def values_of(trials: Trials, arm: Arm, column: str = "eval_loss") -> dict[int, float]:
-    """Return a configuration's values in a column, by seed. Failed runs are left out."""
+    """Return a configuration's values in a column, by seed, without failed runs."""
     return _read(trials, arm, column).values
 
 
@@ -264,7 +266,8 @@ def _read(trials: Trials, arm: Arm, column: str, *, any_status: bool = False) ->
 def _by_failures(a: _Arm, b: _Arm, column: str, region: Region) -> Finding | None:
     """Compare the failure rates by Fisher's exact test, if most runs of a configuration failed.
 
-    Returns None if most runs of both configurations trained. If neither configuration has learned, nothing is decided.
+    Returns None if most runs of both configurations trained. If neither configuration has learned, the finding is
+    inconclusive.
     """
     seeds = min(a.runs, b.runs)
     if all(arm.values and arm.short >= MOST * len(arm.values) for arm in (a, b)):
@@ -277,7 +280,7 @@ def _by_failures(a: _Arm, b: _Arm, column: str, region: Region) -> Finding | Non
         return too_few((a.name, b.name), a.values, b.values, seeds)
     ours, worst = f"{_ending(a)} vs {_ending(b)}", _worst(column)
     if math.isnan(worst):
-        return inconclusive(ours, "an arm does not train", seeds)
+        return inconclusive(ours, "one of the two settings does not train", seeds)
     p = shares_differ((a.failed, b.failed), (a.runs, b.runs))
     sides = [bound for bound in (region.below, -region.above) if math.isfinite(bound)]
     lowest = a if (a.lost_share < b.lost_share) == (worst > 0) else b
@@ -286,13 +289,15 @@ def _by_failures(a: _Arm, b: _Arm, column: str, region: Region) -> Finding | Non
     verdict = (Verdict.HOLDS if inside else outside) if p < ALPHA else Verdict.INCONCLUSIVE
     finding = Finding(
         verdict=verdict,
-        ours=f"{ours} (Fisher's exact test that the shares of failed runs differ: p {p:.2g})",
+        ours=f"{ours} (Fisher's exact test for different fractions of failed runs: p {p:.2g})",
         p=p if inside else 1.0,
         p_not=1.0 if inside else p,
         seeds=seeds,
     )
     return (
-        finding if p < ALPHA else finding.noted("the runs are too few to tell whether the shares of failed runs differ")
+        finding
+        if p < ALPHA
+        else finding.noted("the runs are too few to tell whether the fractions of failed runs differ")
     )
 
 

@@ -142,7 +142,7 @@ def _badly_tuned(rows: Frame, beyond: Frame, arms: Sequence[str], reads: Reads) 
         if edges := [
             name for name, part in _each(tuned_rows, arms) if part["at_edge"].fillna(False).astype(bool).any()
         ]:
-            yield f"the best rate is at the sweep's edge: {', '.join(edges)}"
+            yield f"the best learning rate is the lowest or highest of the sweep in these settings: {', '.join(edges)}"
 
 
 def _arms(axes: Sequence[str]) -> list[str]:

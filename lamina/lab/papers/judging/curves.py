@@ -70,7 +70,7 @@ def rows(table: Frame, **values: object) -> Frame:
 
 
 def layer_means(table: Frame, column: str = "layer") -> Frame:
-    """Return the mean of the column "value" for each layer. Negative layers (the whole model) are left out."""
+    """Return the mean of the column "value" for each layer. Lamina leaves out rows about the whole model (layer -1)."""
     return table[table[column] >= 0].groupby(column)["value"].mean().sort_index()
 
 

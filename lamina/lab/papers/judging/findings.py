@@ -227,7 +227,7 @@ class Region:
     """The claimed range of a mean: below a limit, above a limit, or between two limits.
 
     Attributes:
-        least: the smallest difference between the mean and the limit that counts.
+        least: the smallest distance between the mean and the limit that can decide the claim.
         text: the words for the claimed range, at the end of the verdict's text.
     """
 
@@ -239,7 +239,7 @@ class Region:
     def find(self, values: Sequence[float], *, name: str) -> Finding:
         """Judge the mean of at least three values, one per seed. An infinite value marks a failed run.
 
-        One-sided tests at 2.5 % must show on which side of a limit the mean is. The mean must also be at least
+        One-sided tests at 2.5 % must show that the mean is above (or below) a limit. The mean must also be at least
         ``least`` away from the limit. The claim holds if the mean is on the claimed side of every limit. If the mean is
         on the wrong side of a limit, the verdict is `reversed`, or `fails` with two limits. The verdict is `excluded`
         if a test shows that the mean is less than ``least`` beyond the limit on the claimed side. If a value is

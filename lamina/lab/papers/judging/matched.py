@@ -67,9 +67,9 @@ def iso_loss(raw: Finding, ours: Budget, others: Sequence[Budget], *, by: float,
     """Judge whether configuration A has higher values than configuration B, also at equal pretraining loss.
 
     Args:
-        raw: the finding that A has higher values, at equal length of pretraining.
-        ours: the results of A.
-        others: the results of B after several lengths of pretraining.
+        raw: the finding for the claim that A has higher values than B after equally long pretraining.
+        ours: the pretraining losses and the values of A's runs.
+        others: the losses and values of B's runs, one entry per length of pretraining.
         by: the smallest difference that counts.
         names: the names of A and B.
 
@@ -125,7 +125,7 @@ Frontier: TypeAlias = Sequence[tuple[float, float]]
 
 
 def frontiers(trials: Trials, arm: Arm) -> dict[int, Frontier]:
-    """Return each seed's mean KL and mean reward over prompts, at each evaluation. Failed seeds are left out."""
+    """Return each seed's mean KL and mean reward over prompts, at each evaluation. Lamina leaves out failed seeds."""
     chosen = trained(trials.arm(arm))
     if not len(chosen):
         return {}

@@ -58,7 +58,7 @@ def p_above(values: Sequence[float]) -> float:
 
 
 def _signed_ranks(values: Sequence[float]) -> float:
-    """Return the one-sided p value of Wilcoxon's exact signed-rank test. Zeros are ignored."""
+    """Return the one-sided p value of Wilcoxon's exact signed-rank test. The test ignores zeros."""
     import numpy as np
     from scipy import stats
 
@@ -129,7 +129,7 @@ def parabola_optimum(losses: Mapping[float, float]) -> Optimum:
     rates = sorted(losses)
     finite = [rate for rate in rates if math.isfinite(losses[rate])]
     if not finite:
-        raise ValueError("no rate of the sweep has a finite loss")
+        raise ValueError("no learning rate of the sweep has a finite loss")
     best = min(finite, key=lambda rate: losses[rate])
     middle = rates.index(best)
     lowest = Optimum(rate=best, loss=losses[best], at_edge=middle in (0, len(rates) - 1), trained=best)

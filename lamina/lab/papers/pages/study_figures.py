@@ -249,7 +249,7 @@ def heatmap(study: StudyFolder, request: Request) -> Drawing | None:
         name=_name(study, measure),
         title=f"{sentence(title_of(metric))}, {_TIMES.get(measure.split('-')[0], 'while training')}",
         caption="Colors show the mean over the seeds."
-        + (" The figure shows only the first maps." if len(maps) > _MOST_MAPS else ""),
+        + (f" The figure shows only the first {_MOST_MAPS} of {len(maps)} maps." if len(maps) > _MOST_MAPS else ""),
         x=Axis(title=_axis(x)),
         y=Axis(title=_axis(y)),
         panels=tuple(maps[:_MOST_MAPS]),
