@@ -258,18 +258,25 @@ class LowPrecision(Probe):
 
 
 def _overflows(frame: Frame) -> dict[str, list[str]]:
-    """Return, for each text about an overflow, the formats to which it applies."""
-    share = (frame["metric"] == "overflow_share") & (frame["value"] > 0)
-    infinite = (frame["metric"] == "max_error") & ~np.isfinite(frame["value"])
+    """Return, for each text about an overflow, the formats to which it applies (none if the model is not finite)."""
+    finite = np.isfinite(frame["value"])
+    # A scaled format overflows only if the tensor itself is not finite.
+    own = frame[
+        ~finite
+        & ((frame["metric"] == "abs_max") | (frame["metric"].eq("max_error") & frame["format"].eq("int8_token")))
+    ]
+    place = ["layer", "sublayer", "role", "index"]
+    known = pd.MultiIndex.from_frame(frame[place]).isin(pd.MultiIndex.from_frame(own[place]))
+    over = ((frame["metric"] == "overflow_share") & (frame["value"] > 0)) | ((frame["metric"] == "max_error") & ~finite)
     losses = frame[frame["metric"] == "model_loss"].set_index("format")["value"]
     plain = frame.loc[(frame["metric"] == "loss") & (frame["format"] == "none"), "value"]
-    texts: dict[str, list[str]] = {}
+    texts: dict[str, list[str]] = {f"in {_places(own)}": []} if len(own) else {}
     for kind in FORMATS:
-        rows = frame[(share | infinite) & (frame["format"] == kind)]
+        rows = frame[over & ~known & (frame["format"] == kind)]
         value = float(losses.get(kind, 0.0))
-        text = f"overflows to inf in {_places(rows)}" if len(rows) else ""
+        text = f"to inf in {_places(rows)}" if len(rows) else ""
         if not math.isfinite(value) and np.isfinite(plain).all():
-            inner = "" if text else "overflows inside a sub-layer, such as in the attention's queries"
+            inner = "" if text else "inside a sub-layer, such as in the attention's queries"
             text += f"{inner}, and the model's loss in {kind} is {value:g}"
         if text:
             texts.setdefault(text, []).append(kind)
@@ -280,7 +287,10 @@ def _verdict(frame: Frame) -> Iterator[str]:
     """Say first whether a value is too large for a format, and which tensors and formats Lamina checked."""
     texts = _overflows(frame)
     for text, kinds in texts.items():
-        yield f"{', '.join(kinds)} {text}."
+        several = f"{' and '.join(kinds)} overflow{'s' * (len(kinds) == 1)}"
+        yield f"{several if kinds else 'Without any rounding, the model holds inf or NaN'} {text}."
+    if [] in texts.values():
+        return
     scaled = not frame.loc[frame["metric"] == "overflow_share", "format"].isin(_FP8_EDGE).any()
     held = [
         kind for kind in (*HALF, *(() if scaled else _FP8_EDGE)) if not any(kind in each for each in texts.values())

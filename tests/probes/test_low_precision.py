@@ -181,6 +181,18 @@ def test_unscaled_fp8_weights_that_are_too_large_are_named():
     assert texts[1].startswith("Lamina scales FP8 and INT8 by the largest value of each sequence")
 
 
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_what_is_not_finite_without_rounding_is_no_format_s_fault(bad):
+    model, ids = llama(), blocks(4)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[0, 0] = bad
+    instance = LowPrecision()
+    texts = list(instance.sentences(probe(model, [instance], ids, tolerance=0.0)["low_precision"]))
+    assert texts[0].startswith("Without any rounding, the model holds inf or NaN in states 2-3 and the feed-forward's")
+    assert "the feed-forward's weights in layer 1" in texts[0]
+    assert not any("overflow" in text for text in texts)
+
+
 def test_a_small_share_of_zeros_breaks_nothing():
     model, ids = llama(), blocks(4)
     instance = LowPrecision(loss=False)
