@@ -86,7 +86,7 @@ class AngularDistance(DirectionsProbe):
             (
                 distances,
                 "Angular distance",
-                "This figure shows the unscaled distances. 0 is the same direction, and 0.5 is a right angle.",
+                "This figure shows the unscaled distances. 0 means equal directions, and 0.5 means a right angle.",
             ),
         ):
             figure = heat_map(table, "start", "size", "value", title=title, **axes)
@@ -140,7 +140,7 @@ def scaled_rows(distances: Frame) -> pd.DataFrame:
 
 
 def _early_or_deep(turns: np.ndarray) -> list[str]:
-    """Return a sentence on whether early or deep layers turn the residual stream less."""
+    """Return a sentence on whether early or deep layers change the residual stream's direction less."""
     if len(turns) < 4 or not np.isfinite(turns).all():
         return []
     half = len(turns) // 2

@@ -199,7 +199,7 @@ def of_heads(
 
 
 def _by_sequence(logits: torch.Tensor, weights: torch.Tensor, batch: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Reshape to [batch, heads, queries, keys]. Return None for a softmax that is not over keys (in a router)."""
+    """Reshape a softmax's tensors to [batch, heads, queries, keys]. Return None for a softmax in a router."""
     if logits.ndim == 4 and len(logits) == batch:
         return logits, weights
     if len(logits) % batch:

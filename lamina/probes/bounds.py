@@ -46,7 +46,7 @@ _STATEMENTS = {
 
 @dataclass(frozen=True)
 class Sides:
-    """The two sides of an inequality at one layer, [sequences] in float64."""
+    """The left and the right side of an inequality at one layer, each [sequences] in float64."""
 
     layer: int
     sublayer: str
@@ -92,10 +92,10 @@ def jacobian_sides(block: LayerCall, tolerance: float) -> list[Sides]:
 
     Both bounds use the attention's measured Jacobian and the norms' measured gains. The paper sets the gains to 1.
 
-    ``fusenorm_eq_19``: the paper's approximation. sigma is the mean over tokens, and the spectral norm of W_2 W_1
+    ``fusenorm_eq_19``: the paper's approximation, with the mean sigma of the tokens. The spectral norm of W_2 W_1
         replaces the feed-forward's Jacobian. W_1 is the up-projection, without the gate.
-    ``fusenorm_eq_19_chain``: a valid bound. sigma is the smallest value over tokens, and Lamina measures the
-        feed-forward's Jacobian.
+    ``fusenorm_eq_19_chain``: a bound that always holds, with the tokens' smallest sigma and the feed-forward's measured
+        Jacobian.
     """
     attention, feed_forward = block.site.sublayers
     norms = [norm for norm in (post_norm(block, 0), post_norm(block, 1)) if norm is not None]

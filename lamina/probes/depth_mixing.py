@@ -160,7 +160,7 @@ class DepthMixing(ShortProbe):
 def _stretches(states: list[torch.Tensor], sources: list[torch.Tensor]) -> list[list[float]]:
     """Estimate the root mean square factor by which the Jacobian from each source to each state stretches a direction.
 
-    Lamina uses random directions. One batched backward pass computes all products, which saves time on small models.
+    Lamina sends random directions through one batched backward pass, which saves time on small models.
     """
     directions = []
     for number, state in enumerate(states):

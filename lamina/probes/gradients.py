@@ -194,7 +194,7 @@ class _Moments:
 
 
 def _accumulate(context: Context, states: list[_Moments], batches: Sequence[Mapping[str, torch.Tensor]]) -> float:
-    """Fill the parameters' gradients. Gradients times the returned factor are the mean loss's gradients."""
+    """Fill the parameters' gradients, and return the factor from these gradients to the mean loss's gradients."""
 
     def see(index: int, state: torch.Tensor) -> None:
         if state.requires_grad:

@@ -250,7 +250,7 @@ class HiddenStates(Probe):
 
 
 def add_streams(total: Ratio, streams: torch.Tensor, mask: torch.Tensor | None) -> None:
-    """Add streams [sequences, tokens, n, width] to a mean of ``stream_figures``. Ignore a single stream."""
+    """Add streams [sequences, tokens, n, width] to a mean of ``stream_figures``. A single stream has no effect."""
     if streams.ndim < 4:
         return
     values = stream_figures(streams.detach().double())
@@ -371,7 +371,7 @@ def largest(x: torch.Tensor, abs_max: torch.Tensor, count: int) -> torch.Tensor:
 
 
 class Totals:
-    """A sample's averages over tokens, their standard errors over sequences, and the largest |x|."""
+    """A sample's averages over tokens, the averages' standard errors over sequences, and the largest |x|."""
 
     def __init__(self, *, magnitudes: bool = True):
         self.magnitudes = magnitudes

@@ -230,7 +230,7 @@ class JacobianProbe(ShortProbe):
         return 10 ** factor.log10().flatten(1).mean(1)
 
     def _add(self, layer: int, sublayer: str, role: str, metric: str, values: torch.Tensor, index: int = 0) -> None:
-        """Add a row's values, one per sequence."""
+        """Add the values of one row, one value per sequence."""
         key = (layer, sublayer, role, index, metric)
         self._values.setdefault((*key, self._added[key]), []).append(values)
         self._added[key] += 1  # a layer may have several sub-layers of one kind
@@ -304,7 +304,7 @@ class JacobianProbe(ShortProbe):
 
 
 def _of_stream(block: LayerCall, index: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function from one stream before the block to the same stream after it. The other streams stay fixed."""
+    """Return a function from one stream before the block to the same stream after the block."""
 
     def function(z: torch.Tensor) -> torch.Tensor:
         streams = [z if i == index else x for i, x in enumerate(block.stream.unbind(-2))]

@@ -399,7 +399,7 @@ def _facts(group: LayerGroup, usual: str) -> dict[str, object]:
 
 
 def _inner_facts(group: LayerGroup, usual: str) -> dict[str, object]:
-    """Return the norm before the last projection of the attention, and of the feed-forward."""
+    """Return the kind of the norm before the last projection, for attention and feed-forward."""
     places = {norm.inside: norm.kind for norm in group.inner if norm.on == OUTPUT and norm.inside in SUBLAYERS}
     return {f"{part}.inner_norm": _as_fact(kind, usual) for part, kind in places.items()}
 
@@ -589,7 +589,7 @@ def _random_model(config: PreTrainedConfig) -> tuple[nn.Module, list[str]]:
     if count > _MOST_PARAMETERS:
         raise UserError(
             f"model: {config.model_type!r} has {count:,} parameters even with {_FEW_LAYERS} layers. Give a folder "
-            f"with its weights, or a configuration of at most {_MOST_PARAMETERS:,} parameters."
+            f"with the model's weights, or a configuration of at most {_MOST_PARAMETERS:,} parameters."
         )
     torch.manual_seed(0)
     with quiet():
@@ -598,7 +598,7 @@ def _random_model(config: PreTrainedConfig) -> tuple[nn.Module, list[str]]:
 
 
 def stirred(model: nn.Module) -> nn.Module:
-    """Add noise to the model's gains, biases and scales, because a parameter of 1 or 0 has no visible effect."""
+    """Add noise to the model's gains, biases and scales, because a gain of 1 or a bias of 0 has no visible effect."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -635,7 +635,7 @@ def _smaller(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _with_fewer_heads(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Divide the numbers of heads and channels by 8, if all sizes are divisible. A head keeps its width."""
+    """Divide the numbers of heads and channels by 8, if all numbers are divisible by 8. A head keeps its width."""
     small = copy.deepcopy(config)
     text = backbone_of(small)
     heads, shared = text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads

@@ -72,7 +72,7 @@ class MemoryLayers:
         return [reader.module for reader in self.readers]
 
     def watch(self, points: Mapping[Hashable, Point]) -> Tensors:
-        """Return the tensors at the points. If a layer reads a sum instead of the stream, its input is the sum."""
+        """Return the tensors at the points. If a layer reads a sum instead of the stream, use the sum as its input."""
         with self._noted():
             tensors = dict(watched_rows(self.root, self.inputs, points))
         width = self.structure.hidden_size
@@ -124,7 +124,7 @@ class MemoryLayers:
 
     @contextmanager
     def _noted(self, noise: bool = False) -> Iterator[tuple[_Given, _Made]]:
-        """Record the outputs of the modules that sum hidden states. ``noise`` replaces and records the inputs, too."""
+        """Record the outputs of the modules that sum hidden states. ``noise`` draws and records random inputs, too."""
         given, made = _Given(), _Made()
         self.made, last = made, self.structure.num_layers
         states: dict[int, torch.Tensor] = {}
@@ -176,7 +176,7 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Fit:
-    """The fit of one weighted sum of hidden states: weights [tokens, states], or [1, states] for equal weights."""
+    """The fit of a weighted sum of hidden states: weights [tokens, states], or [1, states] if all tokens share them."""
 
     def __init__(self, place: int, number: int, given: _Given, made: _Made):
         self.states = tuple(sorted(given[place], key=lambda state: (state == SO_FAR, state)))
@@ -237,7 +237,7 @@ def _readers(structure: Structure) -> Iterator[_Reader]:
 
 
 def memories_of(spec: str, reads: Sequence[Sequence[StateRead]]) -> list[str]:
-    """Return the placement with each ``wiring`` that reads the measured hidden states, smallest size first."""
+    """Return the placement with each ``wiring`` that reads the measured hidden states, smallest ``size`` first."""
     specs: dict[str, str] = {}
     layers = len(reads) - 1
     for more in ({}, *({"size": size} for size in range(1, layers + 1))):
@@ -257,7 +257,7 @@ def _form(reads: Sequence[StateRead]) -> Form:
 
 
 def _reads_of(plan: Plan) -> list[Form]:
-    """Return the hidden states that a placement's layers and final norm read, as ``_form`` describes measured reads."""
+    """Return the hidden states that a placement's layers and final norm read, in the format of ``_form``."""
     found: list[Form] = []
     kept: tuple[int, ...] = ()
     depth = any(getattr(layer, half).reads_memory for layer in plan.layers for half in SUBLAYERS)

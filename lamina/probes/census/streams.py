@@ -160,7 +160,7 @@ class StreamLayers:
         return [[_judged(*one) for one in zip(a, b, strict=True)] if len(a) == len(b) else [] for a, b in pairs]
 
     def structure(self) -> Structure:
-        """Return the layers without sub-layers, and the norms before and after the layers."""
+        """Return the layers (without sub-layers), and the norms before and after the layers."""
         calls = self._calls()
         layers = []
         for index, call in enumerate(calls):

@@ -98,7 +98,7 @@ def intercept(
         points: the tensors to replace, by key. Lamina does not apply a point's factor.
         change: a function that returns the new tensor, or None to keep the tensor
         roots: the modules whose forward pass resets the counts of calls to 0
-        calls: the number of earlier calls by module, for a pass through a single layer
+        calls: each module's number of earlier calls, for a pass through a single layer
     """
     done: Counter[nn.Module] = Counter(calls or {})
     by_module: dict[nn.Module, list[tuple[Key, Point]]] = {}

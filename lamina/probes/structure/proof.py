@@ -261,7 +261,7 @@ def _without_others(site: LayerSite, mixing: set[tuple[int, int]], tensors: Tens
 
 
 def _is_sum(total: torch.Tensor, added: torch.Tensor, skips: Sequence[torch.Tensor], precision: float) -> bool:
-    """Return whether the skips, each with one factor per channel, add up to ``total - added``."""
+    """Return whether ``total - added`` is a sum of the skips, each times one factor per channel."""
     rest = total - added
     if not bool(rest.isfinite().all()):
         return True  # Lamina cannot check a sum that overflowed. The probes report the overflow
@@ -276,10 +276,10 @@ def _is_sum(total: torch.Tensor, added: torch.Tensor, skips: Sequence[torch.Tens
 def combination(
     total: torch.Tensor, terms: Sequence[torch.Tensor], by_channel: bool, largest: float | None = None
 ) -> tuple[list[torch.Tensor], float]:
-    """Fit the factors of terms that add up to a total. All tensors have the shape [tokens, channels].
+    """Fit a total as a weighted sum of terms. All tensors have the shape [tokens, channels].
 
-    Each term has one factor, or one factor per channel (``by_channel``). Return the factors, and the largest absolute
-    error divided by ``largest`` (default: the largest absolute value of all tensors).
+    Each term has one weight, or with ``by_channel`` one weight per channel. Return the weights, and the largest
+    absolute error divided by ``largest`` (default: the largest absolute value of all tensors).
     """
     largest = largest or max(float(tensor.abs().max()) for tensor in (total, *terms)) or 1.0
     if not all(bool(tensor.isfinite().all()) for tensor in (total, *terms)):  # LAPACK would raise an error
