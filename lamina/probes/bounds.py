@@ -56,10 +56,7 @@ class Sides:
 
 
 def variance_sides(block: LayerCall, num_layers: int, constant: float) -> list[Sides]:
-    """Measure both sides of FuseNorm's Eq 13, 20 and 21 in one block. ``Bounds`` defines the sides.
-
-    A variance is over each token's channels, averaged over the tokens of a sequence.
-    """
+    """Measure both sides of FuseNorm's Eq 13, 20 and 21 in one block. ``Bounds`` defines the sides."""
     points: dict[Hashable, Point] = {}
     for index, sublayer in enumerate(block.site.sublayers):
         points["branch", index] = sublayer.contribution
@@ -355,7 +352,6 @@ class Bounds(ShortProbe):
                     self._rows.append((-1, "model", role, 0, metric, value, spread))
 
     def _add(self, sides: Sides) -> None:
-        """Add three rows: the mean left side, the mean right side and the mean ratio."""
         for metric, values in (("left", sides.left), ("right", sides.right), ("ratio", sides.left / sides.right)):
             self._rows.append((sides.layer, sides.sublayer, sides.role, 0, metric, *mean_and_error(values)))
 

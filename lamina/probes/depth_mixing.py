@@ -158,10 +158,7 @@ class DepthMixing(ShortProbe):
 
 
 def _stretches(states: list[torch.Tensor], sources: list[torch.Tensor]) -> list[list[float]]:
-    """Estimate the root mean square factor by which the Jacobian from each source to each state stretches a direction.
-
-    Lamina sends random directions through one batched backward pass, which saves time on small models.
-    """
+    """Estimate the root mean square stretch of a direction by the Jacobian from each source to each state."""
     directions = []
     for number, state in enumerate(states):
         generator = torch.Generator().manual_seed(0)
@@ -169,6 +166,7 @@ def _stretches(states: list[torch.Tensor], sources: list[torch.Tensor]) -> list[
         of_all = state.new_zeros(len(states), _DRAWS, *state.shape)
         of_all[number] = drawn.to(state) * 2 - 1
         directions.append(of_all.flatten(0, 1))
+    # One batched backward pass for all random directions saves time on small models.
     products = torch.autograd.grad(
         states, sources, directions, retain_graph=True, allow_unused=True, is_grads_batched=True
     )

@@ -86,10 +86,7 @@ class HiddenStates(Probe):
     over_steps = ("variance", "abs_mean", "abs_max")
 
     def __init__(self, top: int = 3):
-        """Set ``top``, the number of each sequence's largest magnitudes to average (1 to 100).
-
-        Raises UserError for any other value.
-        """
+        """Choose how many of a sequence's largest |x| to average. Raises UserError unless ``top`` is from 1 to 100."""
         if not isinstance(top, int) or isinstance(top, bool) or not 1 <= top <= BAND:
             raise UserError(f"hidden_states: option 'top' is {top!r}. Give a whole number from 1 to {BAND}.")
         self.top = top
@@ -259,10 +256,7 @@ def add_streams(total: Ratio, streams: torch.Tensor, mask: torch.Tensor | None) 
 
 
 def r_squared(values: Sequence[float]) -> float:
-    """Return R^2 of the least-squares line through values at 0, 1, 2, ...
-
-    The result is NaN for fewer than three values, or if all values are equal.
-    """
+    """Return R^2 of the least-squares line through values at 0, 1, ... (NaN for equal values, or fewer than three)."""
     y = np.asarray(values, dtype=np.float64)
     if len(y) < 3 or not np.isfinite(y).all() or np.ptp(y) == 0:
         return math.nan
@@ -525,7 +519,6 @@ def growth(variance: Frame, linear: float, exponential: float) -> str:
 
 
 def headroom(peak: Frame) -> str:
-    """Return a sentence on the largest |x| and FP16's limit."""
     token = f" ({peak['token']!r})" if isinstance(peak["token"], str) else ""
     text = f"The largest |x| is {peak['value']:.4g}, in state {peak['layer']} at channel {peak['channel']}, token "
     text += f"{peak['position']}{token}: "
@@ -541,7 +534,6 @@ def headroom(peak: Frame) -> str:
 
 
 def massive(states: Frame) -> str:
-    """Return a sentence on the hidden states that have massive activations."""
     activations = states[states["metric"] == "massive_activation"]
     ratio = states[states["metric"] == "max_to_median"].sort_values("value").iloc[-1]
     if activations.empty:

@@ -230,7 +230,6 @@ class JacobianProbe(ShortProbe):
         return 10 ** factor.log10().flatten(1).mean(1)
 
     def _add(self, layer: int, sublayer: str, role: str, metric: str, values: torch.Tensor, index: int = 0) -> None:
-        """Add the values of one row, one value per sequence."""
         key = (layer, sublayer, role, index, metric)
         self._values.setdefault((*key, self._added[key]), []).append(values)
         self._added[key] += 1  # a layer may have several sub-layers of one kind
@@ -314,7 +313,6 @@ def _of_stream(block: LayerCall, index: int) -> Callable[[torch.Tensor], torch.T
 
 
 def _power(exponent: float) -> str:
-    """Format a power of 10 by its exponent."""
     return f"10^{round(exponent, 2) + 0.0:.2f}"
 
 

@@ -191,13 +191,7 @@ class LogitLens(Probe):
 
 
 def compare(logits: torch.Tensor, final: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the sums of METRICS over the tokens.
-
-    Args:
-        logits: a hidden state's logits, [tokens, vocabulary]
-        final: the model's own logits, in the same shape
-        targets: the true tokens, [tokens]
-    """
+    """Return METRICS summed over tokens, from logits and final logits [tokens, vocabulary], and targets [tokens]."""
     size, size_final = logits.logsumexp(-1), final.logsumexp(-1)
     cross_entropy = size.double() - logits.gather(1, targets.unsqueeze(1)).squeeze(1).double()
     p = (final - size_final.unsqueeze(1)).exp_()
@@ -243,10 +237,7 @@ class Tail:
             )
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        """Return the logits [tokens, vocabulary] of hidden states [tokens, channels] in float32.
-
-        Call this method only inside the context ``instead_of_the_layers``.
-        """
+        """Inside ``instead_of_the_layers``, return float32 logits [tokens, vocabulary] of states [tokens, channels]."""
         self._states = states.unsqueeze(0)
         return logits_of(forward(self.model, {"input_ids": self._ids[:, : len(states)]}))[0].float()
 

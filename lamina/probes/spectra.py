@@ -90,10 +90,7 @@ class Spectra(Probe):
         return 2.0 * min(context.tokens(), 8192)
 
     def begin(self, context: Context) -> None:
-        """Choose the covariances that Lamina computes in each pass over the text.
-
-        Raises UserError if the text is too short for the ranks.
-        """
+        """Choose each pass's covariances. Raises UserError if the text is too short for the ranks."""
         self._groups: list[dict[Key, Point]] = []
         self._covariances: dict[Key, Covariance] = {}
         self._ranks: dict[Key, dict[str, float]] = {}
@@ -383,7 +380,6 @@ def early_enrichment(eigenvalues: torch.Tensor) -> float:
 
 
 def spectral_utilisation(eigenvalues: torch.Tensor) -> dict[str, float]:
-    """Return hard_rank, soft_rank, edr and eee of a covariance's eigenvalues."""
     hard, soft = hard_rank(eigenvalues), soft_rank(eigenvalues)
     edr = effective_dimension_ratio(hard, soft)
     return {"hard_rank": hard, "soft_rank": soft, "edr": edr, "eee": early_enrichment(eigenvalues)}

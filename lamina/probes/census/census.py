@@ -207,7 +207,6 @@ def _with_kinds(site: LayerSite, proved: LayerSite) -> LayerSite:
 
 
 def _several_streams(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> StreamLayers | None:
-    """Return the layers of a model with several residual streams, or None for other models."""
     width = getattr(_text_config(model), "hidden_size", None)
     if not isinstance(width, int) or "input_ids" not in inputs:
         return None
@@ -307,10 +306,7 @@ def _stream_facts(sums: Sequence[StreamSum], usual: str, scalar: bool) -> dict[s
 
 
 def _with_norms_before(layers: list[dict[str, object]], ends: dict[str, object]) -> tuple[list[Facts], Facts]:
-    """If the skip carries the normed stream (MiniMax), describe each pre-norm as the post-norm of the previous layer.
-
-    The final norm is then the last layer's post-norm.
-    """
+    """Describe pre-norms and the final norm as post-norms of the previous layer, if the skip is normed (MiniMax)."""
     layers, ends = [dict(facts) for facts in layers], dict(ends)
     if any(facts["attention.skip"] != NORMED or "feed_forward.post_norm" in facts for facts in layers):
         return [*layers], ends
@@ -441,7 +437,6 @@ def _usual_kind(groups: Sequence[LayerGroup]) -> str:
 
 
 def _as_fact(value: object, usual: str) -> object:
-    """Return the name that placements use for a kind of norm. Return other values unchanged."""
     if value == usual:
         return "norm"
     words = {"layer": "layer norm", "rms": "rms norm"}

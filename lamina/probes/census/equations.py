@@ -35,8 +35,6 @@ _ROUGHLY = 1e-2  # largest error of the right kind of norm, divided by the norm'
 
 @dataclass(frozen=True, kw_only=True)
 class Factor:
-    """The factor of a term in an equation."""
-
     value: float = 1.0  # the mean over channels, if by_channel
     by_channel: bool = False
     learned: str = "no"  # no, scalar or vector
@@ -94,8 +92,6 @@ class Sum:
 def sums_of(structure: Structure, watch: Watch, others: Sequence[nn.Module] = ()) -> list[list[Sum]]:
     """Fit the equation of every addition to the residual stream.
 
-    To find learned scales, Lamina changes the layers' own parameters in a second pass.
-
     Args:
         watch: a function that runs the model and returns the tensors at points
         others: the modules whose parameters do not change in the second pass
@@ -106,7 +102,7 @@ def sums_of(structure: Structure, watch: Watch, others: Sequence[nn.Module] = ()
     embedding = tensors[0, "input"]
     parameters_by_layer = [_own_parameters(site, others) for site in structure.layers]
     moved = None
-    if any(parameters_by_layer):
+    if any(parameters_by_layer):  # a second pass with changed parameters shows which factors are learned
         with changed([parameter for parameters in parameters_by_layer for parameter in parameters]):
             moved = watch(points)
     layers = []

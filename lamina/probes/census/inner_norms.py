@@ -1,7 +1,4 @@
-"""Find the tensor on which a norm inside an attention module acts, such as the queries.
-
-Lamina changes the norm's output, and compares the outputs of the module.
-"""
+"""Find the tensor on which a norm inside an attention module acts, by changing the norm's output."""
 
 from __future__ import annotations
 
@@ -22,8 +19,6 @@ _MOVED = 1e-6  # smallest change that is not rounding, divided by the largest va
 
 @dataclass(frozen=True, kw_only=True)
 class InnerNorm:
-    """A norm inside a sub-layer's module."""
-
     path: str
     inside: str  # the sub-layer's kind
     on: str  # queries, keys, values, "the output" (before the last projection) or "" (unknown)

@@ -105,12 +105,9 @@ class MemoryLayers:
             tensors[layer, 0, "entry"] = entry[:, :w]
 
     def reads(self) -> list[list[StateRead]]:
-        """Fit the weights of the hidden states that each layer reads. The last entry is for the final norm.
-
-        Lamina replaces each hidden state with random numbers, so that only one set of weights fits. To find learned
-        weights, Lamina changes the readers' parameters in a second pass.
-        """
+        """Fit the weights of the hidden states that each layer reads. The last entry is for the final norm."""
         parameters = [parameter for reader in self.readers for parameter in reader.module.parameters()]
+        # With random hidden states, only one set of weights fits. A second pass shows which weights are learned.
         with self._noted(noise=True) as before:
             forward(self.root, self.inputs)
         with changed(parameters), self._noted(noise=True) as after:

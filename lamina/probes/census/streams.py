@@ -136,11 +136,7 @@ class StreamLayers:
                 break
 
     def sums(self) -> list[list[StreamSum]]:
-        """Fit the equation of every sub-layer. A layer that does not fit has an empty list.
-
-        Lamina adds noise to each layer's streams, so that all streams differ. To find learned weights, Lamina changes
-        the layers' own parameters in a second pass.
-        """
+        """Fit the equation of every sub-layer. A layer that does not fit has an empty list."""
         with self._stirred() as stirred:
             self.record = self.run()
             before = [self._layer(call, stirred) for call in self._calls()]
@@ -153,6 +149,7 @@ class StreamLayers:
             self.scalars = [
                 any(parameter.numel() == 1 for parameter in parameters) for parameters in parameters_by_layer
             ]
+            # A second pass with changed parameters shows which weights are learned.
             with changed([parameter for parameters in parameters_by_layer for parameter in parameters]):
                 self.record = self.run()
                 after = [self._layer(call, stirred) for call in self._calls()]
@@ -361,7 +358,6 @@ def _judged(before: tuple[StreamSum, Weights], after: tuple[StreamSum, Weights])
 
 
 def _moves(before: torch.Tensor, after: torch.Tensor) -> str:
-    """Return "constant", "learned" or "by token" for weights of two passes."""
     limit, middle = _MOVED * float(after.abs().max()), after.median(0).values
     if float((after - middle).abs().amax(1).median()) > limit:
         return BY_TOKEN

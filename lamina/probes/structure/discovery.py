@@ -417,10 +417,8 @@ def find_structure(model: nn.Module, inputs: Mapping[str, torch.Tensor], *, laye
 
 
 def declared_structure(model: nn.Module, record: Trace) -> Structure | None:
-    """Return the structure of a Lamina model whose blocks return more than one hidden state, or None for other models.
-
-    A checkpoint may contain its own copy of Lamina's code, so Lamina compares the names of the classes.
-    """
+    """Return the structure of a Lamina model whose blocks return several hidden states, or None for other models."""
+    # A checkpoint may contain its own copy of Lamina's code, so Lamina compares the names of the classes.
     named = list(model.named_modules())
     mixers = {type(getattr(part, "mixer", None)).__name__ for _, part in named}  # Mamba's blocks have a mixer, too
     blocks = [(path, part) for path, part in named if isinstance(getattr(part, "has_memory", None), bool)]
@@ -501,7 +499,6 @@ def _families(record: Trace) -> list[list[Call]]:
 
 
 def _choose(model: nn.Module, record: Trace, chains: list[list[Call]]) -> list[Call]:
-    """Choose the chain of calls that are the model's layers."""
     expected_count = _num_layers(model)
     exact = [chain for chain in chains if len(chain) == expected_count]
     if not exact:  # other code changes the stream between the layers (YOLOS adds position embeddings)
@@ -594,7 +591,6 @@ def _sources(ops: Iterable[Op]) -> dict[int, int]:
 
 
 def _outer_norm(role: str, record: Trace, *, before: Call | None = None, after: Call | None = None) -> NormSite | None:
-    """Return the norm that runs right before or right after a call, or None."""
     same = _sources(record.ops)  # DeBERTa multiplies the normed embedding by the padding's mask
     for call in record.calls:
         if not call.is_norm:

@@ -24,7 +24,6 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def first_tensor(output: Output) -> torch.Tensor | None:
-    """Return the first tensor of a module's output, or None."""
     if isinstance(output, torch.Tensor):
         return output
     values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else ()

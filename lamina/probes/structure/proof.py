@@ -99,7 +99,6 @@ def few_inputs(inputs: Batch, width: int) -> dict[str, torch.Tensor]:
 
 
 def _parts(structure: Structure) -> dict[Hashable, Point]:
-    """Return the points of the tensors with which ``prove`` checks the sub-layers."""
     points: dict[Hashable, Point] = {}
     for site in structure.layers:
         points["output", site.index] = site.output

@@ -23,14 +23,11 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def effective_gain(norm: nn.Module) -> torch.Tensor | None:
-    """Return the gain [channels] of a norm, or None if the norm has no gain.
-
-    Some norms store the gain minus 1 (Gemma). To find out, Lamina passes a known vector through the norm.
-    """
+    """Return the gain [channels] of a norm, or None if the norm has no gain. Gemma's norms store the gain minus 1."""
     weight = getattr(norm, "weight", None)
     if not isinstance(weight, torch.Tensor) or weight.ndim != 1:
         return None
-    weight = weight.detach()
+    weight = weight.detach()  # the gain, or the gain minus 1: a known vector through the norm shows which
     sign = torch.ones_like(weight)
     sign[::2] = -1
     bias = getattr(norm, "bias", None)
@@ -75,8 +72,6 @@ class Point:
 
 @dataclass(frozen=True, eq=False)
 class NormSite:
-    """A norm of the model, and its role."""
-
     # pre_norm (on a module's input), out_norm (on its output, before the sum), post_norm (on the sum), inner_norm
     # (inside attention or feed-forward), embedding_norm or final_norm
     role: str
@@ -94,7 +89,7 @@ class NormSite:
 
     @property
     def gain(self) -> torch.Tensor | None:
-        """The gain that the norm applies [channels], or None. Gemma's norms store the gain minus 1."""
+        """The gain that the norm applies [channels], or None."""
         return effective_gain(self.module)
 
 
@@ -109,7 +104,6 @@ class FeedForward:
 
     @property
     def width(self) -> int:
-        """The number of hidden units."""
         down: Any = self.down[1]
         return int(down.in_features if hasattr(down, "in_features") else down.weight.shape[0])
 

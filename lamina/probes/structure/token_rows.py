@@ -40,10 +40,7 @@ class _Lookups(TorchFunctionMode):
 
 
 def token_rows(model: nn.Module) -> int | None:
-    """Return the number of token ids that a model accepts, or None if Lamina cannot tell.
-
-    Lamina reads the number from the model's configuration or from the size of the embedding table.
-    """
+    """Return the number of token ids in the model's config or embedding table, or None if Lamina cannot tell."""
     text = getattr(getattr(model, "config", None), "get_text_config", lambda: None)()
     size = getattr(text, "vocab_size", None)
     if isinstance(size, int) and size > 0:
