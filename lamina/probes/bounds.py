@@ -442,7 +442,7 @@ def last_layer_sides(context: Context, last: LastLayer, inputs: Mapping[str, tor
     largest gain, divided by the root mean square of the norm's input at the token.
 
     Peri-LN's Eq 21 and 37 replace the norm of the gradient with respect to the output by 2, because the output is the
-    toy model's logits. Without a norm after W, a single token's sides are equal (Eq 11).
+    toy model's logits. Without a norm after W, both sides are equal at each token (Eq 11).
     """
     down_path, down = last.feed_forward.down
     points: dict[str, Point] = {

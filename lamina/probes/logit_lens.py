@@ -191,7 +191,7 @@ class LogitLens(Probe):
 
 
 def compare(logits: torch.Tensor, final: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return METRICS summed over tokens, from logits and final logits [tokens, vocabulary], and targets [tokens]."""
+    """Sum METRICS over tokens. ``logits`` and ``final`` are [tokens, vocabulary], and ``targets`` is [tokens]."""
     size, size_final = logits.logsumexp(-1), final.logsumexp(-1)
     cross_entropy = size.double() - logits.gather(1, targets.unsqueeze(1)).squeeze(1).double()
     p = (final - size_final.unsqueeze(1)).exp_()

@@ -611,7 +611,7 @@ def _size(config: PreTrainedConfig) -> int:
     except Exception as error:
         raise UserError(
             f"model: {config.model_type!r} cannot be built ({shortened(one_line(error), 300)}). Give a folder with "
-            "its weights."
+            "the model's weights."
         ) from error
 
 

@@ -218,7 +218,7 @@ def eager_attention(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Run the model uncompiled, in evaluation mode, and with cleared gradients.
+    """Make a context in which the model runs uncompiled, in evaluation mode, and with cleared gradients.
 
     At the end, Lamina restores the mode, the gradients and the state of the random number generators.
     """
