@@ -57,7 +57,7 @@ class Attention(Probe):
     def __init__(self, sequences: int | None = None):
         """Choose the number of sequences to measure (0: all). Raises UserError for an invalid number.
 
-        The default is all of your own text, or 16 sequences of a corpus.
+        The default is 16 sequences of a corpus, or all if you set --sequences or --tolerance, or give your own text.
         """
         self.sequences = check_most(self.name, "sequences", sequences)
 

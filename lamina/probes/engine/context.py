@@ -38,10 +38,8 @@ class Context:
     """The model without its head."""
     structure: Structure
     batches: Sequence[Mapping[str, torch.Tensor]]
-    """The inputs, one mapping per forward pass.
-
-    A mapping is {"input_ids": [batch, tokens]} (and attention_mask if texts differ in length), or {"pixel_values":
-    [batch, channels, height, width]}.
+    """The inputs of each forward pass: {"input_ids": [batch, tokens]}, with attention_mask if texts differ in length,
+    or {"pixel_values": [batch, channels, height, width]}.
     """
     tokenizer: PreTrainedTokenizerBase | None = None
     """The checkpoint's tokenizer, if it has one."""
@@ -50,22 +48,19 @@ class Context:
     forwards: int = 0
     """The number of batches in the shared forward passes. Lamina sets this number before ``finish``."""
     progress: Callable[[int, int, str], None] = lambda done, total, label: None
-    """A function (done, total, label) that slow probes call."""
+    """A function that slow probes call with (done, total, label), to show progress."""
     strict: bool = True
-    """Whether a probe raises an error if it cannot measure everything (true if the user requested the probe by name).
-
-    Otherwise, the probe measures a part and adds a note.
-    """
+    """Whether a probe that cannot measure everything raises an error. Otherwise, the probe adds a note."""
     state: RunState = field(default_factory=RunState)
     """The training step and the run's folder, if the model belongs to a run."""
     warnings: list[str] = field(default_factory=list)
     """Reasons to doubt the results, which the page shows first."""
     new_weights: Sequence[str] = ()
-    """The head's weights that the checkpoint lacks. If some weights are missing, the model's predictions are random."""
+    """The head's weights that the checkpoint lacks. If the list has names, the model's predictions are random."""
     whole: bool = False
     """Whether the inputs are the user's own. Probes measure all of these inputs, unless an option sets a limit."""
     requested: bool = False
-    """Whether the user set how many inputs to measure. Probes that sample a few sequences then measure all of them."""
+    """Whether the user set ``sequences`` or ``tolerance``. Probes with a small default then measure all sequences."""
     tolerance: float | None = None
     """The relative standard error at which the user wants measurements to stop (0: measure all inputs)."""
     unread: Sequence[str] = ()
@@ -89,7 +84,7 @@ class Context:
         return {name: tensor[:sequences].to(self.device) for name, tensor in batch.items()}
 
     def warn(self) -> None:
-        """Log what a page would show first, for commands and functions without a page."""
+        """Log the warnings that a page would show first, for commands and functions without a page."""
         for note in (*self.warnings, *self.unread):
             logger.warning(note)
 
@@ -99,14 +94,11 @@ class Context:
             self.notes.append(text)
 
     def most(self, option: int | None, sample: int) -> int:
-        """Return how many inputs a probe measures (0: all).
-
-        The default is all of the user's own inputs, or ``sample`` inputs of a corpus.
-        """
+        """Return the number of inputs to measure: ``option``, or 0 (all) for the user's own inputs, or ``sample``."""
         return option if option is not None else 0 if self.whole else sample
 
     def most_sequences(self, option: int | None, sample: int) -> int:
-        """Return how many sequences a probe measures (0: all), as ``most`` does, or all if the user set a number."""
+        """Return ``most``, but 0 (all) instead of ``sample`` if the user set ``sequences`` or ``tolerance``."""
         return self.most(option, 0 if self.requested else sample)
 
     def first(self, sequences: int) -> list[Mapping[str, torch.Tensor]]:
@@ -130,7 +122,7 @@ class Context:
         return total
 
     def forward(self, inputs: Mapping[str, torch.Tensor], *, head: bool = True) -> Output:
-        """Run the model on one batch, without a key-value cache."""
+        """Run the model, with or without its head, on one batch."""
         return forward(self.model if head else self.base, inputs)
 
     def loss(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -142,7 +134,7 @@ class Context:
         return self.token_losses(inputs).mean()
 
     def token_losses(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the cross-entropy of each predicted token, [batch, predicted]."""
+        """Return the cross-entropy of each predicted token in nats, [batch, predicted]."""
         self.check_head()
         return token_losses(self.model, inputs, self.tokenizer)
 

@@ -33,12 +33,11 @@ _INNER = (
 
 
 class DirectionsProbe(Probe):
-    """A probe that compares the directions of any two hidden states at the same tokens.
+    """A probe that compares the directions of a token's hidden states at any two layers.
 
-    The probe keeps all hidden states of one batch as unit vectors in float32. If a batch has more tokens than the probe
-    keeps, Lamina draws random positions for each batch. All sequences of a batch use the same positions. By default,
-    the probe keeps all tokens of the user's own text. For a corpus, it keeps as many tokens as fit in a quarter of the
-    model's memory (at least 64 MiB).
+    Memory holds all hidden states of one batch, as unit vectors in float32. By default, the probe compares all tokens
+    of the user's own text. For a corpus, the probe compares as many tokens as fit in a quarter of the model's memory
+    (at least 64 MiB), at random positions. The positions differ between batches, but not between a batch's sequences.
     """
 
     of_streams = True
@@ -95,10 +94,7 @@ class DirectionsProbe(Probe):
         self._compared += int(counts.sum())
 
     def cosines(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the cosine of every two states, summed over tokens, and the number of tokens per sequence.
-
-        The sums are [batch, N + 1, N + 1] in float32.
-        """
+        """Return cosines of each two states, summed over tokens (float32 [batch, N + 1, N + 1]), and token counts."""
         vectors = self._vectors.flatten(2)
         rows = vectors.shape[1]
         products = vectors.new_empty(len(vectors), rows, rows)
@@ -110,10 +106,7 @@ class DirectionsProbe(Probe):
         return products[:, : len(self._states), : len(self._states)], self._counts()
 
     def angles(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the angle between every two states, summed over tokens, and the number of tokens per sequence.
-
-        The sums are [batch, N + 1, N + 1] in float64, divided by pi.
-        """
+        """Return angles / pi of each two states, summed over tokens (float64 [batch, N + 1, N + 1]), and the counts."""
         batch, _, tokens, _ = self._vectors.shape
         angle_sums = torch.zeros(
             batch, len(self._states), len(self._states), dtype=torch.float64, device=self._vectors.device
@@ -163,7 +156,7 @@ class DirectionsProbe(Probe):
             self._chosen = tokens - 1 - mask.flip(1).int().argmax(1)
 
     def add(self, sums: torch.Tensor, counts: torch.Tensor) -> None:
-        """Add a batch's sums over tokens [sequences, pairs], and its numbers of tokens [sequences]."""
+        """Add a batch's sums over tokens [sequences, pairs], and the numbers of tokens [sequences]."""
         self.by_pair.add(sums, counts)
 
     def pair_rows(self, metric: str) -> pd.DataFrame:
@@ -173,7 +166,7 @@ class DirectionsProbe(Probe):
         return frame.sort_values(["size", "start"], ignore_index=True)
 
     def note_streams(self, context: Context) -> None:
-        """Add notes on norms on the residual stream (Post-LN, HybridNorm)."""
+        """Add a note if norms act on the residual stream (Post-LN, HybridNorm)."""
         layers: dict[str, list[int]] = {_NORMED: [], _INNER: []}
         for site in context.structure.layers:
             roles = [[norm.role for norm in sublayer.norms] for sublayer in site.sublayers]
@@ -186,6 +179,5 @@ class DirectionsProbe(Probe):
 
 
 def ratio_rows(start: np.ndarray | int, size: np.ndarray, metric: str, ratio: Ratio) -> pd.DataFrame:
-    """Return a table with one row per block of layers."""
     value, error = ratio.mean.numpy(), ratio.standard_error.numpy()
     return pd.DataFrame({"start": start, "size": size, "metric": metric, "value": value, "standard_error": error})

@@ -35,7 +35,7 @@ def lines(
     log_y: bool = False,
     band: str | None = None,
 ) -> Figure:
-    """Draw one line for each value in the column ``color``. The column ``band`` holds the errors."""
+    """Draw one line for each value in the column ``color``, with error bars from the column ``band``."""
     import plotly.graph_objects as go
 
     figure = go.Figure()
@@ -68,7 +68,7 @@ def lines(
 def chart(frame: Frame, title: str, y_title: str, caption: str, **axes: Any) -> list[tuple[Figure, str]]:
     """Return a line chart with its caption, or an empty list if the table has no rows.
 
-    The caption tells where the chart cannot show a value: NaN, inf and, on a logarithmic axis, 0 or less.
+    The caption lists the values that the chart cannot show: NaN, inf and, on a logarithmic axis, 0 or less.
     """
     if not len(frame):
         return []

@@ -24,7 +24,7 @@ _CHARS_A_TOKEN = 12  # more than any tokenizer's: how much of a corpus is read
 
 
 Reader: TypeAlias = Callable[[Inputs, str, nn.Module, int, int], torch.Tensor]
-"""A function of the user's input, the corpus, the model, the maximum number of items and a seed. Returns the items."""
+"""A function that returns items (images) from the user's input, a corpus, a model, the largest number and a seed."""
 
 
 def images() -> Reader:
@@ -34,7 +34,7 @@ def images() -> Reader:
 
 
 READERS: dict[str, Callable[[], Reader]] = {"pixel_values": images}
-"""The functions that import the function for the user's input, by the name of the model's main input."""
+"""By the name of a model's main input: a function that imports and returns the ``Reader``."""
 
 
 def reads_images(model: nn.Module) -> bool:
@@ -61,7 +61,7 @@ def batches_of(
             [images, channels, height, width]. By default, Lamina reads ``corpus``.
         sequence_length: the number of tokens per block, if the input is text
         sequences: the largest number of inputs (default: all)
-        notes: the list to which Lamina adds a note if it drops the text's last, incomplete block
+        notes: a list for the note that Lamina drops the text's last, incomplete block
 
     Raises:
         UserError: if Lamina cannot read the input, the input is shorter than a block, or the model does not accept it

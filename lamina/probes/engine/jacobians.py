@@ -1,4 +1,4 @@
-"""Find the largest singular value of a function's Jacobian with products of the Jacobian and vectors."""
+"""Find the largest singular value of a function's Jacobian from products of the Jacobian and vectors."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Jacobian:
         )
 
     def typical_stretch(self, *, identity: float = 0.0, batch_dims: int = 0, samples: int = 4) -> torch.Tensor:
-        """Estimate the root mean square stretch of a direction by J - identity * I, in float64 (Hutchinson)."""
+        """Estimate the root mean square stretch of a random direction by J - identity * I, in float64 (Hutchinson)."""
         squares = []
         for sample in range(samples):
             v = start_vector(self.x, sample)
@@ -128,9 +128,8 @@ def largest_singular_value(
 ) -> SpectralNorm:
     """Find a linear map's largest singular value by Lanczos bidiagonalization (Golub and Kahan 1965).
 
-    Power iteration uses only the latest vector, but Lanczos uses all vectors so far. It therefore needs far fewer
-    products if the singular values are close together, as in a Jacobian near the identity. Memory holds all 2 *
-    iterations vectors.
+    If singular values are close together, as in a Jacobian near the identity, Lanczos needs far fewer products than
+    power iteration. Memory holds 2 * iterations vectors.
     """
     number("tolerance", tolerance, 0.0, open_low=True)
     whole_number("iterations", iterations)
@@ -159,7 +158,7 @@ def largest_singular_value(
 
 
 def _unit(vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale vectors [problems, n] to length 1, and return their original lengths. Zeros stay zeros."""
+    """Scale vectors [problems, n] to length 1, and return the original lengths. Zeros stay zeros."""
     length = torch.linalg.vector_norm(vectors, dim=-1, dtype=torch.float64)
     # Vectors of length 1e-30 would lose bits to denormal numbers before they are divided.
     return torch.where(length[:, None] > 0, vectors / length[:, None], vectors).to(vectors.dtype), length.cpu()
@@ -177,7 +176,7 @@ def _orthogonal(vectors: torch.Tensor, others: list[torch.Tensor]) -> torch.Tens
 
 
 def _top_triplet(alpha: list[torch.Tensor], beta: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the bidiagonal matrix's largest singular value and the relative residual, both [problems]."""
+    """Return a bidiagonal matrix's largest singular value and the search's relative residual, both [problems]."""
     diagonal, above = torch.stack(alpha, dim=-1), torch.stack(beta, dim=-1)
     matrix = torch.diag_embed(diagonal) + torch.diag_embed(above[:, :-1], offset=1)
     if not bool(matrix.isfinite().all()):
@@ -211,14 +210,11 @@ class Wiring:
 def block_factor(wirings: Sequence[Wiring], sigmas: Sequence[torch.Tensor | float]) -> torch.Tensor:
     """Return the norm of the residual path's Jacobian in one block.
 
-    A norm on the path multiplies by gain / sigma (FuseNorm Eq 16 with a gain of 1), and the skip multiplies by its
-    scale. A Post-LN block has two norms on its path, and a FuseNorm block has one (FuseNorm Eq 10 and 11). Lamina
-    returns the largest value over the channels, and ignores that a norm removes one direction, as the papers do.
-
-    Args:
-        wirings: the block's sub-layers
-        sigmas: the standard deviation at each sub-layer's post-norm, a number or a tensor [...]. Without a post-norm,
-            Lamina ignores the value.
+    A norm on the path multiplies by gain / sigma (FuseNorm Eq 16, where the gain is 1), and a skip multiplies by the
+    skip's scale. A Post-LN block has two norms on the path, and a FuseNorm block has one (FuseNorm Eq 10 and 11).
+    Lamina returns the largest value over the channels. As in the papers, Lamina ignores that a norm removes one
+    direction. ``sigmas`` holds each sub-layer's standard deviation at the post-norm: numbers, tensors [...], or any
+    value if there is no post-norm.
     """
     through = torch.ones(1, dtype=torch.float64)
     for wiring, sigma in zip(wirings, sigmas, strict=True):
@@ -251,12 +247,12 @@ def expected_sigmas(layers: Sequence[Sequence[Wiring]], start: float) -> list[li
 
 
 def wirings_of(site: LayerSite) -> list[Wiring]:
-    """Return the scales and gains of a layer's sub-layers. In models of other libraries, the skips have no scale."""
+    """Return the scales and gains of a layer's sub-layers. In models of other libraries, all scales are 1."""
     return [_wiring(site, sublayer) for sublayer in site.sublayers]
 
 
 def _called(residual: nn.Module | None, name: str, default: object) -> object:
-    """Call a method, or return ``default`` if an older copy of Lamina's code lacks the method."""
+    """Call a method, or return ``default`` if the method does not exist (in an older copy of Lamina's code)."""
     method: Callable[[], object] | None = getattr(residual, name, None)
     return default if method is None else method()
 
@@ -299,8 +295,8 @@ def largest_gain(norm: NormSite) -> float:
 def norm_scale(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Return the number by which a norm divides each token of ``x``, without epsilon. Shapes: [..., channels] to [...].
 
-    The number is the root mean square, or the standard deviation if the norm subtracts the mean. If the norm divides
-    groups of channels, Lamina returns the smallest number.
+    The number is the root mean square, or the standard deviation if the norm subtracts the mean. For a norm over groups
+    of channels, the number is the smallest of all groups.
     """
     if not getattr(module, "divides", True):  # Lamina's l2, DyT, Derf
         raise UserError(

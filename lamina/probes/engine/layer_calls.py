@@ -47,13 +47,13 @@ class LayerCall:
             return self(x)
 
     def observe(self, points: Mapping[Key, Point], x: torch.Tensor) -> tuple[torch.Tensor, dict[Key, torch.Tensor]]:
-        """Return the residual stream after the layer, and the tensors at ``points``, with their autograd graphs."""
+        """Run the layer on ``x``. Return the layer's output and the tensors at ``points``, with autograd graphs."""
         tensors: dict[Key, torch.Tensor] = {}
         with intercept(points, lambda key, tensor: tensors.update({key: tensor}), calls=self.calls):
             return self(x), tensors
 
     def between(self, start: Point, end: Point, y: torch.Tensor) -> torch.Tensor:
-        """Replace the tensor at ``start`` with ``y``, and return the tensor at ``end``."""
+        """Run the layer with ``y`` as the tensor at ``start``, and return the tensor at ``end``."""
         ends: list[torch.Tensor] = []
         points = {"start": start, "end": end}
         with intercept(points, lambda key, tensor: y if key == "start" else ends.append(tensor), calls=self.calls):
@@ -63,10 +63,7 @@ class LayerCall:
 
 @contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
-    """Turn off the gradients of all parameters, so that graphs depend only on the hidden states.
-
-    16-bit parameters become float32 meanwhile, because products with the Jacobian need the precision.
-    """
+    """Turn off the parameters' gradients, and make 16-bit parameters float32, because Jacobians need the precision."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     small = [(t, t.data) for t in (*model.parameters(), *model.buffers()) if t.dtype in (torch.float16, torch.bfloat16)]
     try:
@@ -115,10 +112,10 @@ def record_layer_calls(context: Context, inputs: Mapping[str, torch.Tensor]) -> 
 
 
 class ShortProbe(Probe):
-    """A costly probe that measures only the first tokens of a few inputs.
+    """A costly probe that measures only the first ``tokens`` tokens of the first ``sequences`` inputs (0: all).
 
-    ``tokens`` and ``sequences`` set the limits (0: all). The default is all of the user's own text, or 1 sequence of 32
-    tokens from a corpus. Raises UserError for an invalid number.
+    The default is all of the user's own text, or 1 sequence of 32 tokens from a corpus. Raises UserError for an invalid
+    number.
     """
 
     def __init__(self, sequences: int | None, tokens: int | None):
@@ -137,7 +134,7 @@ class ShortProbe(Probe):
         return min(context.tokens(sequences), sequences * (tokens or math.inf))
 
     def take(self, context: Context) -> None:
-        """Set ``inputs`` to the measured part of the texts. If a limit is 0, each batch has one sequence."""
+        """Set ``inputs`` to the first tokens of the first texts. If a limit is 0, each batch has one sequence."""
         sequences, tokens = self._most(context)
         if sequences and tokens:
             self.inputs = [short_inputs(context, sequences, tokens)]

@@ -26,10 +26,9 @@ MASKED_SHARE = 0.15
 def is_causal(model: nn.Module, ids: torch.Tensor) -> bool:
     """Return whether a model is causal: no token's output depends on a later token. Lamina caches the answer.
 
-    Lamina takes the gradient of the earlier outputs with respect to the last token's embedding. If there is no
-    gradient, Lamina changes the last token and compares the earlier outputs. The model is causal if the effect on the
-    earlier outputs is below 1e-4 of the effect on the last output. Rounding alone can have a small effect. ``ids`` has
-    the shape [sequences, tokens].
+    Lamina computes the gradient of the earlier outputs with respect to the last token's embedding. If the model has no
+    such gradient, Lamina changes the last token instead. The model is causal if the effect on the earlier outputs is
+    below 1e-4 of the effect on the last output, which allows for rounding. ``ids`` is [sequences, tokens].
     """
     if model not in _causal:
         ids = ids[:1, :_TOKENS]
@@ -112,7 +111,7 @@ def token_losses(
 
 
 def logits_of(output: Output) -> torch.Tensor:
-    """Return the logits [batch, tokens, vocabulary] of a model's output, or raise UserError if there are none."""
+    """Return the logits [batch, tokens, vocabulary] of a model's output. Raises UserError if the output has none."""
     logits = getattr(output, "logits", None)
     if not isinstance(logits, torch.Tensor):
         raise UserError(f"loss: {type(output).__name__} holds no logits. Choose a causal or masked language model.")
@@ -120,7 +119,7 @@ def logits_of(output: Output) -> torch.Tensor:
 
 
 def masked_positions(tokens: int) -> torch.Tensor:
-    """Choose 15 % of a sequence's positions to mask, always the same positions, without the first and the last."""
+    """Return the positions to mask in a sequence: the same random 15 % each time, except for the first and the last."""
     count = max(1, round(tokens * MASKED_SHARE))
     order = torch.randperm(max(tokens - 2, 1), generator=torch.Generator().manual_seed(0)) + (1 if tokens > 2 else 0)
     return order[:count].sort().values

@@ -60,10 +60,10 @@ def run(
     Args:
         tolerance: the relative standard error at which the shared forward passes stop (0: use all inputs).
         strict: whether to raise an error if a probe does not apply to the model. Otherwise, Lamina skips the probe.
-        done: called with each finished probe, its table and its seconds.
-        broken: called with a failed probe and its exception (default: raise the exception).
-        estimated: called with the expected seconds of each probe and of the "forward passes".
-        starting: called with the name of each part when the part begins.
+        done: a function that gets each finished probe, the probe's table and the probe's seconds.
+        broken: a function that gets a failed probe and the exception (default: raise the exception).
+        estimated: a function that gets the expected seconds, by the name of a probe or "forward passes".
+        starting: a function that gets the name of each probe, or "forward passes", before the start.
         sampled: whether to add the size of each row's sample as the columns ``sequences`` and ``tokens``.
 
     Raises:
@@ -107,7 +107,7 @@ def run(
 
 @contextmanager
 def _attempted(context: Context, probe: Probe, broken: Callable[[Probe, Exception], None] | None) -> Iterator[None]:
-    """Run a part of a probe. Add a note if the probe does not apply. If the probe fails, call ``broken``."""
+    """Run a step of a probe. Add a note if the probe does not apply to the model. Call ``broken`` if it fails."""
     try:
         yield
     except UserError as error:
@@ -185,7 +185,7 @@ def probe(
     tokenizer: PreTrainedTokenizerBase | None = None,
     **settings: Any,
 ) -> dict[str, pd.DataFrame]:
-    """Measure each layer of a model. Returns a DataFrame for each probe, by the probe's name.
+    """Measure each layer of a model. Returns a dict with a DataFrame per probe, by the probe's name.
 
     Args:
         model_or_path: any transformers model, or a checkpoint's path or hub name, as for `lamina probe`.
@@ -232,8 +232,7 @@ def make_context(
 ) -> Context:
     """Load the model, find its layers, and read the inputs. Raises UserError if one of these steps fails.
 
-    If ``sample`` is true, probes may measure a part of the inputs. Otherwise, they measure all of the user's own
-    inputs.
+    If ``sample`` is true, probes may measure only a part of the user's own inputs.
     """
     loaded = _loaded(model_or_path, settings)
     model, notes = loaded.model, list(loaded.notes)
@@ -292,7 +291,7 @@ def _loaded(model_or_path: nn.Module | str | Path, settings: ProbeSettings) -> L
 
 
 def refuse_meta(model: nn.Module) -> None:
-    """Raise UserError with the name of the first weight that has no values."""
+    """Raise UserError if a weight has no values (on the meta device)."""
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise UserError(f"model: the weight {name!r} is on the meta device. Load the model's weights first.")

@@ -39,7 +39,7 @@ class Sample(NamedTuple):
 
 
 def sample_of(batches: Iterable[Mapping[str, torch.Tensor]]) -> Sample:
-    """Count the sequences of some batches, and their tokens without padding."""
+    """Count the sequences, and the tokens without padding, in batches."""
     sequences = tokens = 0
     for batch in batches:
         first = next(iter(batch.values()))
@@ -90,15 +90,15 @@ class Probe(ABC):
         """Receive the inputs (input_ids [batch, tokens] or pixel_values) and the output of a finished forward pass."""
 
     def standard_error(self) -> float | None:
-        """Return the largest relative standard error of the results so far, or infinity for too few inputs.
+        """Return the results' largest relative standard error so far, or infinity for too few inputs.
 
-        The forward passes stop when every probe's error is small enough. Return None if the results are not averages
-        over text.
+        The forward passes stop when every probe's error is small enough. Return None if no result is an average over
+        text.
         """
         return None
 
     def measured(self, context: Context) -> Sample | None:
-        """Return the numbers of measured sequences and tokens, or None if they are unknown or differ between rows."""
+        """Return the size of the measured sample, or None if the size is unknown or differs between rows."""
         return sample_of(context.batches[: context.forwards]) if self.streams else None
 
     @property
@@ -148,7 +148,7 @@ Kind = TypeVar("Kind", bound=Probe)
 
 
 def probe(cls: type[Kind]) -> type[Kind]:
-    """Register a probe."""
+    """Register a probe. Raises TypeError if the class has no name, title, summary or source."""
     for attribute in ("name", "title", "summary", "source"):
         if not isinstance(getattr(cls, attribute, None), str):
             raise TypeError(f"{cls.__name__}: a probe needs a {attribute}")
@@ -208,7 +208,7 @@ class Listed:
 
 @cache
 def listed() -> dict[str, Listed]:
-    """Return Lamina's probes by name, sorted."""
+    """Return Lamina's probes by name, in alphabetical order."""
     probes = [probe for path in sorted(PROBES.glob("*.py")) for probe in read(path)]
     return {probe.name: probe for probe in sorted(probes, key=lambda probe: probe.name)}
 
@@ -262,7 +262,7 @@ def _options(node: ast.ClassDef) -> dict[str, str]:
 
 
 def listing(*, full: bool = False) -> str:
-    """Return the probes with one phrase each. If ``full`` is true, add options and sources. Does not load torch."""
+    """Return the probes with one phrase each, without loading torch. If ``full`` is true, add options and sources."""
     lines = []
     for probe in listed().values():
         if not full:

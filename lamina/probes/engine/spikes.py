@@ -16,11 +16,11 @@ WINDOW, SIGMAS, FEWEST = 1000, 7.0, 32
 def spikes(
     series: Iterable[float], *, window: int = WINDOW, sigmas: float = SIGMAS, fewest: int = FEWEST
 ) -> np.ndarray:
-    """Mark the spikes in a series of a run: a boolean array [values].
+    """Return a boolean array [values] that marks the spikes in a series of values.
 
-    A spike is at least ``sigmas`` standard deviations (divisor n) above the mean of the ``window`` values before it.
-    NaN and infinity are spikes, and windows exclude them. If all values in the window are equal, any larger value is a
-    spike. The first ``fewest`` finite values are no spikes.
+    A spike is at least ``sigmas`` standard deviations (divisor n) above the mean of the ``window`` finite values before
+    the spike. NaN and infinity are spikes, too. If all values in the window are equal, any larger value is a spike. The
+    first ``fewest`` finite values are no spikes.
     """
     values = np.asarray(list(series), dtype=np.float64)
     spike = ~np.isfinite(values)
@@ -37,10 +37,10 @@ def spikes(
 
 
 def surges(series: Iterable[float]) -> np.ndarray:
-    """Mark the surges in a series: a boolean array [values]. Use surges for short runs of about a hundred steps.
+    """Return a boolean array [values] that marks the surges in a short series of about a hundred values.
 
-    A surge is not finite, or is above 3 times the median of the 20 finite values before it. The first 10 finite values
-    are no surges.
+    A surge is a value above 3 times the median of the 20 finite values before the surge, or a value that is not finite.
+    The first 10 finite values are no surges.
     """
     surge, before = [], []
     for value in series:

@@ -1,4 +1,4 @@
-"""Averages over a stream of text, with their standard error."""
+"""Compute averages over a stream of text, and the averages' standard errors."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def mean_and_error(values: torch.Tensor) -> tuple[float, float]:
 
 
 def free_layers(values: Frame, errors: Frame) -> list[int]:
-    """Return the layers (the index) whose removal changes no sequence's loss: an increase of 0 without any error."""
+    """Return the layers (the index) without effect on any sequence's loss: an increase of 0 without any error."""
     return [int(layer) for layer in values.index[(values == 0) & ~((errors > 0) & np.isfinite(errors))]]
 
 
 def ranking(values: Frame, errors: Frame, free: Sequence[int] = ()) -> list[int]:
     """Return the layers (the index) from the lowest value up.
 
-    A layer that is free to remove comes first, unless its value is more than two standard errors above the lowest.
+    A layer in ``free`` comes first, unless the layer's value is more than two standard errors above the lowest value.
     """
     best = values.idxmin()
     error = float(errors[best])
@@ -36,7 +36,7 @@ def ranking(values: Frame, errors: Frame, free: Sequence[int] = ()) -> list[int]
 
 
 def tied(values: Frame, errors: Frame, chosen: Sequence[int], free: Sequence[int] = ()) -> list[int]:
-    """Return the other layers that two standard errors cannot tell apart from the highest of the chosen layers.
+    """Return the other layers that two standard errors cannot tell apart from the highest chosen layer.
 
     The layers of ``free`` need no comparison. A layer with an unknown error is not in the result.
     """
@@ -52,7 +52,7 @@ def tied(values: Frame, errors: Frame, chosen: Sequence[int], free: Sequence[int
 class Running:
     """The mean and standard error of a tensor over independent samples (sequences), in float64 and in one pass.
 
-    ``add`` uses Welford's update in Chan's form for batches, so large means lose no digits.
+    Welford's update, in Chan's form for batches, loses no digits for large means.
     """
 
     def __init__(self) -> None:

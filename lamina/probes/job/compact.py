@@ -20,8 +20,8 @@ _ARRAYS = ("x", "y", "text", "hovertext", "customdata", "ids")
 def compact(figure: go.Figure) -> tuple[go.Figure, str]:
     """Return a smaller figure for a page, and a sentence on the omitted data ("" for a complete figure).
 
-    Lamina thins large heat maps, many lines, and lines of many points to evenly spaced entries with the first and the
-    last. Lamina also escapes texts such as tokens and module names.
+    Lamina keeps evenly spaced lines, points, rows and columns, including the first and the last. Lamina also escapes
+    texts such as tokens and module names.
     """
     traces: list[Json] = [defuse(trace.to_plotly_json()) for trace in cast("Any", figure.data)]
     reduced: list[str] = []
@@ -43,10 +43,7 @@ def compact(figure: go.Figure) -> tuple[go.Figure, str]:
 
 
 def defuse(value: object) -> Any:
-    """Return the value with ``<`` escaped in every string, except in plotly's plain tags.
-
-    Packed arrays in plotly's JSON become numpy arrays.
-    """
+    """Escape ``<`` in every string, except in plotly's plain tags. Turn plotly's packed arrays into numpy arrays."""
     if isinstance(value, str):
         return re.sub(rf"<(?!{_HARMLESS})", "&lt;", value)
     if isinstance(value, dict):

@@ -100,7 +100,7 @@ def probe_folder(
 
 
 def spec_by_name(probes: str) -> dict[str, str]:
-    """Return each requested probe's text, by name: ``{"angular_distance": "angular_distance(tokens=all)"}``."""
+    """Return each requested probe's spec by name: ``{"angular_distance": "angular_distance(tokens=all)"}``."""
     specs: dict[str, str] = {}
     for spec in split(probes, "probe"):
         names = registry.names() if spec == "all" else [registry.make(spec).name]
@@ -148,7 +148,7 @@ class Measuring:
         self._noted = len(self.context.notes)
 
     def run(self, folder: Path) -> Json:
-        """Measure, write, and return the content of result.json. ``probe_folder`` documents the errors."""
+        """Measure the checkpoint, and return the content of result.json. ``probe_folder`` documents the errors."""
         self.folder = folder
         (folder / "figures").mkdir(exist_ok=True)
         self._write(*_RUNNING)
@@ -183,7 +183,7 @@ class Measuring:
         return self._write("failed" if failed else "finished", "; ".join(failed))
 
     def _plan(self, seconds: dict[str, float]) -> None:
-        """Print the expected time. If it is long, name the flag that measures less text, with the shorter time."""
+        """Print the expected time. If the time is long, also print the flag to measure less text and the new time."""
         total, sequences = sum(seconds.values()), registry.sample_of(self.context.batches).sequences
         every = self.context.whole or self.context.requested  # otherwise, probes measure only a few sequences
         few = max(1, int(sequences * LONG / total)) if every and total else 1
@@ -266,7 +266,7 @@ class Measuring:
         return {note for entry in self.results.values() for note in entry.get("notes") or ()}
 
     def _inputs(self) -> Json:
-        """Describe the inputs that the model ran on: the number of sequences, and their shape."""
+        """Return the number and the shape of the inputs that the model ran on."""
         batches = list(self.context.batches)
         count = registry.sample_of(batches[: self.context.forwards] or batches).sequences
         first = next(iter(batches[0].values()))
@@ -278,8 +278,8 @@ class Measuring:
 class Bars:
     """Show one progress bar at a time, with the time left for all probes.
 
-    A part is a probe or the shared forward passes. The time left is the expected time of the unfinished parts,
-    corrected by the real time of the finished parts.
+    A part is a probe or the shared forward passes. The time left is the expected time of the unfinished parts, times
+    the ratio of real to expected time of the finished parts.
     """
 
     def __init__(self, *, show: bool):
@@ -300,13 +300,12 @@ class Bars:
             show_line(f"about {duration(total)} ({parts}){fewer}{less}")
 
     def start(self, name: str) -> None:
-        """End the previous part, and start another part."""
         if self._running:
             self.end()
         self._running = name
 
     def end(self) -> None:
-        """End the current part. If the output is not a terminal, print a line instead of a progress bar."""
+        """End the current part. Outside a terminal, print a line instead of a progress bar."""
         self._finished.append(self._running)
         if self.show and not has_bars():
             show_line(f"{self._running} has ended{self.time_left()}")

@@ -32,7 +32,7 @@ def listing(*, full: bool = False) -> str:
 
 
 def refused_probe(result: Json) -> bool:
-    """Raise UserError if the user named a probe that does not apply to this model. The other results are on disk."""
+    """Raise UserError if a probe that the user named does not apply to the model. Other probes' results are on disk."""
     if "all" not in str(result["settings"]["probes"]).split(","):
         for name, record in result["probes"].items():
             if record["status"] == "skipped":
