@@ -22,9 +22,9 @@ _USER_ERRORS = {
     errno.ECONNRESET,  # another process of the run has ended
 }
 
-USAGE = """lamina: choose where the norms sit in a Transformer, train it, and see what each layer does
+USAGE = """lamina: choose where the norms sit in a Transformer, train the model, and see what each layer does
 
-usage: lamina COMMAND [OPTIONS]        lamina COMMAND --help for a command's options
+usage: lamina COMMAND [OPTIONS]        (for the options: lamina COMMAND --help)
 
 {commands}
 

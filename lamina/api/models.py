@@ -158,7 +158,7 @@ def convert(
         one_of("from", came_from, TRAINERS)
         if to is not None and to != "lamina":
             raise UserError(
-                f"--to: Lamina does not convert from {came_from} to {to!r} in one step. Convert to lamina first."
+                f"--to: Lamina does not convert from {came_from} to {to!r} in one step. Convert to 'lamina' first."
             )
         if placement is not None:
             check_spec(placement)

@@ -23,7 +23,7 @@ def parser() -> Parser:
         "convert",
         "Convert a transformers checkpoint to Lamina, or a Lamina model to transformers. The logits stay the\n"
         "same. You can convert a Lamina model if transformers has an architecture with the same placement.\n\n"
-        f"Lamina converts {convertible()}.",
+        f"Lamina converts these architectures, with their placement in parentheses: {convertible()}.",
         EXAMPLES,
         "SOURCE OUTPUT ",
     )

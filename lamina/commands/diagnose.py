@@ -26,9 +26,9 @@ def parser() -> Parser:
         "page with charts beside the record.\n\n"
         "RUN is a folder that Lamina, lamina.watch or lamina.LayerMonitor wrote. RUN can also be another tool's\n"
         "record: a trainer's log, trainer_state.json or its folder, a CSV or JSON history, or files of TensorBoard,\n"
-        "W&B or trackio. A recorded loss is enough. If you add AGAINST, Lamina compares two runs and names the first\n"
-        "step and layer that differ. Compare two runs when you port a model, change a kernel or the precision, or\n"
-        "resume a run.",
+        "W&B or trackio. The record needs only the loss. If you add AGAINST, Lamina compares two runs and names the\n"
+        "first step and layer that differ. Compare two runs when you port a model, change a kernel or the precision,\n"
+        "or resume a run.",
         EXAMPLES,
         "RUN [AGAINST] ",
     )

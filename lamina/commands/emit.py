@@ -34,7 +34,7 @@ def parser() -> Parser:
     flags.add_flag("--num-layers", "the number of blocks", kind=int)
     flags.add_flag("--init", "the initializer in the file (default: recommended)", "recommended", "NAME")
     flags.add_flag("--output", "the file to write (default: Lamina prints the code)", metavar="FILE")
-    flags.add_flag("--with-test", "also write a test that compares the file's model with Lamina's", False)
+    flags.add_flag("--with-test", "also write a test that compares the file's model with Lamina's model", False)
     flags.add_flag("--overwrite", "replace existing files", False)
     return flags
 

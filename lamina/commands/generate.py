@@ -13,7 +13,7 @@ EXAMPLES = """
   lamina generate runs/keel-64/model --prompt "It was a truth"
   lamina generate runs/keel-64/model --prompt "Call me" --temperature 0 --max-new-tokens 200
   lamina generate runs/keel-64-sft --chat --prompt "Sort the letters: d, b, a" --top-p 0.9
-  lamina generate runs/keel-64-sft --chat            a conversation; an empty line or Ctrl-D ends it
+  lamina generate runs/keel-64-sft --chat            a conversation; an empty line or Ctrl-D ends the conversation
 """
 
 

@@ -20,12 +20,13 @@ EXAMPLES = """
 def parser() -> Parser:
     about = (
         "Change where the norms of a trained decoder sit. Lamina keeps the weights, and fits the new norms' gains so\n"
-        "that each sub-layer's output changes little. Lamina fits the gains on half of the corpus, and prints the\n"
-        "loss before and after on the rest. To reduce the remaining difference, train with `lamina pretrain --from`."
+        "that each sub-layer's output changes little. Lamina fits the gains on one half of the corpus. On\n"
+        "the other half, Lamina measures the loss before and after the change, and prints both losses. To reduce the\n"
+        "remaining difference, train with `lamina pretrain --from`."
     )
     flags = Parser("graft", about, EXAMPLES, "MODEL ")
     flags.add_word("model", "the folder of a Lamina model, or of a transformers decoder that `lamina convert` accepts")
-    flags.add_flag("--placement", "the new placement, name(option=value, ...)", metavar="NAME")
+    flags.add_flag("--placement", "the new placement: NAME or name(option=value, ...)", metavar="NAME")
     flags.add_flag("--output", "a new or empty folder", "grafted", "DIR")
     flags.add_text_flags()
     return flags

@@ -36,9 +36,9 @@ def parser() -> Parser:
     )
     about = "comma-separated placements: NAME, name(option=value, ...), or a file (Lamina executes a .py file)"
     flags.add_word("name", about, needed=False)
-    flags.add_flag("--num-layers", "number of layers to show", 4)
+    flags.add_flag("--num-layers", "number of layers of the placement to show", 4)
     flags.add_flag("--svg", "draw the diagram as an SVG file", metavar="FILE")
-    about = "find this model's placement, and print the evidence (MODEL: a folder, a name on the hub, or a model type)"
+    about = "find the placement of this model (a folder, a name on the hub, or a model type), and print the evidence"
     flags.add_flag("--of", about, metavar="MODEL")
     flags.add_flag(
         "--layers",

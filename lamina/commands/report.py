@@ -14,7 +14,7 @@ from lamina.errors import renamed_setting
 EXAMPLES = """
   lamina report runs/compare
   lamina report runs/compare --screenshot report.png
-  lamina report runs/keel-64 --follow              while it trains; reload the page in the browser
+  lamina report runs/keel-64 --follow              while the run trains; reload the page in the browser
   lamina report runs/studies/mix-ppl-cpu --figures
 """
 

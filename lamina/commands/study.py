@@ -31,7 +31,7 @@ EXAMPLES = """
 """
 _HELP = f"""lamina study: repeat the papers' tables and figures as studies, each with a verdict on the paper's claim
 
-usage: lamina study list|show|run|worker [STUDY] [OPTIONS]      lamina study run --help for the options
+usage: lamina study list|show|run|worker [STUDY] [OPTIONS]      (for the options: lamina study run --help)
 
   list     list all studies with their claims and verdicts (--json: as JSON)
   show     show one study: the question, its settings and runs, the verdicts so far

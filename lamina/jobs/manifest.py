@@ -159,7 +159,9 @@ def how_to_load(folder: str | Path) -> str:
     modules = "lamina, transformers" if config.get("model_type") == "lamina" else "transformers"
     loads = f"import {modules}; model = transformers.{auto}.from_pretrained({str(folder)!r})"
     standard = name.endswith("ForCausalLM") and modules == "transformers"
-    serves = f"to serve it without Lamina (not tested): vllm serve {shlex.quote(str(folder))}\n" if standard else ""
+    serves = (
+        f"to serve the model without Lamina (not tested): vllm serve {shlex.quote(str(folder))}\n" if standard else ""
+    )
     return f"the model: {folder} ({name})\n{serves}to load it: {loads}"
 
 

@@ -92,7 +92,7 @@ def build(
 
 
 def _checked_head(config: PreTrainedConfig, head: str | None, adapter: Mapping[str, object] | None) -> str:
-    """Store ``adapter`` in the configuration, and return the name of the head (default: the backbone's first head).
+    """Store ``adapter`` in the configuration. Return the head's name: ``head``, or else the backbone's first head.
 
     Raises UserError for an invalid adapter or head, and for a model that needs more than the available memory.
     """

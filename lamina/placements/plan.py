@@ -419,7 +419,7 @@ class Plan:
         if self.qkv_norm is None or isinstance(self.qkv_norm, bool):
             raise UserError(
                 f"qkv_norm: {self.qkv_norm!r} is not a norm. Give a kind of norm, or a mapping of fields. To "
-                "add norms on queries and keys, or on values, set qk_norm or v_norm."
+                "add norms on queries and keys, set 'qk_norm'. To add norms on values, set 'v_norm'."
             )
         for name in ("final_norm", "embedding_norm", "qkv_norm"):
             object.__setattr__(self, name, _as_norm(name, getattr(self, name)))

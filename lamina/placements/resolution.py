@@ -88,7 +88,7 @@ def _load_yaml(path: Path) -> Placement:
 
 
 def _texts(data: Json) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Return the title and the other texts of a YAML file, and the equations. Raises UserError for an invalid field."""
+    """Return the texts (such as the title) and the equations of a YAML file. Raises UserError for an invalid field."""
     for key in data if "layers" not in data else ():  # Plan.from_dict checks the fields of a full plan
         if key not in _FIELDS:
             raise unknown("field", key, _FIELDS)
@@ -275,13 +275,13 @@ def _with_common(plan: Plan, options: Mapping[str, Any]) -> Plan:
             raise UserError(f"wiring: {options['wiring']!r} on {plan.placement!r}: {error}") from None
     elif alone := [name for name in OF_WIRINGS if name in options]:
         raise UserError(
-            f"placement {plan.placement!r}: option {alone[0]!r} needs the option 'wiring'. Set wiring, or leave "
-            f"{alone[0]} out."
+            f"placement {plan.placement!r}: option {alone[0]!r} needs the option 'wiring'. Set 'wiring', or leave "
+            f"{alone[0]!r} out."
         )
     if "groups" in options and options.get("norm") != "group":
         raise UserError(
-            f"placement {plan.placement!r}: option 'groups' needs norm='group'. Set norm to 'group', or leave "
-            "groups out."
+            f"placement {plan.placement!r}: option 'groups' needs norm='group'. Set 'norm' to 'group', or leave "
+            "'groups' out."
         )
     if "norm" in options:
         kind = options["norm"]

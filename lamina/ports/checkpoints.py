@@ -106,8 +106,8 @@ def _read_olmo(folder: Path) -> ForeignCheckpoint:
         if scale := re.fullmatch(r"blocks\.(\d+)\.ln_scale", name):  # a buffer. The plan has this factor as a number
             if abs(float(tensor) - (expected := (int(scale[1]) + 1) ** -0.5)) > 1e-6:
                 raise UserError(
-                    f"source: {name} is {float(tensor):.3g} instead of {expected:.3g}, and Lamina supports no "
-                    f"other factor. Choose a run of an OLMo-core version that uses {expected:.3g}."
+                    f"source: the factor {name} is {float(tensor):.3g}, but Lamina supports only {expected:.3g}. "
+                    f"Choose a run of an OLMo-core version that uses {expected:.3g}."
                 )
         else:
             weights[re.sub(r"\.attention\.([qk])_norm\.", r".attention.w_\1.norm.", name)] = tensor

@@ -145,7 +145,7 @@ class Port:
         end = "_plain" if not norm.learnable_gain else "_zero" if norm.zero_centered else ""
         if (kind := norm.kind + end) not in self.target.norms:
             said = {"_plain": " without a gain", "_zero": " with gains of 1 + w", "": ""}[end]
-            self._refused(f"it has a norm of kind {norm.kind!r}{said}", "Choose a norm of kind 'backbone'")
+            self._refused(f"the placement has a norm of kind {norm.kind!r}{said}", "Choose a norm of kind 'backbone'")
         return kind
 
     def norm(self, norm: Norm | None, width: str = "") -> str:

@@ -45,7 +45,7 @@ class Target:
         """Return what the user has to do before the test, such as "install Megatron-Core", or ""."""
         imported = set(re.findall(r"(?m)^(?:from|import) (\w+)", self.test.get("imports", "")))
         if "model" in imported:
-            return f"put {self.title}'s model.py beside it"
+            return f"put {self.title}'s model.py beside the test"
         return f"install {self.title}" if imported - {"torch", "numpy", "transformers", "lamina"} else ""
 
     @property

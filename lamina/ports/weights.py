@@ -136,8 +136,8 @@ class Names:
     def _check_shape(name: str, shape: torch.Size, expected: torch.Size) -> None:
         if shape != expected and not shape.numel() == expected.numel() == 1:
             sizes = (
-                f"{list(shape)}, but the configuration asks for {list(expected)}. Give the configuration of the "
-                "checkpoint"
+                f"{list(shape)}, but the configuration asks for {list(expected)}. Give the checkpoint's own "
+                "configuration"
             )
             raise UserError(f"tensor {name!r}: its shape is {sizes}")
 

@@ -34,7 +34,8 @@ PREFLIGHT = JobRow(
         "reports whether the run will train, why, and what to change. If an early layer hardly affects the output,\n"
         f"or a loss is not finite, Lamina also tries the initializer {SUITS} and a lower learning rate.\n"
         "The verdicts:\n\n"
-        "  fine, risky      the model learned in these steps\n"
+        "  fine             the model learned in these steps, and the run will probably train\n"
+        "  risky            the model learned in these steps, but the run may still fail\n"
         '  undecided        too few steps to tell; the line "change" gives a number of steps that should be enough\n'
         "  will not train   we do not expect the model to learn\n\n"
         'The exit code is 0. With --strict, the exit code is 1 if any verdict is "will not train".'

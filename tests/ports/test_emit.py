@@ -215,7 +215,7 @@ def test_an_initializer_that_a_file_cannot_have_is_refused():
 @pytest.mark.parametrize(
     ("target", "needs"),
     [
-        ("nanogpt", ", put nanoGPT's model.py beside it and run"),
+        ("nanogpt", ", put nanoGPT's model.py beside the test and run"),
         ("olmo-core", ", install OLMo-core and run"),
         ("pytorch", ""),
     ],

@@ -155,7 +155,7 @@ def test_a_pruned_model_is_the_whole_one_that_skips_the_layers(make, tmp_path, c
     ids = torch.randint(6, 61, (2, 8))
     layers = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) > 1)
     layers[1].forward = lambda x, *args, **kwargs: x
-    serve = f"to serve it without Lamina (not tested): vllm serve {tmp_path / 'out'}\n"
+    serve = f"to serve the model without Lamina (not tested): vllm serve {tmp_path / 'out'}\n"
     serve = "" if isinstance(model, LaminaForCausalLM) else serve
     assert f"the model: {tmp_path / 'out'} ({type(model).__name__})\n{serve}to load it: import " in said
     assert ("import lamina, " in said) == isinstance(model, LaminaForCausalLM)

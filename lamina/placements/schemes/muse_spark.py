@@ -10,7 +10,7 @@ from lamina.placements.registry import placement
     equation=(
         "y = sqrt(1 - b_1^2) * x + b_1 * LN(A(LN x))",
         "x' = sqrt(1 - b_2^2) * y + b_2 * LN(F(LN y))",
-        "b = sigmoid(g / 0.3), a learned vector g per sub-layer",
+        "b = sigmoid(g / 0.3), with a learned vector g per sub-layer",
         "logits = W LN(x_N)",
     ),
     source="transformers' muse_spark (MuseSparkResidualGate)",
