@@ -105,11 +105,12 @@ def test_a_folder_in_use_is_refused_and_overwrite_starts_afresh(probe, own, caps
     assert list(result(folder)["probes"]) == ["weight_norm"]
 
 
-def test_ctrl_c_keeps_what_is_finished_and_resume_goes_on(probe, own, monkeypatch, capsys):
+def test_ctrl_c_keeps_what_is_finished_and_resume_goes_on(probe, own, monkeypatch, capsys, caplog):
     monkeypatch.setenv("INTERRUPT", "1")
     code, folder = probe(",".join(own))
     assert code == 130
     assert "interrupted" in capsys.readouterr().err
+    assert "Lamina keeps 1 of 2 probes" in caplog.text
     assert result(folder)["status"] == "interrupted"
     assert list(result(folder)["probes"]) == ["mean_square"]
     assert "status: interrupted" in (folder / "report.html").read_text(encoding="utf-8")

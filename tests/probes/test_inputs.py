@@ -97,6 +97,14 @@ def test_longer_than_the_model_takes():
         batches_of("text", roberta, load_tokenizer("bytes"), sequence_length=511)
 
 
+def test_a_tokenizer_may_be_given_by_its_name(llama, tokenizer):
+    text = ["a text that is long enough"]
+    named, given = (
+        lamina.probe(llama, "gains", text, tokenizer=each, sequence_length=8) for each in ("bytes", tokenizer)
+    )
+    assert named["gains"].equals(given["gains"])
+
+
 def test_no_tokenizer(llama):
     with pytest.raises(UserError, match="tokenizer: the checkpoint has no tokenizer"):
         batches_of(["text"], llama, None)

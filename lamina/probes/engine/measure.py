@@ -182,7 +182,7 @@ def probe(
     model_or_path: nn.Module | str | Path,
     probes: str | Iterable[str | Probe] = "all",
     texts_or_blocks: Inputs = None,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: PreTrainedTokenizerBase | str | None = None,
     **settings: Any,
 ) -> dict[str, pd.DataFrame]:
     """Measure each layer of a model. Returns a dict with a DataFrame per probe, by the probe's name.
@@ -194,7 +194,7 @@ def probe(
             measures all inputs, unless you set ``sequences`` or an option of the probe. By default, Lamina reads the
             setting ``corpus``. In the result, the columns ``sequences`` and ``tokens`` give the size of each row's
             sample.
-        tokenizer: the tokenizer for texts (default: the checkpoint's).
+        tokenizer: the tokenizer for texts, or its name, as for `lamina probe` (default: the checkpoint's).
         settings: settings of `lamina probe`: sequence_length, sequences, batch_size, tolerance, layers, corpus, ...
 
     Raises:
@@ -202,6 +202,8 @@ def probe(
             block, or a probe does not apply to the model. With "all", Lamina skips probes that do not apply.
     """
     chosen = make_all(probes)
+    if isinstance(tokenizer, str):
+        settings, tokenizer = {**settings, "tokenizer": tokenizer}, None
     record = ProbeSettings.from_dict(settings)
     strict = not (isinstance(probes, str) and probes.strip() == "all")
     context = make_context(model_or_path, record, texts_or_blocks, tokenizer)

@@ -165,7 +165,9 @@ class Measuring:
             )
             self.bars.end()
         except KeyboardInterrupt:
-            self._write("interrupted", "stopped by Ctrl-C; finished probes are kept (continue with --resume)")
+            kept = f"Lamina keeps {len(self.results)} of {len(self.specs)} probes"
+            logger.warning(kept)
+            self._write("interrupted", f"stopped by Ctrl-C. {kept}. Continue with --resume")
             raise
         except Exception as error:
             if disk_full(error):
