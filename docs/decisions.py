@@ -41,8 +41,9 @@ branch. An std of 0.02 (`scaled`) is 4.5 times too small.
 <!-- front-page -->
 <!-- /front-page -->
 
-Our longer runs (20 tokens per parameter, shallower models) rank the placements differently
-([evidence](results/ours.md#ladder))."""
+Our longer runs (20 tokens per parameter) rank the placements [differently](results/ours.md#ladder). Their models have 6
+or 8 blocks and read BPE tokens instead of bytes, so we cannot tell why. For a model of 6 to 12 blocks, the longer runs
+are the closer comparison."""
 _GENERATED = "<!-- Made from docs/decisions.yaml and studies/records by `make results-docs`. -->"
 
 
