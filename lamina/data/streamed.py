@@ -383,8 +383,7 @@ class StreamedBlocks(BlockSource):
             self._coming = None
             if self.verbose and self._anchors[self._next].turn == 0 < after.turn:
                 logger.warning(
-                    "corpus %s is shorter than this run: the corpus ends between blocks %d and %d. Then Lamina reads "
-                    "the corpus again",
+                    "corpus %s ends between blocks %d and %d of this run. After the end, Lamina reads the corpus again",
                     *(self.stream.corpus, self._next * self.size, (self._next + 1) * self.size - 1),
                 )
             self._held, self._next = (self._next, chunk), self._next + 1

@@ -259,7 +259,7 @@ def test_a_bpe_that_saw_held_out_text_is_warned_of(tmp_path, caplog):
     for spec, warned in (("bytes", False), ("bpe:260", True)):
         caplog.clear()
         prepare_blocks(str(corpus), spec, 256, cache_dir=tmp_path / "cache", progress=False)
-        assert "To fill a block" in caplog.text
+        assert "To fill an eval block" in caplog.text
         assert ("trained the BPE tokenizer partly on held-out text" in caplog.text) == warned
 
 

@@ -94,7 +94,7 @@ def test_without_an_end_of_text_token_the_text_s_first_token_is_not_scored(tmp_p
         expected -= float(chances.gather(1, ids[1:, None]).sum())
     assert found.nll == pytest.approx(expected, rel=1e-5)
     assert found.tokens == found.bytes == sum(len(text.encode()) - 1 for text in texts[:2])
-    assert "lacks the end-of-text token 256, so Lamina omits it" in found.notes[0]
+    assert "lacks the end-of-text token 256, so Lamina adds no such token to the text" in found.notes[0]
 
 
 def test_the_loss_is_that_of_the_same_logits_in_float64(model):

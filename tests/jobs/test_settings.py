@@ -129,7 +129,7 @@ def numeric_settings():
 
 
 NUMERIC = numeric_settings()
-SPANS = [(record, name) for record, name, _ in NUMERIC if "share of all steps" in record.help(name)]
+SPANS = [(record, name) for record, name, _ in NUMERIC if "fraction of all steps" in record.help(name)]
 
 
 @pytest.mark.parametrize(("record", "name", "kinds"), NUMERIC)

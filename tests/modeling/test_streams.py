@@ -463,7 +463,7 @@ def test_a_block_of_depth_begins_without_a_skip_also_where_skips_are_learned(bas
 @pytest.mark.parametrize("wiring", ["mhc", "x0", "attn_res"])
 def test_a_layer_alone_is_refused(wiring):
     layer = resolve("pre_ln", 2, wiring=wiring).layers[0]
-    with pytest.raises(UserError, match="one layer cannot have several streams"):
+    with pytest.raises(UserError, match="one block cannot have several streams"):
         lamina.wire(torch.nn.Identity(), torch.nn.Identity(), layer, 8)
 
 
