@@ -119,7 +119,9 @@ class Runner:
                 raise refused from error
         cut = sum(self.processes.everyones(sum("exceeds model's maximum length" in text for text in warnings)))
         notes = (
-            [f"{cut} questions are longer than the model's context, so Lamina cut off their beginnings"] if cut else []
+            [f"{cut} questions are longer than the model's context, so Lamina cut off the beginning of each of them"]
+            if cut
+            else []
         )
         zero = sorted(str(name) for name, shots in results.get("n-shot", {}).items() if shots == 0)
         if num_fewshot and zero:

@@ -324,7 +324,9 @@ class Evaluation:
                     if record["state"] == self._state(candidate, unit) and from_rows(record["scores"]):
                         finished[candidate.name, unit] = record
                 except (OSError, ValueError, KeyError, TypeError) as error:
-                    logger.warning("%s is missing or damaged (%s), so Lamina computes it again", path, one_line(error))
+                    logger.warning(
+                        "%s is missing or damaged (%s), so Lamina computes these scores again", path, one_line(error)
+                    )
         return finished
 
     def scores(self, records: Mapping[tuple[str, str], Json] | None = None) -> dict[tuple[str, Wanted], Score]:

@@ -100,7 +100,7 @@ class Tasks:
         for path in sorted(path for folder in self.folders for path in folder.rglob("*.yaml")):
             try:
                 if not isinstance(yaml.compose(path.read_bytes()), yaml.MappingNode):
-                    raise ValueError("it is not a mapping")
+                    raise ValueError("the content is not a mapping")
             except (OSError, ValueError, yaml.YAMLError) as error:
                 raise UserError(f"tasks: {str(path)!r} is not a task file: {one_line(error)}") from None
 

@@ -128,7 +128,7 @@ def _spike(rules: MaxRateRules, smooth: np.ndarray, low: np.ndarray, step: int, 
     before = _last_low(rules, smooth, low, began - 1)
     reason = (
         f"the loss stayed more than {rules.given.spike_margin:g} nats above its minimum of {low[step - 1]:.3f} "
-        f"from step {began} to {step}; it began to rise after step {before}, at a learning rate of "
+        f"from step {began} to {step}; the loss began to rise after step {before}, at a learning rate of "
         f"{rules.rate(before):.3g}"
     )
     return _stop(SPIKE, rules, smooth, before, step, reason)

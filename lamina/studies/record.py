@@ -57,7 +57,7 @@ def refuse_another_trial(trial: PretrainSettings, plan: Json) -> None:
         stored = plan
     if stored != plan:
         raise UserError(
-            f"placements: {trial.placement!r} has changed since its trial in {str(folder)!r} was trained. Restore "
+            f"placements: {trial.placement!r} has changed since the trial in {str(folder)!r} was trained. Restore "
             "the placement to resume, or give another --output, or --overwrite."
         )
     result = read_result(folder)
@@ -69,14 +69,14 @@ def refuse_another_trial(trial: PretrainSettings, plan: Json) -> None:
     if not {"steps", "placement", "learning_rate", "seed"} <= set(stored):
         raise UserError(
             f"{str(path)!r}: the file is incomplete, so the trial's settings are unknown. Restore the original "
-            "file, or delete the trial's folder to train it again."
+            "file, or delete the trial's folder to train the trial again."
         )
     refuse_mixture({folder.name: stored}, trial.to_dict(), free=())
     ends_early = result["status"] == "diverged" or "max_learning_rate" in result
     if not ends_early and result.get("steps", trial.steps) != trial.steps:
         raise UserError(
             f"{str(folder / RESULT)!r}: the result has {result['steps']!r} steps, but the study's trials have "
-            f"{trial.steps}. Restore the original file, or delete the trial's folder to train it again."
+            f"{trial.steps}. Restore the original file, or delete the trial's folder to train the trial again."
         )
 
 

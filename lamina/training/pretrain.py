@@ -375,7 +375,7 @@ class Branches(TrainerCallback):
                 recorder.write({"step": state.global_step, **row})
 
     def _train(self, steps: int) -> Json:
-        """Train and evaluate a shorter run that decays to its end at a step, then restore the main run's state."""
+        """Train and evaluate the branch of ``steps`` steps (a shorter run), then restore the main run's state."""
         trainer = self.trainer
         self.run.recorder.stop_clock()
         model, optimizer = trainer.model, trainer.optimizer

@@ -270,12 +270,12 @@ def check_modules(
             routers = find_routers(build(config, plan, init="normal"))
         if settings.cuda_graphs and routers:
             raise UserError(
-                "cuda_graphs: true does not work with experts, because their load changes from step to step. Leave "
-                "--cuda-graphs out."
+                "cuda_graphs: true does not work with experts, because the experts' load changes from step to step. "
+                "Leave --cuda-graphs out."
             )
         if settings.packing == "off" and routers:
             raise UserError(
-                "packing: 'off' does not work with experts, because padding would change their load. Leave out "
+                "packing: 'off' does not work with experts, because padding would change the experts' load. Leave out "
                 "--packing off."
             )
         choose(settings.expert_balance, routers)

@@ -204,7 +204,8 @@ class PretrainSettings(
         for name in ("streaming", "branches", "cuda_graphs") if self.packing == "off" else ():
             if getattr(self, name) != self.default(name):
                 raise UserError(
-                    f"packing: 'off' does not work with {name} = {getattr(self, name)!r}. Change one of the two."
+                    f"packing: 'off' does not work with {name} = {getattr(self, name)!r}. Change one of "
+                    "the two settings."
                 )
         if self.cuda_graphs:
             self._check_graphs()
@@ -220,7 +221,8 @@ class PretrainSettings(
         }
         for name in (name for name, out in ruled_out.items() if out):
             raise UserError(
-                f"cuda_graphs: true does not work with {name} = {getattr(self, name)!r}. Change one of the two."
+                f"cuda_graphs: true does not work with {name} = {getattr(self, name)!r}. Change one of "
+                "the two settings."
             )
 
     def branch_steps(self) -> list[int]:

@@ -55,7 +55,7 @@ CURVES = (
 _LOSS_ALONE = "The training loss, averaged since the last record. To judge a policy, read the policy's reward and KL."
 _FRONTIER = (
     "Each point shows an evaluation's KL and held-out reward. The point's label is the step. Compare policies "
-    "at equal KL. At equal steps, a policy has an advantage if its logits change faster."
+    "at equal KL. At equal steps, policies with faster changing logits have an advantage."
 )
 MEASURES = {
     "status": ("status", ""),

@@ -137,7 +137,7 @@ def _unused(name: str, known: Mapping[str, object]) -> str:
 
 
 def in_time(act: Callable[[], T], seconds: float) -> T | None:
-    """Call a function, but stop it after ``seconds`` and return None. If ``seconds`` is 0, there is no time limit."""
+    """Call a function. After ``seconds`` (0: no limit), stop the function and return None."""
     if not seconds:
         return act()
     rang = False

@@ -77,7 +77,7 @@ class LabeledImages(ABC):
         if len(empty):
             raise UserError(
                 f"corpus: {self.spec!r} has no image of the class {self.classes[empty[0]]!r} to train on. Give at "
-                f"least one image of each of its {len(self.classes)} classes."
+                f"least one image of each of the {len(self.classes)} classes."
             )
 
 
@@ -195,8 +195,8 @@ def _of_folder(spec: str, root: Path) -> ImageFiles:
     if "train" in names and held_out:
         if beside := sorted(set(names) - {"train", *held_out}):
             raise UserError(
-                f"corpus: {spec!r} has the folder {beside[0]!r} beside its splits 'train' and {held_out[0]!r}. Keep "
-                "only the folders of splits, or only the folders of classes."
+                f"corpus: {spec!r} has the folder {beside[0]!r} in addition to the splits 'train' and {held_out[0]!r}. "
+                "Keep only the folders of splits, or only the folders of classes."
             )
         splits = [root / "train", root / held_out[0]]
     classes = _subfolders(splits[0])

@@ -308,7 +308,7 @@ def describe(alarm: Alarm, paths: Mapping[int, str] = MappingProxyType({})) -> s
         "repeated": f"the batch is the same as in the previous {alarm.value:g} steps",
         "equal": f"for {alarm.value:g} steps, all rewards of each group have been equal, so there is no gradient",
         "collapse": (
-            f"the policy's entropy fell from {alarm.usual:.3g} to {alarm.value:.2g} nats, so its completions "
+            f"the policy's entropy fell from {alarm.usual:.3g} to {alarm.value:.2g} nats, so the completions "
             "hardly vary"
         ),
         "drift": f"the policy's KL from its reference went from {alarm.usual:.2g} to {alarm.value:.3g} nats per token",

@@ -65,7 +65,7 @@ def loss_inputs(setup: BeforeTraining) -> Iterator[Mistake]:
             which = "log-probabilities of the classes" if log else "probabilities in its target"
             yield Mistake(
                 what=f"{name} gets no {which}",
-                why="this loss neither takes a logarithm nor normalizes, so it has no lower limit",
+                why="this loss function neither takes a logarithm nor normalizes, so the loss has no lower limit",
                 do={
                     "nll_loss": "Pass log_softmax(logits, dim=1), or use cross_entropy",
                     "kl_div": "Pass log_softmax of the student's logits, and softmax of the teacher's logits",
@@ -151,7 +151,7 @@ def additive_mask(setup: BeforeTraining) -> Iterator[Mistake]:
     if isinstance(mask, torch.Tensor) and mask.is_floating_point() and set(mask.unique().tolist()) == {0.0, 1.0}:
         yield Mistake(
             what="attention gets a float mask of zeros and ones",
-            why="torch adds such a mask to the scores, so it hides no token",
+            why="torch adds such a mask to the scores, so the mask hides no token",
             do="Pass a boolean mask, or 0 and -inf",
         )
 

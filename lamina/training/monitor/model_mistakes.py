@@ -75,7 +75,7 @@ def no_gradient_to_parts(setup: BeforeTraining) -> Iterator[Mistake]:
     for found, what, why, do in (
         (
             [p for p in silent if id(p) in cut],
-            "no gradient reaches {} of the parameters ({}), although the loss depends on them",
+            "no gradient reaches {} of the parameters ({}), although the loss depends on these parameters",
             "an operation after these parameters detaches their output",
             "Look for .detach(), .data, torch.no_grad(), argmax or .item() after these parameters",
         ),

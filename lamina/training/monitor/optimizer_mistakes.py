@@ -289,7 +289,7 @@ def rates_by_depth(setup: BeforeTraining) -> Iterator[Mistake]:
             yield Mistake(
                 what=f"the learning rates of {path} fall from {rates[0]:g} (layer 0) to {rates[-1]:g} "
                 f"(layer {len(rates) - 1})",
-                why="layer-wise decay should slow the layers near the input, but here it slows the last layers",
+                why="layer-wise decay should slow the layers near the input, but here the decay slows the last layers",
                 do="Reverse the order of the learning rates",
             )
 

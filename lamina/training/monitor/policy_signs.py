@@ -103,7 +103,7 @@ class PolicyCourse:
         self.last = step
 
     def _equal(self, step: int, share: float) -> Sign:
-        """Judge the fraction of groups with equal rewards. Equal rewards may be chance if they also occurred before."""
+        """Judge the fraction of groups with equal rewards. Equal rewards may be chance if they occurred before."""
         if share < 1.0 - 1e-6:
             self.records, self.equal = self.records + self.run + 1, self.equal + self.run
             self.run = self.begun = 0

@@ -79,7 +79,7 @@ _EVERY_STEP = {metric for metric, past in PASTS.items() if past.fewest == EVERY_
 _STILL = {*_MOVES, *_IDLE, NORM, "unmoved_parameters"}  # not judged while equal rewards give no gradient
 ESTIMATES = (
     "the optimizer raises its own estimate of the learning rate. Until the estimate stays level, Lamina "
-    "does not compare weights, updates and hidden states with their past"
+    "does not compare weights, updates and hidden states with earlier steps"
 )
 RATES = (
     "some parts of the model have a separate learning rate. Lamina raises no alarm for this difference unless "

@@ -192,8 +192,8 @@ class ForwardMeter:
         """For each kind of measurement that the last pass lacks, return a line with the reason."""
         if self.points and not self._states:
             return [
-                "Lamina does not record the residual stream, because it saw no forward pass of the model (a compiled "
-                "function hides the pass)"
+                "Lamina does not record the residual stream, because Lamina saw no forward pass of the model (a "
+                "compiled function hides the pass)"
             ]
         layers = () if self.structure is None else self.structure.layers
         kinds = {sublayer.kind for site in layers for sublayer in site.sublayers}

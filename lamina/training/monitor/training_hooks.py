@@ -157,7 +157,9 @@ def stepping(optimizer: object) -> torch.optim.Optimizer:
     ):
         inner = inner.optimizer
     if not hasattr(inner, "register_step_pre_hook"):
-        raise UserError(f"optimizer: a {type(optimizer).__name__}. Pass a torch.optim.Optimizer, or a list of them.")
+        raise UserError(
+            f"optimizer: a {type(optimizer).__name__}. Pass a torch.optim.Optimizer, or a list of optimizers."
+        )
     return inner
 
 
@@ -201,7 +203,7 @@ class Instruments:
         if not isinstance(model, nn.Module):
             raise UserError(f"model: a {type(model).__name__}. Pass a torch.nn.Module.")
         if not optimizers:
-            raise UserError("optimizer: an empty list. Pass a torch.optim.Optimizer, or a list of them.")
+            raise UserError("optimizer: an empty list. Pass a torch.optim.Optimizer, or a list of optimizers.")
         self.model = bare(model)
         self.optimizers = [stepping(optimizer) for optimizer in optimizers]
         self.settings = settings
@@ -371,7 +373,8 @@ class Instruments:
         self.gains.follow([] if structure is None or hidden_by else gains_of(structure))
         if is_deepspeeds(self.model) and not self._flat:
             self.note(
-                "DeepSpeed hides gradients and weights, so Lamina does not record them by layer and makes no checks"
+                "DeepSpeed hides gradients and weights, so Lamina records no layer's gradients or weights, and makes "
+                "no checks"
             )
         elif hidden_by:
             what = "Lamina cannot record the gains of norm layers or the largest row norms, and makes no checks"

@@ -304,7 +304,8 @@ class WatchSettings(GuardSettings):
     )
     first_layer: int | None = setting(
         None,
-        "for a pipeline stage, the index of the stage's first layer in the whole model (if no module name shows it)",
+        "for a pipeline stage, the index of the stage's first layer in the whole model (if no module name "
+        "shows this index)",
         at_least(0),
     )
     attention: bool = setting(True, "whether to record the largest attention logit and the load of each expert")

@@ -219,7 +219,7 @@ def test_an_arm_of_several_axes_is_named_by_its_values():
     assert lower(both, {"arm": "deep", "placement": "keel"}, than={"arm": "wide"}).verdict == "holds"
     assert both.arms() == [{"placement": "keel", "arm": "deep"}, {"placement": "keel", "arm": "wide"}]
     assert both.where(arm="deep").seeds == [0, 1, 2, 3, 4]
-    with pytest.raises(NotMeasured, match="keel as one configuration: its trials differ in arm"):
+    with pytest.raises(NotMeasured, match="keel as one configuration, because its trials differ in arm"):
         lower(both, "keel", than="wide")
 
 

@@ -150,7 +150,7 @@ BAD = {
     ),
     "a folder beside the splits": (
         lambda root: [(root / name).mkdir() for name in ("train", "val")],
-        "has the folder 'cat' beside its splits 'train' and 'val'",
+        "has the folder 'cat' in addition to the splits 'train' and 'val'",
     ),
     "one folder": (lambda root: shutil.rmtree(root / "dog"), "has 1 class, 'cat'. Give at least 2"),
     "one class": (lambda root: [p.rename(root / "cat" / f"d{p.name}") for p in (root / "dog").glob("*")], "no images"),

@@ -217,7 +217,9 @@ def test_a_compiled_function_hides_the_stream_and_a_line_says_so(tmp_path):
     model = NanoGpt()
     run = torch.compile(lambda *batch: model(*batch), backend="eager")
     (note,) = notes_of(model, tmp_path / "run", run)
-    assert note.startswith("Lamina does not record the residual stream, because it saw no forward pass of the model")
+    assert note.startswith(
+        "Lamina does not record the residual stream, because Lamina saw no forward pass of the model"
+    )
     assert found(tmp_path / "run", "update_norm", 2)[1, "block", "all"] > 0
 
 

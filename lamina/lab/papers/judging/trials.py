@@ -159,7 +159,9 @@ class Trials:
         if table.index.has_duplicates:
             columns = dict.fromkeys([*self.arm_axes, "learning_rate"])
             axes = [axis for axis in columns if axis in table and table[axis].nunique() > 1]
-            raise NotMeasured(f"{label(arm)} as one configuration: its trials differ in {_listed(axes)} (use where)")
+            raise NotMeasured(
+                f"{label(arm)} as one configuration, because its trials differ in {_listed(axes)} (use where)"
+            )
         if "status" not in table:
             table = table.assign(status=Status.FINISHED.value)  # nothing was trained, so nothing can have diverged
         return table[list(dict.fromkeys([column, "status"]))].sort_index()
