@@ -69,7 +69,7 @@ def stamp(paths: Iterable[Path], about: str = "") -> str:
 
 
 Expand = Callable[[str], Sequence[Candidate] | None]
-"""A function that returns the models to evaluate in a study's folder, or None for other paths."""
+"""A function that returns the models to evaluate in a study's folder, or None if the path is not a study's folder."""
 
 
 def candidates_of(paths: Sequence[str], expand: Expand) -> list[Candidate]:

@@ -47,7 +47,8 @@ class PerplexitySettings(Settings, group="data"):
 
     corpus: str | None = setting(
         None,
-        "text for the perplexity: embedded, a .txt/.jsonl file (also .gz/.xz/.zst), a folder, or hf:NAME",
+        "text on which to compute the perplexity: embedded, a .txt/.jsonl file (also .gz/.xz/.zst), a folder, or "
+        "hf:NAME",
         corpus_name,
     )
     text_field: str = setting("text", "field of a .jsonl or dataset row that holds the text")

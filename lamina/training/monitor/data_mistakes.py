@@ -28,7 +28,7 @@ def empty_rows(setup: BeforeTraining) -> Iterator[Mistake]:
     if mask is not None and mask.ndim == 2 and (none := int((mask == 0).all(1).sum())):
         yield Mistake(
             what=f"{none} of {len(mask)} rows of attention_mask are all 0",
-            why="attention over no tokens is NaN or uniform",
+            why="without tokens to attend to, attention is NaN or uniform",
             do="Leave empty texts out, and check whether the mask is inverted",
         )
     labels, targets = setup.labels, setup.trial.targets if setup.trial is not None else None

@@ -173,7 +173,7 @@ def coefficients(setup: BeforeTraining) -> Iterator[Mistake]:
             + (
                 lag
                 if betas[1] >= LOW
-                else "steps follow the last gradients. Beta is the fraction of the average that each step keeps"
+                else "each step follows the last gradients. Beta is the fraction of the average that each step keeps"
             ),
             do="Pass betas=(0.9, 0.95) or (0.9, 0.999)",
         )

@@ -58,7 +58,7 @@ def owned_parameters(model: nn.Module) -> Owned:
 
 
 def found_parameters(model: nn.Module, structure: Structure | None, flat: FlatParameters | None = None) -> Owned:
-    """List a model's parameters with their sub-layers. Without a structure, the whole model is one part.
+    """List a model's parameters with their sub-layers. Without known layers, the whole model is one part.
 
     A parameter that several layers share (ALBERT) belongs to the first of these layers. A tied parameter belongs to the
     embedding.

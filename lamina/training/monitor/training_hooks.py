@@ -437,7 +437,7 @@ class Instruments:
             self.ended.add(id(optimizer))
 
     def clips(self, parameters: Sequence[torch.Tensor], limit: float | None) -> None:
-        """Measure this model's gradients before torch clips them. Clipping by value has no limit."""
+        """Measure this model's gradients before torch clips them. If torch clips values, ``limit`` is None."""
         clipped_ids = {id(parameter) for parameter in parameters}
         if not any(id(parameter) in clipped_ids for parameter in self.model.parameters()):
             return
