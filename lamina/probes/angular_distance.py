@@ -28,21 +28,23 @@ WHOSE = {
 class AngularDistance(DirectionsProbe):
     """Measure the angle between the hidden states before and after each block of consecutive layers.
 
-    The hidden state before layer l is the residual stream x^l, and x^N is the stream after the last layer, before the
-    final norm. Lamina divides the angle by pi, so 0 is the same direction and 1/2 is a right angle. Lamina averages the
-    angles over sequences (Gromov et al. 2024; Mix-LN Eq 8, Fig 5).
+    The hidden state x^l is the residual stream before layer l. The last hidden state, x^N, is the residual stream after
+    the last layer and before the final norm. Lamina divides each angle by pi, so 0 means equal directions and 1/2 means
+    a right angle. Lamina averages the angles over tokens and sequences (Gromov et al. 2024; Mix-LN Eq 8, Fig 5).
 
-    The column ``start`` holds the block's first layer, and ``size`` holds its number of layers. For each size, the
-    metric ``best_start`` is the first layer of the block with the smallest angle, which is the best block to drop. If
-    norms act on the stream (Post-LN, HybridNorm), Lamina adds a note to the page.
+    The column ``start`` holds the number of the block's first layer, and ``size`` holds the block's number of layers.
+    For each block size, the metric ``best_start`` is the first layer of the block with the smallest angle. This block
+    is the best block of this size to remove. If norms act on the residual stream (Post-LN, HybridNorm), Lamina adds a
+    note to the report.
 
     Options:
 
-    ``tokens``: the tokens of a sequence to compare: "last" (default for text), "all" (default for images and during
-        training) or "first". "last" is the last real token, which may be a separator (Gromov et al.). "first" is the
-        class token of most encoders and vision models.
-    ``tokens_per_batch``: for tokens="all", the largest number of tokens per batch. The default is all tokens of your
-        own text, or as many tokens of a corpus as fit in a quarter of the model's memory.
+    ``tokens``: the tokens at which Lamina compares hidden states: "last", "first" or "all". The default is "last" for a
+        model that reads text, and "all" for images and during training. "last" is the last token that is not padding,
+        which may be a separator (Gromov et al.). "first" is the class token of most encoders and vision models.
+    ``tokens_per_batch``: the largest number of tokens per batch to compare if ``tokens`` is "all". For your own text,
+        the default is all tokens. For Lamina's embedded corpus, and during training, the default is as many tokens as
+        fit in a quarter of the memory of the model's weights (at least 64 MiB).
     """
 
     name = "angular_distance"

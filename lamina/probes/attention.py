@@ -31,20 +31,24 @@ _SOFTMAX = {_aten._softmax.default, _aten._safe_softmax.default}
 class Attention(Probe):
     """Measure the attention weights and attention logits of each head.
 
-    ``entropy``: the entropy of a query's attention weights in nats, averaged over queries.
-    ``entropy_share``: the entropy divided by its maximum, ln(number of visible keys). 1 is uniform attention. Queries
-        with one visible key do not count. The causal mask, a sliding window and padding hide keys.
-    ``max_logit``: the largest softmax input of a visible key in the whole sample, after the scale, a soft-cap and a
-        position bias. This metric has no standard error.
-    ``first_token_share``: the weight on the sequence's first token (the attention sink), averaged over queries. The
-        weight is 1 for a causal model's first query, and 0 if the first token is outside a sliding window.
+    ``entropy``: the entropy of the attention weights of one query in nats, averaged over queries.
+    ``entropy_share``: the entropy divided by the largest possible entropy, ln(number of visible keys). A value of 1
+        means uniform attention. Queries with only one visible key do not count. A causal mask, a sliding window or
+        padding can hide keys from a query.
+    ``max_logit``: the largest attention logit of a visible key in all measured sequences. An attention logit is an
+        input of the softmax, after the scale, a soft-cap and a position bias. This metric has no standard error.
+    ``first_token_share``: the attention weight on the sequence's first token (the attention sink), averaged over
+        queries. The first query of a causal model has the weight 1. If a sliding window hides the first token, the
+        weight is 0.
 
-    Rows with role "head" describe one head, with the head's number in ``index``. Rows with role "all" hold the mean
-    over the heads, or the maximum for max_logit. Lamina averages over a sequence's queries, then over sequences. The
-    standard error is over sequences. A learned sink (GPT-OSS) counts as a key.
+    Rows with role "head" describe one attention head, and the column ``index`` holds the head's number. Rows with role
+    "all" hold the mean over a layer's heads, or the largest value of all heads for max_logit. Lamina averages over the
+    queries of each sequence, then over sequences. Lamina computes standard errors over sequences. A learned attention
+    sink (GPT-OSS) counts as a key.
 
-    Lamina finds each softmax by its operation, not by a module's name, and runs eager attention for this purpose.
-    Memory holds the weights [batch, heads, queries, keys] of one layer at a time.
+    Lamina finds the attention by PyTorch's softmax operation, not by a module's name. To make this operation visible,
+    Lamina switches the model to eager attention. Memory must hold the attention weights [batch, heads, queries, keys]
+    of one layer at a time.
     """
 
     name = "attention"

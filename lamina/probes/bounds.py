@@ -193,41 +193,46 @@ def _factor(point: Point) -> float | torch.Tensor:
 
 @probe
 class Bounds(ShortProbe):
-    """Compare both sides of inequalities from papers, measured on your model.
+    """Measure both sides of inequalities from papers on your model.
 
-    ``role`` names the inequality. The metric ``left`` is the left side, ``right`` is the right side, and ``ratio`` is
-    left divided by right. Values are means over sequences, with their standard error.
+    The column ``role`` names the inequality. The metric ``left`` is the inequality's left side, ``right`` is the right
+    side, and ``ratio`` is left divided by right. Values are means over sequences, with their standard errors.
 
-    Peri-LN's Proposition 3.1 bounds the gradient of the last down-projection, W_2. The left side is the Frobenius norm
-    of the gradient. ``last_layer_sides`` defines the right side. The paper's model is a toy model, and Lamina uses your
-    model's loss. The role tells which norms follow W_2:
+    Peri-LN's Proposition 3.1 bounds the gradient of W_2, the down-projection of the last layer's feed-forward. The left
+    side is the Frobenius norm of this gradient. The function ``last_layer_sides`` defines the right side. The paper
+    uses a toy model, but Lamina uses the loss of your model. The role tells which norms follow W_2 in the last layer:
 
-    ``peri_ln_c1``: no norm.
-    ``peri_ln_c2``: a norm on the output of W_2.
-    ``peri_ln_c3``: a norm on the sum of the skip and the output.
-    ``peri_ln_c2_c3``: both norms.
-    ``peri_ln_c1_token`` (and so on): both sides at the token with the largest ratio, which is at most 1.
+    ``peri_ln_c1``: no norm follows W_2.
+    ``peri_ln_c2``: a norm acts on the output of W_2.
+    ``peri_ln_c3``: a norm acts on the sum of the skip and the output of W_2.
+    ``peri_ln_c2_c3``: one norm acts on the output of W_2, and another norm acts on the sum.
+    ``peri_ln_c1_token``, ``peri_ln_c2_token`` and so on: both sides at the token with the largest ratio. This ratio is
+        at most 1.
 
-    FuseNorm's Theorem 1 gives these roles at each layer. J is the block's Jacobian, and F is a sub-layer's output.
+    FuseNorm's Theorem 1 gives the following roles at each layer. J is the block's Jacobian, and F is the output of a
+    sub-layer.
 
-    ``fusenorm_eq_9``: the distance of J from the identity (left), and c / sigma (right). sigma is the standard
-        deviation of the block's input. Lamina chooses the constant c so that the geometric mean of the ratios is 1. The
-        block must have no norm on the residual stream.
-    ``fusenorm_eq_21``: the variance of F (left), and the option ``constant`` divided by the number of blocks (right).
-        The paper states only the order of magnitude, so the ratio must not grow with the number of blocks. Layer -1
-        holds the mean over the layers.
-    ``fusenorm_eq_20``: the variance of a sub-layer's sum (left), and the variance of the skip plus the variance of F
-        (right). Both sides are equal if skip and F are uncorrelated. A norm must follow the sum.
-    ``fusenorm_eq_19``: the spectral norm of J (left), and the paper's approximate bound (right). The block must have
-        FuseNorm's structure.
-    ``fusenorm_eq_19_chain``: the spectral norm of J (left), and the chain rule's bound (right). The ratio is at most 1.
+    ``fusenorm_eq_9``: the left side is the spectral norm of J minus the identity. The right side is c / sigma, and
+        sigma is the standard deviation of the block's input. Lamina chooses the constant c so that the geometric mean
+        of the ratios is 1. Lamina measures this role only in blocks without a norm on the residual stream.
+    ``fusenorm_eq_21``: the left side is the variance of F. The right side is the option ``constant`` divided by the
+        number of blocks. The paper states only the order of magnitude, so only a ratio that grows with the number of
+        blocks contradicts the paper. Rows of layer -1 hold the mean over the layers.
+    ``fusenorm_eq_20``: the left side is the variance of the sum of the skip and F. The right side is the variance of
+        the skip plus the variance of F. Both sides are equal if the skip and F are uncorrelated. Lamina measures this
+        role only in sub-layers with a norm after the sum.
+    ``fusenorm_eq_19``: the left side is the spectral norm of J, and the right side is the paper's approximate bound.
+        Lamina measures this role only in blocks with FuseNorm's structure.
+    ``fusenorm_eq_19_chain``: the left side is the spectral norm of J, and the right side is a bound from the chain
+        rule. The ratio is at most 1. Lamina measures this role only in blocks with FuseNorm's structure.
 
-    Two rows of layer -1 compare slopes in log-log plots of J's distance from the identity. The left side is the
-    measured slope, and the right side is the paper's slope.
+    Rows of layer -1 with the next two roles describe how J's distance from the identity changes from layer to layer.
+    The left side is the slope of a line through the measured distances in a log-log plot. The right side is the paper's
+    slope.
 
-    ``fusenorm_eq_9``: the slope against sigma. The paper's slope is -1.
-    ``fusenorm_eq_9_depth``: the slope against the layer's number (from 1). The paper's slope is -1/2 if the variance
-        grows linearly.
+    ``fusenorm_eq_9``: the slope of the distance against sigma. The paper's slope is -1.
+    ``fusenorm_eq_9_depth``: the slope of the distance against the layer's number (from 1). The paper's slope is -1/2 if
+        the variance grows linearly with depth.
     """
 
     name = "bounds"

@@ -26,29 +26,31 @@ _NOTHING = 1e-6
 
 @probe
 class DepthMixing(ShortProbe):
-    """Measure how much skips and norms scale each sub-layer's output on its way to a later layer.
+    """Measure how much skips and norms scale each sub-layer's output on the way to a later layer.
 
     Lamina detaches the input of every attention and feed-forward, so gradients flow only through skips, scales and
-    norms. The factor from a sub-layer's output to a later hidden state is then the root mean square factor by which the
-    Jacobian stretches a random direction. In Attention Residuals (arXiv 2603.15031, Sec 6.2), these factors are the
-    weights in the depth-mixing matrix.
+    norms. Each factor belongs to a Jacobian, such as the Jacobian from a sub-layer's output to a later hidden state.
+    The factor is the root mean square factor by which this Jacobian stretches a random direction. In Attention
+    Residuals (arXiv 2603.15031, Sec 6.2), these factors are the weights in the depth-mixing matrix.
 
-    ``mixing``: the factor from the output of sub-layer number ``index`` to the hidden state before layer ``layer``.
-        Sub-layers count from 0 over the whole model, and the embedding has index -1. The factor is 1 everywhere in
-        Pre-LN. The factor is 0 if the output reaches the layer only through other sub-layers, as in FuseNorm's
+    ``mixing``: the factor from the output of sub-layer number ``index`` to the hidden state before layer ``layer``. The
+        sub-layers have numbers from 0 over the whole model, and the embedding has the number -1. In Pre-LN, all factors
+        are 1. The factor is 0 if the output reaches the layer only through other sub-layers, as in FuseNorm's
         attention.
-    ``composite_gain`` (index -1): the factor from the hidden state before layer ``layer`` to the last layer's output,
-        which is 1 in Pre-LN. The mHC paper reports the worst row of the matrix, but Lamina averages over the rows.
+    ``composite_gain`` (index -1): the factor from the hidden state before layer ``layer`` to the last layer's output.
+        In Pre-LN, this factor is 1. The mHC paper reports the worst row of the matrix, but Lamina averages over the
+        rows.
 
-    If a model has several streams or stores earlier hidden states, mixing describes the combined state that a layer
-    reads. The metric composite_gain then ends at the final norm's input, or treats several streams as one long vector.
+    In a model with several residual streams or with stored earlier hidden states, each layer reads a combination of
+    these tensors. The metric mixing then describes this combination. With several streams, composite_gain treats all
+    streams as one long vector. With stored hidden states, composite_gain ends at the input of the final norm.
 
     Options:
 
-    ``sequences``: the number of sequences to measure (0 for all). The default is all of your own text, or 1 sequence of
-        a corpus.
-    ``tokens``: the number of tokens to measure of each sequence (0 for all). The default is all of your own text, or 32
-        tokens of a corpus.
+    ``sequences``: the number of sequences to measure (0 for all). The default is 0 for your own text. For Lamina's
+        embedded corpus, and during training, the default is 1.
+    ``tokens``: the number of tokens to measure at the start of each sequence (0 for all). The default is 0 for your own
+        text. For Lamina's embedded corpus, and during training, the default is 32.
     """
 
     name = "depth_mixing"

@@ -23,19 +23,19 @@ METRICS = ("gain_mean", "gain_std", "gain_rms", "gain_min", "gain_max")
 
 @probe
 class Gains(Probe):
-    """Read the gain vector of every norm, and the learned scales of the layers, from the weights.
+    """Read the gain of every norm and the learned scales of the layers from the weights.
 
-    A learned scale is a parameter with one value, or one value per channel. Biases and parameters of norms do not
-    count.
+    A norm's gain is the norm's learned weight vector. A learned scale is a parameter with one value, or with one value
+    per channel. Biases and the parameters of norms are not learned scales.
 
-    The column ``role`` is the norm's position (pre_norm, out_norm, post_norm, inner_norm, embedding_norm, final_norm)
-    or the scale's name (such as skip_scale, or lambda in LayerScale). ``path`` is the module's path. ``index`` numbers
-    parameters with the same role in a sub-layer, such as query and key norms. The embedding's norm and the final norm
-    have layer -1 and sublayer "model".
+    The column ``role`` holds the norm's position (pre_norm, out_norm, post_norm, inner_norm, embedding_norm,
+    final_norm) or the scale's name (such as skip_scale, or lambda in LayerScale). The column ``path`` holds the path of
+    the module. If a sub-layer has several parameters with the same role, such as query and key norms, the column
+    ``index`` numbers these parameters. The embedding's norm and the final norm have layer -1 and sublayer "model".
 
-    Lamina computes gain_mean, gain_std (population), gain_rms, gain_min and gain_max over the vector in float64. The
-    gain is the factor that the norm applies, although Gemma stores the gain minus 1. Norms without a gain have no rows.
-    The probe reads no text, so the values have no standard error.
+    The metrics gain_mean, gain_std (population), gain_rms, gain_min and gain_max summarize each vector in float64.
+    Gemma's checkpoints store the gain minus 1, but Lamina shows the factor that the norm applies. Norms without a gain
+    have no rows. This probe reads no text, so the values have no standard error.
     """
 
     name = "gains"

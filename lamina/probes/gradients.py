@@ -29,24 +29,30 @@ _SEQUENCES = 16  # the default for a corpus
 
 @probe
 class Gradients(Probe):
-    """Measure the norm and variance of the mean loss's gradient at the model's present weights, without clipping.
+    """Measure the norm and the variance of the loss's gradient at the model's current weights, without clipping.
+
+    The loss is the mean over all predicted tokens.
 
     ``gradient_norm``: the L2 norm of the gradient.
     ``gradient_variance``: the variance of the gradient's elements (Peri-LN Fig 7).
-    ``spike_score`` (layer -1, role loss or grad_norm): the share of logged values in the model's run that are spikes
-        (OLMo 2). A spike is at least 7 standard deviations above the mean of the 1,000 values before it.
+    ``spike_score`` (layer -1, role loss or grad_norm): the fraction of spikes among the values that the model's
+        training run logged (OLMo 2). A spike is at least 7 standard deviations above the mean of the 1,000 values
+        before the spike.
 
-    The column ``role`` names the parameters or tensors that a row covers. In a sub-layer, a role is a kind of
-    parameter, such as query or pre_norm, or the module's path. Role ``all`` covers a whole sub-layer, a whole layer
-    (sublayer ``block``) or the whole model (layer -1, as torch.nn.utils.get_total_norm). Outside the layers (sublayer
-    ``model``), the roles are embedding, readout (the output head) and final_norm.
+    The column ``role`` names the parameters or hidden states of a row. In a sub-layer, a role is a kind of parameter,
+    such as query or pre_norm, or a parameter's path. Role ``all`` covers all parameters of a sub-layer, of a whole
+    layer (sublayer ``block``) or of the whole model (layer -1). The norm of the whole model's gradient equals the
+    result of torch.nn.utils.get_total_norm. Outside the layers (sublayer ``model``), the roles are embedding, readout
+    (the output head) and final_norm.
 
-    Role ``state`` (sublayer ``block``) is the gradient with respect to the residual stream before layer l, or after the
-    last layer for l = N. Role ``state`` covers all tokens and streams. The loss is a mean over tokens, so this gradient
-    shrinks with the number of tokens. Compare only values on the same text.
+    Role ``state`` (sublayer ``block``) describes the gradient of the loss with respect to a hidden state. The row of
+    layer l is about the residual stream before layer l, and the row of layer N is about the residual stream after the
+    last layer. Role ``state`` covers all tokens and streams. With more tokens, each token has less weight in the mean
+    loss, so this gradient is smaller. Compare only values from the same text.
 
-    If layers share parameters (ALBERT), Lamina sums their gradients and shows the sum at the first layer. If the output
-    head is the embedding, Lamina shows the sum at the embedding. On a short text, noise makes the gradient norm larger.
+    If layers share parameters (ALBERT), Lamina shows the sum of the layers' gradients at the first of these layers. If
+    the output head and the embedding share their weights, Lamina shows the sum of both gradients at the embedding. On a
+    short text, noise makes the gradient norm larger.
     """
 
     name = "gradients"

@@ -36,43 +36,49 @@ _STATE = {"sublayer": "block", "role": "state", "index": 0}
 
 @probe
 class HiddenStates(Probe):
-    """Measure the residual stream x^l before each layer l, and the state x^N after the last layer.
+    """Measure the residual stream x^l before each layer l, and the residual stream x^N after the last layer.
 
-    Rows with role "state" (layer = l, sublayer "block") describe x^l over the whole sample:
+    Rows with role "state" (layer = l, sublayer "block") describe x^l. These metrics cover all elements of x^l in all
+    sequences:
 
     ``variance``: the population variance over all elements.
-    ``token_variance``: the variance over a token's channels, averaged over tokens.
+    ``token_variance``: the variance over the channels of one token, averaged over tokens.
     ``mean``, ``abs_mean``, ``rms``: the mean of x, the mean of |x|, and the root mean square of x.
     ``variance_step``: the variance after layer l minus the variance before layer l (Peri-LN Eq 4).
-    ``abs_max``: the largest |x|. The columns channel, position and token locate the largest |x|.
+    ``abs_max``: the largest |x|. The columns channel, position and token tell where the largest |x| is.
     ``top100_max``, ``top100_min``: the largest and the smallest of the 100 largest |x| (Peri-LN Fig 11).
-    ``headroom_factor``: FP16's limit, 65504, divided by abs_max. Its base-2 logarithm is ``headroom_bits``.
+    ``headroom_factor``: FP16's limit, 65504, divided by abs_max.
+    ``headroom_bits``: the base-2 logarithm of headroom_factor.
 
-    The following metrics are means over sequences:
+    Lamina computes the following metrics for each sequence, and shows the mean over sequences:
 
-    ``top_magnitude``: the largest |x| of a sequence. ``index`` 2 is the second largest, and so on.
-    ``median``: the median |x| of a sequence (the lower of two middle values).
+    ``top_magnitude``: the largest |x| (``index`` 1), the second largest |x| (``index`` 2), and so on.
+    ``median``: the median of |x| (the lower of two middle values).
     ``max_to_median``: the largest |x| divided by the median. If a norm bounds |x|, use this metric to find outliers.
-    ``massive_count``: the number of massive activations in a sequence. An activation is massive if |x| is above 100 and
-        at least 1000 times the sequence's median (Sun et al. 2024).
+    ``massive_count``: the number of massive activations. An activation is massive if |x| is above 100 and at least 1000
+        times the sequence's median (Sun et al. 2024).
 
-    A state has at most 20 rows with the metric massive_activation. Each row holds the largest massive activation at one
-    channel and position, with its sign. The metric massive_sequences counts the sequences with a massive activation at
-    this location.
+    For each state, Lamina reports the largest massive activations at up to 20 pairs of a channel and a token position.
+    For each pair, the metric massive_activation is the largest massive activation, with its sign. The metric
+    massive_sequences is the number of sequences with a massive activation at this pair.
 
     Rows with role "contribution" describe the tensor that a sub-layer adds to the residual stream. Rows with role
-    "after" describe the residual stream after the addition and any post_norm.
+    "after" describe the residual stream after this addition, and after the post_norm if the sub-layer has a post_norm.
 
-    Rows with a norm's role (such as pre_norm) describe the norm's input. The metric sigma is the standard deviation
-    over the channels (Mix-LN Eq 5-7), and rms is the root mean square. Lamina averages sigma and rms over tokens.
+    Rows with a norm's role (such as pre_norm) describe the input of the norm. The metric sigma is the standard
+    deviation over the channels (Mix-LN Eq 5-7), and rms is the root mean square. Lamina averages sigma and rms over
+    tokens.
 
-    In a model with several streams, x^l is the mean of the streams. In rows with role "streams", stream_cosine is the
-    mean cosine of two streams at a token, and stream_rms is the rms of stream number ``index``.
+    In a model with several residual streams, x^l is the mean of the streams. Rows with role "streams" describe the
+    separate streams. The metric stream_cosine is the mean cosine between any two streams of the same token. The metric
+    stream_rms is the root mean square of stream number ``index``.
 
     Two rows of layer -1 (sublayer "model") tell how the variance grows with depth. The metric growth_linear_r2 is the
-    R^2 of a line through the variances, and growth_exponential_r2 is the R^2 of a line through their logarithms.
+    R^2 of a straight line through the variances. The metric growth_exponential_r2 is the R^2 of a straight line through
+    the logarithms of the variances.
 
-    Padding does not count. The last of transformers' hidden_states is after the final norm, but x^N is before the norm.
+    Padding does not count. The last entry of transformers' hidden_states is after the final norm, but x^N is before the
+    final norm.
     """
 
     name = "hidden_states"

@@ -43,51 +43,53 @@ _PATHS = {
 
 @probe
 class JacobianProbe(ShortProbe):
-    """Measure the Jacobian of each block at real hidden states.
+    """Measure the Jacobian of each block at the hidden states of real inputs.
 
-    J is the Jacobian of a block's output with respect to its input, over all tokens of a short sequence. The spectral
-    norm of J is the largest factor by which the block stretches a change of its input, or a gradient in the backward
-    pass. Lamina finds the norm by Lanczos bidiagonalization. Values are means over sequences, with their standard
-    error.
+    J is the Jacobian of a block's output with respect to the block's input, over all tokens of a short sequence. The
+    spectral norm of J is the largest factor by which the block can stretch a small change of its input. The same factor
+    bounds how much the block can stretch a gradient in the backward pass. Lamina computes spectral norms by Lanczos
+    bidiagonalization. Values are means over sequences, with their standard errors.
 
     ``norm``: the spectral norm.
     ``log10_product``: log10 of the product of the spectral norms of layers 0 to ``layer``.
-    ``typical``: the root mean square factor by which J stretches a random direction, from four directions.
-    ``formula``: a paper's formula for the spectral norm.
-    ``iterations``, ``residual``: the number of iterations, and the remaining relative error of the norm.
+    ``typical``: the root mean square factor by which J stretches a random direction, estimated from four directions.
+    ``formula``: the spectral norm by a paper's formula.
+    ``iterations``, ``residual``: the number of iterations, and the remaining relative error of the spectral norm.
 
-    A layer (sublayer "block") has these roles:
+    Rows of a layer (sublayer "block") have one of these roles:
 
-    ``jacobian``: the whole block.
-    ``identity``: J minus the identity, so that the norm is the distance from the identity (FuseNorm Eq 9). One token of
-        small norm, often the first token, can make this norm large.
-    ``residual_path``: the block with gradients only through skips and the norms on them. This path does not mix tokens,
-        so Lamina takes the geometric mean of the tokens' spectral norms.
-    ``keel``: Keel's formula for the residual path (Eq 14-19), from gains and scales alone. Keel assumes post-norms. For
-        placements without post-norms, the formula is the scale of the skips.
+    ``jacobian``: the Jacobian of the whole block.
+    ``identity``: J minus the identity. The spectral norm is then the distance of J from the identity (FuseNorm Eq 9). A
+        single token with a small norm, often the first token, can make this distance large.
+    ``residual_path``: the Jacobian of the residual path, on which gradients flow only through the skips and the norms
+        on the skips. The residual path does not mix tokens, so Lamina takes the geometric mean of the tokens' spectral
+        norms.
+    ``keel``: Keel's formula for the residual path (Eq 14-19), from gains and scales alone. Keel's formula assumes
+        post-norms. For placements without post-norms, the result is the scale of the skips.
     ``fusenorm``: FuseNorm's formula for the residual path (Eq 10, 11, 16). The formula is the product of gain / sigma
-        over the norms on the path, and sigma is a token's standard deviation before the norm. The row holds the
+        over the norms on the path. Here, sigma is the standard deviation of a token before the norm. The row holds the
         geometric mean over tokens.
 
-    In a model with several streams, these roles treat all streams as one vector, without formulas. Two more roles
-    follow:
+    In a model with several residual streams, these roles treat all streams as one vector, and Lamina leaves out the
+    formulas. Models with several streams have two more roles:
 
-    ``stream``: from stream number ``index`` before the block to the same stream after the block.
-    ``collapsed``: from the same change of every stream to the change of the streams' mean after the block.
+    ``stream``: the Jacobian from stream number ``index`` before the block to the same stream after the block.
+    ``collapsed``: the Jacobian from one common change of all streams to the mean of the streams after the block.
 
     Rows of a sub-layer with role post_norm hold sigma, the number by which the post-norm divides, averaged over tokens.
-    Rows of layer -1 hold the product over all layers. The metric log10_total (role jacobian) is log10 of the spectral
-    norm of the whole model's Jacobian, which is at most the product of all layers' spectral norms.
+    Rows of layer -1 hold the log10_product of all layers. The metric log10_total (role jacobian) is log10 of the
+    spectral norm of the whole model's Jacobian. This spectral norm is at most the product of all layers' spectral
+    norms.
 
     Options:
 
-    ``sequences``: the number of sequences to measure (0 for all). The default is all of your own text, or 1 sequence of
-        a corpus.
-    ``tokens``: the number of tokens to measure of each sequence (0 for all). The default is all of your own text, or 32
-        tokens of a corpus.
-    ``tolerance``: the relative error of a spectral norm at which the iteration stops.
+    ``sequences``: the number of sequences to measure (0 for all). The default is 0 for your own text. For Lamina's
+        embedded corpus, and during training, the default is 1.
+    ``tokens``: the number of tokens to measure at the start of each sequence (0 for all). The default is 0 for your own
+        text. For Lamina's embedded corpus, and during training, the default is 32.
+    ``tolerance``: the relative error of a spectral norm at which Lamina stops the iteration.
     ``iterations``: the largest number of iterations per spectral norm.
-    ``total``: whether to also measure the Jacobian of the whole model (log10_total).
+    ``total``: whether Lamina also measures the Jacobian of the whole model (log10_total).
     """
 
     name = "jacobian"

@@ -59,46 +59,50 @@ _MORE = 16  # times as much text, for a quarter of the standard error
 class LayerDrop(Probe):
     """Measure how much worse a model is without each layer, or without a block of consecutive layers.
 
-    Positive values are harm. All other layers keep their weights and scales. In each row, ``layer`` is the first
-    dropped layer, and ``size`` is the number of dropped layers. (Sources: Mix-LN Fig 2, 3 and 6b, Keel's dPPL, Gromov
-    et al. 2024.)
+    A positive value means that the model is worse without the layers. All other layers keep their weights and scales.
+    In each row, ``layer`` is the first dropped layer, and ``size`` is the number of dropped layers. (Sources: Mix-LN
+    Fig 2, 3 and 6b, Keel's dPPL, Gromov et al. 2024.)
 
     The column ``meaning`` tells how Lamina drops a layer:
 
-    "remove": the layer returns its input. With several streams, the layer returns all streams unchanged.
-    "branch": attention and feed-forward add zero, but skips, skip scales and post-norms stay. With several streams, the
-        layer still mixes the streams. The result is the same as "remove" if no norm acts on the stream, as in Pre-LN.
+    "remove": the layer returns its input. In a model with several residual streams, the layer returns all streams
+        unchanged.
+    "branch": the attention and the feed-forward add zero, but skips, skip scales and post-norms stay. In a model with
+        several residual streams, the layer still mixes the streams. If no norm acts on the residual stream, as in
+        Pre-LN, "branch" gives the same result as "remove".
 
-    The metrics:
+    Each row has one of these metrics:
 
     ``loss_increase``: the increase of the loss in nats per predicted token.
     ``perplexity_increase``: the increase of exp(loss).
-    ``accuracy_drop``: the decrease of the model's score on an lm-eval task. The standard error is usually too large,
-        because it assumes that the scores with and without the layers are independent.
-    ``score_drop``: the decrease of your own score, or its increase if a lower score is better.
+    ``accuracy_drop``: the decrease of the model's score on an lm-eval task. The standard error assumes that the scores
+        with and without the layers are independent, so the standard error is usually too large.
+    ``score_drop``: the decrease of your own score. If a lower score is better, score_drop is the increase.
     ``angular_distance``: the angle between the hidden states before and after the layers (see the probe
         angular_distance).
-    ``loss``, ``perplexity``, ``accuracy``, ``score`` (layer -1, size 0): the whole model's value.
+    ``loss``, ``perplexity``, ``accuracy``, ``score`` (layer -1, size 0): the loss, perplexity, accuracy or score of the
+        whole model.
 
     Options:
 
     ``block``: the number of consecutive layers to drop together (default: 1).
     ``meaning``: how to drop a layer: "remove", "branch", or "all" for both (default).
-    ``metric``: loss, perplexity or "all" (default).
+    ``metric``: "loss", "perplexity", or "all" for both (default).
     ``task``: a task of lm-evaluation-harness to use instead of the loss (pip install lm-eval).
-    ``include_path``: a folder with the task's YAML file. The file can hold code, so set run_code.
-    ``run_code``: whether Lamina may run code in task files and code that the model writes.
-    ``task_metric``: the task's metric (default: acc).
-    ``limit``: the largest number of documents of the task, or of questions in the SQuAD file.
-    ``squad``: a file in SQuAD v1.1's format. The F1 of the model's question-answering head then replaces the loss.
-    ``score``: a Python function from the model to a number, to use instead of the loss.
+    ``include_path``: a folder with the task's YAML file. This file can contain code, so also set run_code.
+    ``run_code``: whether Lamina may run code in task files and code that the model generates.
+    ``task_metric``: the name of the task's metric (default: acc).
+    ``limit``: the largest number of documents to read from the task, or of questions to read from the SQuAD file.
+    ``squad``: a file in SQuAD v1.1's format. Lamina then measures the F1 of the model's question-answering head instead
+        of the loss.
+    ``score``: a Python function that takes the model and returns a number, to use instead of the loss.
     ``higher_is_better``: whether a higher score is better.
-    ``standard_error``: the target for the relative standard error of a loss increase (0 for all text). Lamina adds
-        text until every layer reaches the target. An increase below 0.1 nats counts as 0.1 nats. The default is the
-        setting tolerance. Without this setting, the default is 0.05 for a corpus if you set no number of sequences,
-        and otherwise 0.
-    ``sequences``: the largest number of sequences for the loss (0 for all). The default is all of your own text, or 4
-        sequences of a corpus. If you set the number of sequences or the tolerance for all probes, the default is all.
+    ``standard_error``: the target for the relative standard error of the loss increases. Lamina measures more text
+        until every layer reaches the target. To measure all text, set 0. For an increase below 0.1 nats, Lamina divides
+        the standard error by 0.1 nats. The default is the value of --tolerance. Without --tolerance, the default is 0
+        if you give your own text or set a number of sequences. Otherwise, the default is 0.05.
+    ``sequences``: the largest number of sequences for the loss (0 for all). The default is 0 if you give your own text
+        or set --sequences or --tolerance. Otherwise, the default is 4.
     """
 
     name = "layer_drop"

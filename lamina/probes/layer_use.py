@@ -32,27 +32,30 @@ Inputs = Mapping[str, torch.Tensor]
 
 @probe
 class LayerUse(Probe):
-    """Measure how a model uses its layers, with the three scores of DepthBench. Rows have the role "block".
+    """Measure how a model uses its layers, with the three scores of DepthBench.
 
-    ``causal_score``: the relative change of a later layer's update if the model skips layer ``layer``. The update of
-        the later layer ``index`` is its output minus its input. Lamina takes norms over a token's channels, and
-        averages over tokens.
+    All rows have the role "block".
+
+    ``causal_score``: the norm of the change of a later layer's update if the model skips layer ``layer``, divided by
+        the norm of the update. The column ``index`` holds the number of the later layer. A layer's update is the
+        layer's output minus the layer's input. Lamina takes norms over the channels of each token, and averages over
+        tokens.
     ``permutation_score``: the absolute change of the loss if layer ``layer`` and the next layer change places, divided
-        by the loss. The weights, norms, scales and kind of a layer move with the layer. A mask that belongs to a
-        position in the stack does not move.
+        by the loss. A layer's weights, norms, scales and type move with the layer. A mask that belongs to a position in
+        the stack of layers does not move.
     ``linear_loss_increase``: the increase of the loss in nats per token if the best linear map replaces the layer.
-        Lamina fits the map by least squares, without an intercept, on the second half of the sequences. Lamina measures
-        the loss on the first half.
+        Lamina fits the linear map by least squares, without an intercept. Lamina fits the map on the second half of the
+        sequences, and measures the loss on the first half.
 
-    Standard errors are over sequences. If a model has several streams, causal_score uses the streams' mean. In
-    linear_loss_increase, several streams count as one vector. Models whose layers share weights or read earlier hidden
-    states have no permutation_score.
+    Lamina computes standard errors over sequences. In a model with several residual streams, causal_score uses the mean
+    of the streams. For linear_loss_increase, Lamina treats several streams as one vector. If the layers share weights
+    or read earlier hidden states, Lamina cannot measure permutation_score.
 
     Options:
 
     ``metric``: one of the three scores, or "all" (default).
-    ``sequences``: the number of sequences to measure (0 for all). The default is all of your own text, or 4 sequences
-        of a corpus.
+    ``sequences``: the number of sequences to measure (0 for all). The default is 0 if you give your own text or set
+        --sequences or --tolerance. Otherwise, the default is 4.
     """
 
     name = "layer_use"

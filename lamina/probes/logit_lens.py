@@ -34,17 +34,21 @@ _TRIED = 8  # the number of tokens on which Lamina compares ``Tail`` with the mo
 class LogitLens(Probe):
     """Predict tokens from each hidden state x^l as if x^l were the last hidden state (the logit lens).
 
-    Lamina applies all operations after the layers to x^l: the final norm, the output head, and any scale or soft-cap.
-    Here, x^l is the residual stream before layer l, and x^N gives the model's own predictions. Rows have role "state"
-    and layer = l. Lamina averages over the predicted tokens of a sequence, then over sequences, with a standard error:
+    The hidden state x^l is the residual stream before layer l, and x^N is the residual stream after the last layer.
+    Lamina applies all operations that follow the layers to x^l: the final norm, the output head, and any scale or
+    soft-cap. The predictions from x^N are the model's own predictions. Rows have the role "state" and layer = l. Lamina
+    averages over the predicted tokens of each sequence, then over sequences. The following metrics have a standard
+    error over sequences:
 
     ``cross_entropy``: the cross-entropy of the true token in nats. A causal model predicts the next token. A masked
-        model predicts 15 % of the tokens, at the same positions in each sequence.
-    ``kl_to_final``: the KL divergence in nats from the model's own predictions to the predictions of x^l.
-    ``top1_agreement``: the share of positions at which x^l and the model predict the same token.
+        model predicts 15 % of each sequence's tokens, which Lamina masks. Sequences of equal length have the same
+        masked positions.
+    ``kl_to_final``: the KL divergence in nats from the model's own predictions to the predictions from x^l.
+    ``top1_agreement``: the fraction of predicted tokens for which x^l and the model have the same most likely token.
 
-    Early states may predict worse than uniform guessing, because their basis differs from the last state's basis. The
-    row "uniform_cross_entropy" (layer -1, sublayer "model") holds the loss of uniform guessing, ln(vocabulary size).
+    Early hidden states may predict worse than uniform guessing, because their basis differs from the basis of the last
+    hidden state. The metric uniform_cross_entropy (layer -1, sublayer "model") is the cross-entropy of uniform
+    guessing, ln(vocabulary size).
     """
 
     name = "logit_lens"

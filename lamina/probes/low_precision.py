@@ -67,31 +67,43 @@ def round_trip(x: torch.Tensor, kind: str, *, scaled: bool = True) -> torch.Tens
 
 @probe
 class LowPrecision(Probe):
-    """Measure the error of rounding hidden states and activations to formats of fewer bits, and find overflows.
+    """Round hidden states and activations to low-precision formats, measure the rounding errors, and find overflows.
 
     The column ``format`` is fp16, bf16, fp8_e4m3, fp8_e5m2, int8_tensor or int8_token (see ``round_trip``). The column
-    ``role`` names the tensor x: "state" for the hidden state before a layer, "contribution" for the tensor that a
-        sub-layer adds to the residual stream, and "activation" for the input of a dense feed-forward's down-projection.
-        Each sequence has its own scale.
+    ``role`` names the tensor x that Lamina rounds:
 
-    ``relative_error``: the norm of the rounding error divided by the norm of x, over a sequence, averaged over
-        sequences.
-    ``token_error``: the same ratio for each token, averaged over tokens.
-    ``max_error``: the largest absolute rounding error of the sample.
-    ``share_lost``: the share of elements that become 0 by rounding.
-    ``overflow_share``: the share of elements that become inf. The errors are then infinite.
-    ``loss`` (layer -1, role "state"): the loss in nats per token if Lamina rounds the hidden states of all layers. The
-        format "none" has the loss without rounding.
-    ``loss_increase``: the loss with rounding minus the loss without rounding.
-    ``model_loss`` and ``model_loss_increase`` (layer -1, role "model"): the same if the whole model runs in fp16 or
-        bf16. An overflow anywhere, such as in the attention's queries, makes the loss NaN. Lamina leaves out these two
-        metrics while a model trains.
-    ``abs_max`` (role "weight", format "none"): the largest |w| of a sub-layer's weights. Layer -1 has the weights
-        outside of the layers. ``overflow_share`` is the share of the weights that become inf.
+    "state": the hidden state before a layer.
+    "contribution": the tensor that a sub-layer adds to the residual stream.
+    "activation": the input of the down-projection in a dense feed-forward.
 
-    Per-tensor INT8 divides by the largest |x|, so one massive activation (Sun et al. 2024) leaves almost no steps for
-    the other elements. The metrics token_error and share_lost show this damage. The metric relative_error hides it,
-    because the massive activation is most of the norm.
+    Lamina scales FP8 (by default) and int8_tensor for each sequence, and int8_token for each token. These metrics
+    describe the rounding of one tensor:
+
+    ``relative_error``: the norm of the rounding error of a sequence divided by the norm of x, averaged over sequences.
+    ``token_error``: the norm of the rounding error of a token divided by the norm of the token, averaged over tokens.
+    ``max_error``: the largest absolute rounding error in all sequences.
+    ``share_lost``: the fraction of elements that rounding turns from nonzero values into 0.
+    ``overflow_share``: the fraction of elements that rounding turns into inf. The errors are then infinite.
+
+    These metrics describe the whole model (layer -1):
+
+    ``loss`` (role "state"): the loss in nats per token if Lamina rounds the hidden states of all layers. Rows with
+        format "none" hold the loss without rounding.
+    ``loss_increase`` (role "state"): the loss with rounding minus the loss without rounding.
+    ``model_loss`` (role "model"): the loss in nats per token if the whole model runs in fp16 or bf16. An overflow
+        anywhere, such as in the attention's queries, makes the loss NaN.
+    ``model_loss_increase`` (role "model"): model_loss minus the loss without rounding. While a model trains, Lamina
+        leaves out model_loss and model_loss_increase.
+
+    These metrics describe the weights w of a sub-layer (role "weight"). Layer -1 has the weights outside of the layers.
+
+    ``abs_max`` (format "none"): the largest |w|.
+    ``overflow_share``: the fraction of weights that rounding turns into inf.
+
+    Per-tensor INT8 (int8_tensor) has one scale for all elements of x. If one massive activation (Sun et al. 2024) sets
+    this scale, rounding leaves almost no distinct values for the other elements. The metrics token_error and share_lost
+    show this loss. The metric relative_error hides this loss, because the massive activation makes up most of the norm
+    of x.
     """
 
     name = "low_precision"

@@ -22,21 +22,21 @@ METRICS = ("stable_rank", "effective_rank")
 
 @probe
 class Ranks(Probe):
-    """Measure the stable and the effective rank of each layer's hidden states.
+    """Measure the stable rank and the effective rank of the hidden states before each layer.
 
-    Rows with role state describe the matrix [tokens, channels] of the hidden states before a layer, for one sequence.
-    Lamina does not center the matrix, and averages over sequences.
+    Rows with role "state" describe the matrix [tokens, channels] of the hidden states of one sequence before a layer.
+    Lamina does not center this matrix. Lamina averages the ranks over sequences.
 
-    ``stable_rank``: the sum of the squared singular values, divided by the largest square.
-    ``effective_rank``: the exponential of the entropy of the singular values, normalized to the sum 1 (Roy & Vetterli
-        2007).
+    ``stable_rank``: the sum of the squared singular values, divided by the largest squared singular value.
+    ``effective_rank``: the exponential of the entropy of the singular values, which Lamina first divides by their sum
+        (Roy & Vetterli 2007).
 
-    In a model with n streams, each layer mixes the streams with a matrix [n, n]. Rows with role streams hold the
-    effective rank of the product of these matrices over layers 0 to ``layer``, averaged over tokens. A rank of 1 means
-    that the streams are no longer distinct. A rank of n means that all streams stay distinct. Lamina ignores norms on
-    the streams.
+    In a model with n residual streams, each layer mixes the streams with a matrix [n, n]. Rows with role "streams" hold
+    the effective rank of the product of the mixing matrices of layers 0 to ``layer``, averaged over tokens. A rank of 1
+    means that the streams are no longer distinct. A rank of n means that all streams are still distinct. Lamina ignores
+    norms on the streams.
 
-    A rank is at most the number of tokens, so compare sequences of one length.
+    A rank of hidden states is at most the number of tokens, so compare only sequences of the same length.
     """
 
     name = "ranks"

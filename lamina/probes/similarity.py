@@ -19,22 +19,27 @@ from lamina.probes.engine.statistics import Ratio
 
 @probe
 class Similarity(DirectionsProbe):
-    """Measure the cosine between the hidden states of any two layers. x^l is the residual stream before layer l.
+    """Measure the cosine between the hidden states of any two layers.
+
+    The hidden state x^l is the residual stream before layer l. The last hidden state, x^N, is the residual stream after
+    the last layer and before the final norm.
 
     ``cosine``: the cosine of x^i and x^j, with ``start`` = i and ``size`` = j - i.
-    ``cosine_by_distance``: the mean cosine of all pairs of layers' outputs at the distance ``size`` (FuseNorm Fig 12).
-        The embedding x^0 is no layer's output.
+    ``cosine_by_distance``: the mean cosine of the outputs of all pairs of layers that are ``size`` layers apart
+        (FuseNorm Fig 12). The embedding x^0 does not count, because x^0 is not the output of a layer.
     ``block_influence``: 1 minus the cosine of x^l and x^(l+1), with ``start`` = l and ``size`` = 1 (ShortGPT).
 
-    The last state is the stream after the last layer, before the final norm. Lamina averages the cosine over all
-    tokens, without padding. Lamina does not center the states, so a direction that all tokens share raises the
-    similarity. Standard errors are over sequences.
+    Lamina averages the cosine over all tokens, without padding. Lamina does not subtract the mean of the hidden states.
+    If all tokens share a direction, this direction increases all cosines. Lamina computes standard errors over
+    sequences.
 
     Options:
 
-    ``tokens``: the tokens of a sequence to compare: "all" (default), "last" or "first".
-    ``tokens_per_batch``: for tokens="all", the largest number of tokens per batch. The default is all tokens of your
-        own text, or as many tokens of a corpus as fit in a quarter of the model's memory.
+    ``tokens``: the tokens at which Lamina compares hidden states: "all" (default), or only the "last" or "first" token
+        of each sequence.
+    ``tokens_per_batch``: the largest number of tokens per batch to compare if ``tokens`` is "all". For your own text,
+        the default is all tokens. For Lamina's embedded corpus, and during training, the default is as many tokens as
+        fit in a quarter of the memory of the model's weights (at least 64 MiB).
     """
 
     name = "similarity"

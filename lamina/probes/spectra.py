@@ -42,36 +42,46 @@ Key = tuple[int, str]  # layer, pre or post
 
 @probe
 class Spectra(Probe):
-    """Measure spectra of the embedding, of the feed-forward's weights and of its activations.
+    """Measure the spectra of the embedding, of the feed-forward's weights and of the feed-forward's activations.
 
-    Rows of the whole model (layer -1) with role embedding describe the covariance of the embedding's rows (FuseNorm Fig
-    8). Lamina subtracts the mean over the vocabulary. ``index`` numbers the eigenvalues, the largest first.
+    Rows of the whole model (layer -1) with role "embedding" describe the covariance of the rows of the embedding matrix
+    (FuseNorm Fig 8). Lamina subtracts the mean over the vocabulary. The column ``index`` numbers the eigenvalues, from
+    the largest to the smallest.
 
     ``eigenvalue``: an eigenvalue of the covariance.
     ``eigenvalue_over_median``: the eigenvalue divided by the median eigenvalue.
 
-    Rows of a layer (sublayer feed_forward) with a projection's path as role, such as ``mlp.up_proj``, describe the
-    weights:
+    Rows of a layer (sublayer feed_forward) with a path as the role, such as ``mlp.up_proj``, describe the weights of
+    one projection:
 
-    ``condition_number``: the largest singular value divided by the smallest (FuseNorm Fig 10). If one matrix stacks
-        gate and up-projection, the roles ``[0]`` and ``[1]`` are its halves.
+    ``condition_number``: the largest singular value divided by the smallest singular value (FuseNorm Fig 10). If one
+        matrix contains both the gate and the up-projection, the roles that end in ``[0]`` and ``[1]`` describe the
+        matrix's halves.
 
-    Rows of a layer with role pre (before the nonlinearity) or post (before the down-projection) describe the
-    eigenvalues of the activations' covariance. Rows of layer -1 hold the means over the layers (FuseNorm Fig 11) and
-    the number of tokens.
+    Rows of a layer with role "pre" describe the activations before the nonlinearity, and rows with role "post" describe
+    the activations before the down-projection. The metrics summarize the eigenvalues of the activations' covariance.
+    Rows of layer -1 hold the means over the layers (FuseNorm Fig 11) and the number of tokens.
 
     ``hard_rank``: the participation ratio of the eigenvalues, divided by the number of eigenvalues.
-    ``soft_rank``: the exponential of the eigenvalues' entropy, divided by the number of eigenvalues.
-    ``edr``: the effective dimension ratio, 100 times the harmonic mean of hard and soft rank.
-    ``eee``: the concentration of the spectrum in the top eigenvalues. Lamina defines edr and eee itself, because the
-        paper does not.
+    ``soft_rank``: the exponential of the entropy of the eigenvalues, divided by the number of eigenvalues.
+    ``edr``: the effective dimension ratio, which is 100 times the harmonic mean of the hard rank and the soft rank.
+    ``eee``: how strongly the largest eigenvalues dominate, from 0 (all eigenvalues are equal) to almost 1 (one
+        direction). The paper does not define edr and eee, so Lamina chooses the definitions. The definition of eee
+        follows Marbut et al. 2023.
 
-    Lamina centers the covariance, so massive activations do not dominate the eigenvalues. With few tokens, the ranks
-    are too low. Lamina stops with an error if there are no more tokens than channels. If ``few_tokens`` is "warn",
-    Lamina adds a note instead. If all covariances need more than ``memory`` GiB, Lamina reads the same text several
-    times. Experts have no ranks, because each expert sees few tokens. ``tokens_per_channel`` is the number of tokens to
-    read per channel of the feed-forward (0 for all). The default is all of your own text, or 4 tokens per channel of a
-    corpus.
+    Lamina centers the activations, so massive activations do not dominate the eigenvalues. Experts have no ranks,
+    because each expert sees few tokens.
+
+    Options:
+
+    ``few_tokens``: whether to measure the ranks of a text that has no more tokens than the feed-forward has channels.
+        The ranks of such a short text are too low. By default ("refuse"), Lamina leaves out the ranks and adds a note
+        to the report. In Python, ``lamina.probe`` raises a UserError instead, unless you request all probes. With
+        "warn", Lamina measures the ranks and adds a note.
+    ``memory``: the memory limit for the covariances in GiB. If all covariances need more memory, Lamina reads the same
+        text several times.
+    ``tokens_per_channel``: the number of tokens to read per channel of the feed-forward (0 for all). The default is 0
+        for your own text. For Lamina's embedded corpus, and during training, the default is 4.
     """
 
     name = "spectra"

@@ -26,13 +26,14 @@ _first: weakref.WeakKeyDictionary[nn.Module, Weights] = weakref.WeakKeyDictionar
 class WeightChange(Probe):
     """Measure how far the weights have moved from the initial weights (FuseNorm Eq 12).
 
-    ``change_norm``: the L2 norm of the change of the weights.
-    ``change_ratio``: the norm of the change divided by the norm of the initial weights, or NaN if these are all 0.
+    ``change_norm``: the L2 norm of the difference between the current weights and the initial weights.
+    ``change_ratio``: change_norm divided by the L2 norm of the initial weights. If all initial weights are 0,
+        change_ratio is NaN.
 
-    The column ``role`` names the parameters that a row covers (see ``gradients``). Role ``all`` covers a whole
-    sub-layer, a whole layer (sublayer ``block``) or the whole model (layer -1).
+    The column ``role`` names the parameters of a row, as in the probe ``gradients``. Role ``all`` covers all parameters
+    of a sub-layer, of a whole layer (sublayer ``block``) or of the whole model (layer -1).
 
-    The option ``reference`` is a checkpoint of the same architecture with the initial weights. During training, the
+    The option ``reference`` names a checkpoint of the same architecture with the initial weights. During training, the
     default is the weights before the first step.
     """
 
