@@ -112,7 +112,8 @@ class LayerUse(Probe):
         except UserError as error:
             if not self._wants_all:
                 raise
-            context.notes.append(f"layer_use: Lamina leaves out {metric}: {error}")
+            reason = str(error).removeprefix(f"{metric}: ")
+            context.notes.append(f"layer_use: Lamina leaves out {metric}: {reason}")
             return
         for (layer, index), row in found.items():
             yield layer, "block", "block", index, metric, *row, *sample_of(few)

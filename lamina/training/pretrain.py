@@ -20,7 +20,6 @@ from transformers import (
 
 from lamina.core.initializers import SUITS, misfit
 from lamina.core.json_types import Json
-from lamina.core.terminal import show_line
 from lamina.core.values import text
 from lamina.data.blocks import Blocks, ItemSource, PartShare, Splits, pair_entropy, spread
 from lamina.errors import UserError
@@ -111,9 +110,11 @@ class Pretraining(TrainingStage[PretrainSettings]):
     def read(self, processes: Processes, *, bar: bool) -> None:
         self.splits, self.processor = processes.first_per_host(lambda: self.resolved.read(bar=bar))
         self.identity = RunIdentity(self.settings, self.resolved.plan, self.splits.stats.fingerprint)
+
+    def note(self) -> str:
         width = getattr(self.resolved.backbone, "hidden_size", None)
-        if bar and isinstance(width, int) and self.resolved.scaling is None and (said := misfit(self._init, width)):
-            show_line(f"note: {said} To suit any width, add --init {SUITS}")
+        said = misfit(self._init, width) if isinstance(width, int) and self.resolved.scaling is None else ""
+        return f"{said} To suit any width, add --init {SUITS}" * bool(said)
 
     @property
     def _init(self) -> str:

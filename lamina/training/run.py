@@ -119,6 +119,10 @@ class TrainingStage(ABC, Generic[S]):
     def read(self, processes: Processes, *, bar: bool) -> None:
         """Read all data before Lamina changes the run's folder. Raises UserError if the data are unusable."""
 
+    def note(self) -> str:
+        """Return a warning for the user before the first step, or ""."""
+        return ""
+
     @abstractmethod
     def model(self, run: TrainingRun) -> PreTrainedModel: ...
 
@@ -232,6 +236,8 @@ def train(
             if bar and (options.precision == "auto" or options.compile != complete.compile):
                 compiled = "compiled" if complete.compile == "on" else "eager"
                 show_line(f"{complete.precision}, {compiled} (--precision, --compile)")
+            if bar and not resumes and (note := stage.note()):
+                show_line(f"note: {note}")
             return _recorded(
                 lambda: _run(stage, processes, resume=resumes, bar=bar),
                 job.folder,

@@ -60,6 +60,14 @@ def test_the_command_line_wins_over_the_file_whose_1e_3_is_a_number(tmp_path, co
     assert "steps: 2" in stored
 
 
+def test_a_run_with_an_initializer_that_does_not_suit_its_width_says_so(corpus, tmp_path, capsys):
+    given = {**TINY, "corpus": corpus, "output": tmp_path / "out", "hidden_size": 48, "num_heads": 2}
+    for init, warned in (("normal", True), ("small_scaled", False)):
+        assert main(["pretrain", "--overwrite", *flags(**given, init=init)]) == 0
+        err = capsys.readouterr().err
+        assert ("note: The initializer normal has a standard deviation of 0.02 in the blocks" in err) == warned
+
+
 @pytest.mark.parametrize("command", ["pretrain", "compare"])
 class TestOutputFolders:
     def test_what_lamina_did_not_write_is_left_alone(self, refused, tiny, tmp_path, command):
