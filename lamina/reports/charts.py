@@ -169,7 +169,6 @@ def against(x: str, y: str, lines: Iterable[Line], height: int = 340, *, unified
 
 
 def log_axis(figure: Figure) -> Figure:
-    """Make the y axes logarithmic, over at least a decade."""
     values = np.concatenate([np.asarray(trace["y"], dtype=float) for trace in figure.data])
     return figure.update_yaxes(type="log", **log_scale(values))
 

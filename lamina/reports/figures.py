@@ -138,7 +138,6 @@ def _against(factors: Sequence[Mapping[str, float]]) -> list[dict[str, object]]:
 
 
 def second_losses(items: Sequence[Shown], guess: Guess | None = None) -> Figure | None:
-    """Draw the mean loss on --eval-corpus against tokens, or return None if no run has this loss."""
     lines = [
         line_of(
             item,
@@ -156,7 +155,6 @@ def second_losses(items: Sequence[Shown], guess: Guess | None = None) -> Figure 
 
 
 def task_scores(items: Sequence[Shown]) -> Figure | None:
-    """Draw the scores on --eval-tasks against tokens, or return None if no run has scores."""
     every = [scores for item in items for trial in item.trials for _, scores in trial.task_scores]
     tasks = dict.fromkeys(task for scores in every for task in scores)
     shades = colors(list(tasks)) if len(items) == 1 else {}

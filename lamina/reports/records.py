@@ -214,7 +214,6 @@ def rows_of(frame: Frame) -> list[Json]:
 
 
 def flatten(mapping: Json, prefix: str = "") -> Json:
-    """Flatten nested mappings to one mapping with dotted keys."""
     flat: Json = {}
     for key, value in mapping.items():
         flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}

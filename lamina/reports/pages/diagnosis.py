@@ -1,4 +1,4 @@
-"""The page of a diagnosis."""
+"""Write the pages of a diagnosis and of a comparison of two runs."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ Drawn: TypeAlias = tuple[str, str, Sequence[int] | np.ndarray, Sequence[float] |
 """A line's name, color, steps and values."""
 _SHOWN = 12  # alarms, and batches
 _ROWS = 200  # of a batch
-_POINTS, _NEAR = 1000, 100  # of a line, and those on each side of the first alarm
-_FEW = 8  # steps, of an axis with a tick at each
+_POINTS, _NEAR = 1000, 100  # points of a line, and points on each side of the first anomaly
+_FEW = 8  # below this number of steps, the axis has a tick at each step
 _COLORS = ("#b3261e", "#c98f1e", "#3d6fb4")
 
 
 def write_diagnosis(path: Path, evidence: Evidence, source: Path) -> Path:
-    """Write the page of the run in ``source`` to ``path``."""
+    """Write the diagnosis of the run or log ``source`` as a page to ``path``."""
     said, html = answer(evidence), loss_chart(evidence)
     rates = _course(evidence, "learning rate", evidence.rates)
     if rate_jump(evidence) is not None:
@@ -81,7 +81,7 @@ def write_diagnosis(path: Path, evidence: Evidence, source: Path) -> Path:
 
 
 def findings(said: Answer) -> str:
-    """Return the cause and a list of changes as HTML. Without an anomaly, return the evidence and the changes."""
+    """Return the cause and a list of changes as HTML. If there is no cause, return the evidence and the changes."""
     todo = [sentence(text.removeprefix("To change: ")) for text in said.changes]
     advice = "".join(f"<li>{escape(text)}</li>" for text in todo)
     return prose(said.cause or said.evidence, {}, "finding") + (f"<ol>{advice}</ol>" if advice else "")
@@ -102,7 +102,7 @@ def batches(evidence: Evidence) -> Section:
 
 
 def loss_chart(evidence: Evidence) -> str:
-    """Draw the loss of every recorded step, with marks at the rise and at the first anomaly."""
+    """Draw the loss of every recorded step, with marks at the rise of the loss and at the first anomaly."""
     losses = evidence.losses
     marks = " The red line marks the rise of the loss." * (evidence.rise is not None)
     if (first := evidence.anomaly) is not None:
@@ -126,7 +126,7 @@ def _paragraphs(texts: Iterable[str]) -> str:
 
 
 def write_comparison(path: Path, compared: SideBySide) -> Path:
-    """Write the page of two runs side by side to ``path``."""
+    """Write the comparison of two runs as a page to ``path``."""
     texts = _paragraphs(compared.sentences())
     parted = [part for part in (compared.whole, compared.layer) if part is not None]
     places = [(-1, "model", "all", LOSS), *(part.place for part in parted)]
@@ -172,17 +172,17 @@ def _series_figure(evidence: Evidence, first: Alarm) -> Figure | None:
         color = _COLORS[0] if layer == first.layer else "#b9bcc2"
         steps = sorted(values)
         at, every = bisect_left(steps, first.step), max(1, len(steps) // _POINTS)
-        steps = sorted({*steps[::every], *steps[max(0, at - _NEAR) : at + _NEAR]})  # all of those near the alarm
+        steps = sorted({*steps[::every], *steps[max(0, at - _NEAR) : at + _NEAR]})  # keep all points near the anomaly
         lines.append((f"layer {layer}", color, steps, [values[step] for step in steps]))
     if not lines:
         return None
     picture = _drawn(evidence, lines, _quantity(first))
-    picture.update_layout(showlegend=False)  # the caption says which is which, a layer's name stands at its points
+    picture.update_layout(showlegend=False)  # the caption explains the colors, and the points show the layers' names
     return charts.log_axis(picture)
 
 
 def _drawn(evidence: Evidence, lines: Sequence[Drawn], quantity: str) -> Figure:
-    """Draw lines with marks at the rise and at the first alarm."""
+    """Draw lines, with marks at the rise of the loss and at the first anomaly."""
     steps = ((evidence.anomaly.step if evidence.anomaly else None, _COLORS[1]), (evidence.rise, _COLORS[0]))
     return _lines(lines, quantity, [(step, color) for step, color in steps if step is not None], evidence.unit)
 

@@ -1,4 +1,4 @@
-"""The page of a single run."""
+"""Write the page of a single run."""
 
 from __future__ import annotations
 

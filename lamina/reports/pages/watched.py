@@ -1,4 +1,4 @@
-"""The page of a run that ``lamina.watch`` or ``lamina.LayerMonitor`` recorded."""
+"""Write the page of a run that ``lamina.watch`` or ``lamina.LayerMonitor`` recorded."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def watched_report(folder: Path) -> Path:
     parameters = about.get("parameters")
     try:
         evidence = gather(folder)
-    except UserError:  # there is nothing by layer
+    except UserError:  # the run has no records by layer
         evidence = None
     study = read_run(folder, evidence.anomaly.step if evidence and evidence.anomaly else None)
     _, items, _ = sections.prepare(study)
@@ -62,7 +62,6 @@ def watched_report(folder: Path) -> Path:
 
 
 def _course(evidence: Evidence | None) -> str:
-    """Draw the learning rate and the gradient norm of every recorded step."""
     if evidence is None:
         return ""
     norms = {row[0]: row[6] for row in evidence.rows([NORM])}
@@ -83,6 +82,6 @@ def _summary(folder: Path, about: Json, names: Mapping[int, str]) -> str:
             f"{first} at {describe(alarms[0][0], names)}. For charts of the failure, run: lamina diagnose {folder}"
         )
     if result.get("skipped"):
-        texts.append(f"The training skipped {result['skipped']} steps as outliers.")
+        texts.append(f"Training skipped {result['skipped']} steps as outliers.")
     texts += [str(note) for note in about.get("notes", ())]
     return callouts(texts)
