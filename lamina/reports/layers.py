@@ -20,7 +20,7 @@ from lamina.reports.style import Shown, single
 _OPEN = ("Gradients", "Variances")  # sections whose first chart starts open
 _POINTS = 350  # of a line over the steps
 _DASHES = ("solid", "dot", "dash", "dashdot")
-_PARTS = "The charts show this quantity for each sub-layer, from the first record (light) to the last (dark)."
+_PARTS = "The charts show this quantity for each sub-layer. The first record is light, and the last record is dark."
 _OUTSIDE = "The chart shows this quantity for the embedding and the output head, against the step."
 _EXPERTS = (
     "Number of tokens that the router sent to each expert at the last step, divided by the mean number over the "

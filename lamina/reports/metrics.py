@@ -65,11 +65,11 @@ METRICS = {
             "layers become brighter, training becomes unstable in these layers."
         )),
         Metric("update_norm", "Updates", "Update norms", "|update|", folded=True, caption=(
-            "Norm of the optimizer's change to each sub-layer's weights, from the first record (light) to the last "
-            "(dark). The norm follows the learning rate."
+            "Norm of the optimizer's change to each sub-layer's weights. The first record is light, and the last "
+            "record is dark. The norm follows the learning rate."
         )),
         Metric("weight_norm", "Updates", "Weight norms", "|weights|", folded=True, caption=(
-            "Norm of each sub-layer's weights, from the first record (light) to the last (dark)."
+            "Norm of each sub-layer's weights. The first record is light, and the last record is dark."
         )),
         Metric("first_moment", "Updates", "First moments", "|m|", folded=True, caption=(
             "Norm of Adam's first moment, the running mean of the gradient. If this norm rises and the second "
@@ -98,13 +98,13 @@ METRICS = {
 
         )),
         Metric("hidden_mean", "Magnitudes", "Mean of all elements", "mean", folded=True, log=False, caption=(
-            "Mean of all elements of the residual stream after the sub-layer, from the first record (light) to "
-            "the last (dark). LayerNorm subtracts each token's mean, but RMSNorm does not. LayerNorm and RMSNorm "
-            "differ if this mean is large relative to the mean |x|."
+            "Mean of all elements of the residual stream after the sub-layer. The first record is light, and the last "
+            "record is dark. LayerNorm subtracts each token's mean, but RMSNorm does not. So the two norms give "
+            "different results if this mean is large relative to the mean |x|."
         )),
         Metric("stream_rms", "Magnitudes", "Root mean square of each stream", "root mean square", folded=True, caption=(
-            "Root mean square of each residual stream after the sub-layer, from the first record (light) to the last "
-            "(dark). If one stream is far above the others, the model uses only this stream."
+            "Root mean square of each residual stream after the sub-layer. The first record is light, and the last "
+            "record is dark. If one stream is far above the others, the model uses only this stream."
         )),
         Metric("stream_cosine", "Magnitudes", "Similarity of the streams", "cosine", folded=True, log=False, caption=(
             "Mean cosine between two residual streams of the same token after the sub-layer. If the cosine is 1, all "

@@ -143,7 +143,7 @@ def _notes(name: str, items: Sequence[Shown]) -> list[str]:
     return list(remarks.values())
 
 
-_LINES_CAPTION = "Each line shows one step against the depth, from the first step (light) to the last step (dark)."
+_LINES_CAPTION = "Each line shows one step against the depth. The first step is light, and the last step is dark."
 _MAPS_CAPTION = (
     "The map shows this quantity at every probed step. The {by} goes upward, and the steps go to the right. If a map "
     "becomes brighter upward, the quantity grows with depth. If a map becomes brighter to the right, the quantity "

@@ -76,7 +76,7 @@ def test_two_models_on_a_task_and_a_text(model, data_dir, text, tmp_path, capsys
     page = (out / "report.html").read_text()
     title = re.findall(r"<title>(.*)</title>", page)[0]
     best = r"\w+ scores highest on average \([\d.]+ %, guessing 25.0 %\), but no difference is significant"
-    assert re.fullmatch(best + r"|No model is above guessing on average \(\w+ [\d.]+ %, guessing 25.0 %\)", title)
+    assert re.fullmatch(best + r"|No model beats random guessing on average \(\w+ [\d.]+ %, guessing 25.0 %\)", title)
     assert "guessing</td>" in page
     assert "pre_ln" in page
     assert main(["report", str(out)]) == 0
@@ -435,9 +435,9 @@ def test_an_unknown_task_is_refused_before_the_folder_is_touched(tmp_path, data_
 @pytest.mark.parametrize(
     ("scores", "title"),
     [
-        ((23.6, 24.3), "No model is above guessing on average (keel 24.3 %, guessing 28.6 %)"),
+        ((23.6, 24.3), "No model beats random guessing on average (keel 24.3 %, guessing 28.6 %)"),
         ((23.6, 31.0), "keel scores highest on average (31.0 %, guessing 28.6 %)"),
-        ((28.6,), "No model is above guessing on average (pre_ln 28.6 %, guessing 28.6 %)"),
+        ((28.6,), "No model beats random guessing on average (pre_ln 28.6 %, guessing 28.6 %)"),
         ((30.0,), "pre_ln scores 30.0 % on average, guessing 28.6 %"),
     ],
 )

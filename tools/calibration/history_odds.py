@@ -4,8 +4,8 @@
     python -m tools.calibration.history_odds RUNS                     # writes lamina/reports/assets/history_signs.json
 
 Each broken run of `alarm_runs.py` gives histories with less information: only the loss, the loss and the model's
-gradient norm, or also gradient norms by layer. Each of these histories exists with a record at every step, and with
-records 5, 10 and 20 steps apart after the break. (Before the break, every step has a record, because the runs are
+gradient norm, or also gradient norms by layer. Each history exists in four versions: with a record at every step, and
+with records 5, 10 or 20 steps apart after the break. (Before the break, every step has a record, because the runs are
 short.) As in other tools, a record has the mean loss over its steps, and the last gradient norm. Even seeds are fitted,
 and odd seeds are judged. Three numbers soften the probabilities: a divisor for related signs, a divisor for all signs,
 and a number of runs without evidence to add to each cause. The script chooses the numbers by cross-validation over the

@@ -75,6 +75,6 @@ RATES = (
     f"wide and flat, the placement tolerates a poorly chosen learning rate. {_MARKS}"
 )
 RATES_BY_WIDTH = (
-    "Eval loss against the learning rate before width scaling. With the right scaling, the curves of all widths "
-    f"have their minimum at the same learning rate. {_MARKS}"
+    "The axis shows the learning rate before width scaling. If the scaling is right, the curves of all widths have "
+    f"their minimum at the same learning rate. {_MARKS}"
 )

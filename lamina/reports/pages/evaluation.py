@@ -75,7 +75,7 @@ def headline(printed: Json, paired: list[Json]) -> str:
     score = f"{best['mean'][-1]:.1f} %" if share else f"{best['mean'][-1]:.4g}"
     chance = f", guessing {guessed:.1f} %" if is_number(guessed) else ""
     if share and is_number(guessed) and best["mean"][-1] <= guessed:
-        return f"No model is above guessing {heading} ({best['arm']} {score}{chance})"
+        return f"No model beats random guessing {heading} ({best['arm']} {score}{chance})"
     if len(known) == 1:
         return f"{best['arm']} scores {score} {heading}{chance}"
     unsure = bool(paired) and all(row["p_holm"] is None or row["p_holm"] > 0.05 for row in paired)
@@ -118,8 +118,8 @@ _PAIRED = (
 )
 _SCORES = (
     "Scores from 0 to 1 (acc, acc_norm, exact_match, ...) are in percent. ± is the standard deviation over the runs. "
-    "The best number of each column is bold. Lamina leaves out diverged, stuck and failed runs, and counts them in the "
-    "column runs."
+    "The best number of each column is bold. Lamina leaves out diverged, stuck and failed runs. The "
+    "column “runs” counts these runs."
 )
 GUESSING = "guessing"
 _BARS = (
