@@ -74,11 +74,7 @@ def high_water_mark() -> float:
 
 
 class Products:
-    """Time square matrix products between the contenders' turns, to know the machine's speed at that time.
-
-    Attributes:
-        rates: the median GFLOP/s over the turns, by precision
-    """
+    """Time square matrix products between the contenders' turns. ``rates`` has the median GFLOP/s by precision."""
 
     def __init__(self, device: str):
         import torch
@@ -124,10 +120,7 @@ def wait_for(device: Any) -> None:
 
 
 class Contender:
-    """A worker process (``benchmarks/worker.py``) that trains one model and waits between turns.
-
-    The worker prints a line of JSON when the model is ready, and after each turn.
-    """
+    """A worker process (``benchmarks/worker.py``) that trains one model, and waits between turns."""
 
     def __init__(self, name: str, precision: str, compile: str, shape: dict[str, Any], threads: int | None):
         self.name, self.precision, self.compile = name, precision, compile

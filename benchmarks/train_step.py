@@ -31,10 +31,7 @@ Step = Callable[[], float]
 
 
 def make_step(name: str, size: str, batch: int, length: int, compiled: bool) -> Step:
-    """Return a function that does one training step: forward, backward, clipping, AdamW.
-
-    The function returns the MiB of weights, gradients, moments, and tensors kept for the backward pass.
-    """
+    """Return a function that trains for one step, and returns the MiB of weights, gradients, moments and kept data."""
     import torch
     from transformers import LlamaForCausalLM
 

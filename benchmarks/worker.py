@@ -58,10 +58,8 @@ class Done(BaseException):
 class Baton(TrainerCallback):
     """Time the turns at the beginning of each step, and wait for the next turn.
 
-    Args:
-        device: the device of the model
-        parked: whether to free cached memory between turns, and to begin each turn with a step that is not timed
-        only_compiles: whether to stop after one step
+    ``parked`` frees cached memory between turns, and begins each turn with a step that is not timed. ``only_compiles``
+    stops after one step.
     """
 
     def __init__(self, device: torch.device, *, parked: bool = False, only_compiles: bool = False):

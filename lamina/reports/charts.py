@@ -176,14 +176,7 @@ def log_axis(figure: Figure) -> Figure:
 def heat_maps(
     maps: Sequence[tuple[str, Frame]], quantity: str, *, log: bool, upwards: str, rightwards: str = "step"
 ) -> Figure | None:
-    """Draw tables as heat maps with one color scale.
-
-    Args:
-        maps: the title and the table of each map. A table needs at least two columns.
-        quantity: the title of the color scale.
-        upwards: the name of the rows. The rows go upward.
-        rightwards: the name of the columns. The columns go to the right.
-    """
+    """Draw tables as heat maps with one color scale. ``upwards`` and ``rightwards`` name the rows and the columns."""
     drawn = [(title, cells) for title, table in maps if (cells := _cells(table, log)).shape[1] > 1]
     drawn = [(title, cells) for title, cells in drawn if cells.notna().to_numpy().any()]
     if not drawn:

@@ -22,10 +22,7 @@ _PLAIN = ("range",)  # properties in which plotly.js reads no packed arrays
 class Figure:
     """A plotly figure as traces and a layout. The methods change and return the figure.
 
-    Args:
-        data: the traces
-        layout: everything except the traces, such as the axes
-        across: the number of panels in a row, or None for a figure without panels
+    ``across`` is the number of panels in a row, or None for a figure without panels.
     """
 
     def __init__(self, data: Iterable[Json] = (), layout: Json | None = None, across: int | None = None):

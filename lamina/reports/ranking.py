@@ -110,16 +110,9 @@ def notices(
     recommended: Mapping[str, str] | None = None,
     settings: Mapping[str, object] | None = None,
 ) -> list[str]:
-    """Return the warnings, for example about different initializers, too few seeds, or interrupted trials.
+    """Return the warnings as plain text, for example about different initializers, too few seeds or interrupted trials.
 
-    Args:
-        summary: the result of ``summarize``
-        results: the trials
-        recommended: each placement's recommended initializer
-        settings: the study's settings
-
-    Returns:
-        the warnings as plain text. A page must escape this text.
+    ``recommended`` maps each placement to the recommended initializer. A page must escape the warnings.
     """
     rows, width = rows_of(summary), _width_of(settings or {})
     misfits = dict.fromkeys(misfit(str(row["init"]), width) for row in rows if width is not None)

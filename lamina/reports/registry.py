@@ -132,16 +132,8 @@ def follow(
 ) -> Iterator[tuple[Path | None, str]]:
     """Rewrite the page of a run or a study each time the records grow, until the job ends.
 
-    Args:
-        folder: the job's folder. Lamina also follows the trials of a study.
-        every: seconds between two checks
-        wait: the function that waits for a given number of seconds
-
-    Yields:
-        the path of the page and an empty text, or None and the reason why there is no page
-
-    Raises:
-        UserError: if no job wrote the folder
+    Yields the path of the page and an empty text, or None and the reason why there is no page. ``every`` is the number
+    of seconds between two checks. Raises UserError if no job wrote the folder.
     """
     runs = stages_in(folder) or [folder]
     if kind_of(runs[0]) is None:

@@ -43,14 +43,7 @@ class Field:
 def table(
     fields: Sequence[Field], rows: Iterable[Row], kind: str, row_kind: Callable[[Row], str] = lambda row: ""
 ) -> str:
-    """Return a table as HTML. A wide table scrolls sideways.
-
-    Args:
-        fields: the columns, from the left
-        rows: the rows, as mappings for ``Field.cell``
-        kind: the table's CSS class
-        row_kind: the function that returns a row's CSS class, or "" for no class
-    """
+    """Return a table as HTML. ``kind`` is the CSS class of the table, and ``row_kind`` returns the class of a row."""
 
     def tag(name: str, kind: str, html: str) -> str:
         return f'<{name} class="{kind}">{html}</{name}>' if kind else f"<{name}>{html}</{name}>"
@@ -114,10 +107,7 @@ def chip(word: str, label: str | None = None) -> str:
 
 
 def ranking_table(summary: Frame, colors: Mapping[str, str]) -> str:
-    """Return the table of the placements at their best learning rates, the best placement first.
-
-    A column in which all placements have the same value moves to a folded list below the table.
-    """
+    """Return the ranking as a table. A column with equal values for all placements moves to a folded list below."""
     several = bool((summary["learning_rates"] > 1).any())
     fields = [Field("", lambda row: in_form(row["rank"], ".0f"), "rank")]
     for column in _present(RANKING, summary):

@@ -93,10 +93,7 @@ def _verdicts(slopes: Frame) -> dict[str, str]:
 
 
 def _figure(sizes: Frame, verdicts: Mapping[str, str], axis: str) -> Figure:
-    """Draw each module's mean |x| against the width or depth, before the first step and after the last step.
-
-    Only a module that grows, shrinks or is broken has a color and a name.
-    """
+    """Draw each module's mean |x| before the first and after the last step. Modules with a flat line are gray."""
     sizes = sizes[sizes["metric"] == "size"]
     steps = sorted({int(sizes["step"].min()), int(sizes["step"].max())})
     titles = ["before the first step" if step == 0 else f"after {step} steps" for step in steps]

@@ -119,7 +119,7 @@ _PAIRED = (
 _SCORES = (
     "Scores from 0 to 1 (acc, acc_norm, exact_match, ...) are in percent. ± is the standard deviation over the runs. "
     "The best number of each column is bold. Lamina leaves out diverged, stuck and failed runs. The "
-    "column “runs” counts these runs."
+    "column “runs” also counts these runs."
 )
 GUESSING = "guessing"
 _BARS = (

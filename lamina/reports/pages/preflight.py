@@ -52,10 +52,7 @@ _COLUMNS = ("placement", "learning_rate", "step", "layer", "sublayer", "role", "
 
 @report_of(Kind.PREFLIGHT, needs="preflight")
 def preflight_report(folder: Path) -> Path:
-    """Write ``folder/report.html`` from preflight.json and layers.parquet.
-
-    preflight.json holds the command, the table's rows (one per planned run), and the training losses of each run.
-    """
+    """Write ``folder/report.html`` from preflight.json (a row and the losses of each run) and layers.parquet."""
     result, layers = read_json(folder / PREFLIGHT), read_parquet(folder / LAYERS, _COLUMNS)
     rows: Frame = pd.DataFrame(result["rows"])
     records: list[Json] = [
