@@ -1,4 +1,4 @@
-"""The causes of failures, with the signs of each cause in a run's records, a check and the changes that help.
+"""The causes of failures. Each cause has signs in a run's records, a check, and changes that help.
 
 limits.json counts how often each cause shows each sign, in runs that we broke on purpose (tools/calibration/alarms.py).
 """
@@ -24,7 +24,7 @@ NOT_KNOWN = "not known"
 VIEWS = ("loss", "norm", "layers")
 """The kinds of other tools' records: with only the loss, with the gradient norm, or with gradient norms by layer."""
 HISTORIES = Path(__file__).parent / "assets" / "history_signs.json"
-"""For each cause, how many other tools' records show each sign. tools/calibration/history_odds.py writes this file."""
+"""The counts of signs for each cause, in records of other tools. tools/calibration/history_odds.py writes this file."""
 TELLING = ("not_finite", "skipped", "guess", "kept", "dead", "unmoved", "forgotten", "written", "repeated")
 """Monitor rules for which a single alarm is strong evidence, no matter when the alarm comes."""
 STEPS = 60  # an alarm belongs to the event of the first one if it comes within so many steps
@@ -44,8 +44,6 @@ _AROUND = (16, 5)  # how many losses are compared: before the first alarm, and f
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A change that helps a run."""
-
     text: str
     setting: str = ""  # the run has the change already if this setting has the value ``made``,
     made: str | float | None = None  # a positive value up to the number ``made``, or any value (None)
@@ -59,11 +57,7 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Cause:
-    """A kind of failure.
-
-    The texts may contain ``{step}``, ``{where}`` and ``{batch}``, for the step, location and batch of the first
-    anomaly.
-    """
+    """A kind of failure. The texts contain ``{step}``, ``{where}`` and ``{batch}`` for the first anomaly."""
 
     name: str  # the cause's name in the counts of signs
     finding: str  # the title of a page, with the cause and its step
@@ -381,10 +375,7 @@ def _kind(alarm: Alarm) -> str:
 
 
 def signature(signs: Signs) -> dict[str, str]:
-    """Return a run's signs by name, from the first alarm, the alarms soon after it, the loss and the learning rate.
-
-    Raises ValueError if the run has no alarm.
-    """
+    """Return a run's signs: the alarms, the loss and the learning rate in words. Raises ValueError without an alarm."""
     if signs.first is None:
         raise ValueError("no alarm")
     first, signs = signs.counted.alarms[signs.alarms.index(signs.first)], signs.counted
@@ -422,9 +413,9 @@ def _rate_around(rates: Mapping[int, float], step: int) -> str:
 
 
 def rate_jump(signs: Signs, step: int | None = None) -> tuple[int, float, float] | None:
-    """Return the step at which the learning rate jumped, and the learning rates before and after the jump.
+    """Return the step at which the learning rate jumped, and the rates before and after the jump, or None.
 
-    Lamina searches before ``step`` (default: the step of the first alarm). Returns None if there is no jump.
+    The jump must lie near ``step`` (default: the step of the first alarm).
     """
     step = signs.first.step if step is None and signs.first is not None else step
     number = step if step is None or not signs.clock else bisect_right(sorted(signs.clock), step)
@@ -481,7 +472,7 @@ class Learned:
 
     @classmethod
     def read(cls, view: str = "") -> Learned:
-        """Read the counts for Lamina's own records, or for a kind of other tools' records (``view``)."""
+        """Read the counts for Lamina's records or, with ``view``, for one kind of other tools' records."""
         record: Json = read_json(HISTORIES)["views"][view] if view else {"signatures": calibration()["signatures"]}
         signatures = record["signatures"]
         return cls(
@@ -539,9 +530,9 @@ class Learned:
 
 
 def causes_of(signs: Signs, learned: Learned | None = None) -> list[tuple[str, float]]:
-    """Return one or two likely causes of the first alarm, with their probabilities.
+    """Return one or two likely causes of the first alarm, each with a probability.
 
-    If no cause is likely enough, return only "not known". Without an alarm, the list is empty.
+    If no cause is likely enough, return only "not known". If there is no alarm, return [].
     """
     if signs.first is None:
         return []
@@ -556,9 +547,7 @@ def causes_of(signs: Signs, learned: Learned | None = None) -> list[tuple[str, f
 
 
 def possible_causes(signs: Signs, learned: Learned | None = None) -> list[tuple[str, float]]:
-    """Return all causes of the first alarm that the record does not exclude, with their odds, the likeliest first. The
-    list contains "not known".
-    """
+    """Return "not known" and the causes that the record does not exclude, with probabilities, most likely first."""
     factors = signature(signs)
     odds = (Learned.read(signs.view) if learned is None else learned).odds(factors)
     seen = {f"{name}: {value}" for name, value in factors.items()}
@@ -576,12 +565,12 @@ def possible_causes(signs: Signs, learned: Learned | None = None) -> list[tuple[
 
 
 def _may_be(cause: Cause, seen: Set[str], signs: Signs) -> bool:
-    """Return whether a run's records are enough to name a cause."""
+    """Return whether the records of a run are enough to name this cause."""
     recorded = not cause.needs or signs.holds(cause.needs)
     return recorded and (bool(signs.view) or not cause.shown or bool(seen & {*cause.shown}))
 
 
 def open_changes(cause: Cause, settings: Json) -> list[str]:
-    """Return the cause's changes that the run's settings do not contain yet, most useful change first."""
+    """Return the changes that help and that the run's settings do not contain yet, most useful change first."""
     changes = [c if isinstance(c, Change) else Change(text=c) for c in cause.changes]
     return [change.text for change in changes if not change.is_made(settings)]

@@ -57,8 +57,6 @@ Rows: TypeAlias = Callable[..., list[Row]]
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence(Signs):
-    """The evidence in a run's records."""
-
     rows: Rows  # returns the run's rows of some metrics, by step
     notable: tuple[Alarm, ...]  # batches with an unusually large gradient that did no harm
     passed_rises: tuple[int, ...] = ()  # the steps of other rises of the loss, after which the loss came back down
@@ -85,7 +83,7 @@ class Evidence(Signs):
         return self.imported or bool(self.rows([metric]))
 
     def in_units(self, text: str) -> str:
-        """Replace "step 3" in a text by "record 3" if the record has no steps, or by "about step 3" if they lag."""
+        """Replace "step 3" in a text by "record 3" if the record has no steps, or "about step 3" if the steps lag."""
         return _STEP.sub(f"about {self.unit}" if self.lags else self.unit, text)
 
     @cached_property
@@ -103,7 +101,7 @@ class Evidence(Signs):
 
     @cached_property
     def anomaly(self) -> Alarm | None:
-        """Return the first anomaly: the first alarm, or the rise of the loss if this alarm came later in the rise."""
+        """Return the first anomaly: the first alarm, or the rise of the loss if the rise began before this alarm."""
         first, rise = self.first, self.rise
         if first is None or rise is None or rise >= first.step or rise not in self.losses:
             return first
@@ -135,7 +133,7 @@ def _no_records(folder: Path) -> UserError:
 
 
 def gather(folder: Path) -> Evidence:
-    """Read the evidence from a run's folder. Raises UserError without records, or for records of another version."""
+    """Read the evidence in a run's folder. Raises UserError if the folder has no records of this version."""
     folder = Path(folder)
     if not folder.is_dir():
         if re.match(r"https?:/", str(folder)):
@@ -197,7 +195,7 @@ def gather(folder: Path) -> Evidence:
 
 
 def failing_step(folder: Path) -> int | None:
-    """Return the step of a run's first anomaly, or None without an anomaly or without records."""
+    """Return the step of a run's first anomaly, or None if the run has no anomaly or no records."""
     try:
         first = gather(folder).anomaly
     except UserError:
@@ -206,7 +204,7 @@ def failing_step(folder: Path) -> int | None:
 
 
 def _view(metrics: Collection[str]) -> str:
-    """Return the kind of another tool's record (one of ``VIEWS``) from its metrics."""
+    """Return the kind of another tool's record (one of ``VIEWS``)."""
     return "layers" if "gradient_norm" in metrics else "norm" if NORM in metrics else "loss"
 
 
@@ -250,10 +248,7 @@ class Answer:
 
 
 def headline(evidence: Evidence) -> str:
-    """Return the finding in one line: the cause, or the first anomaly.
-
-    The line calls a cause "likely" if the record does not prove it.
-    """
+    """Return the finding in one line: the cause, or the first anomaly. An unproven cause is called "likely"."""
     return evidence.in_units(_headline(evidence))
 
 
@@ -279,7 +274,6 @@ def _headline(evidence: Evidence) -> str:
 
 
 def answer(evidence: Evidence) -> Answer:
-    """Return the diagnosis for the evidence in a run's records."""
     said = _answer(evidence)
     step = evidence.anomaly.step if evidence.anomaly else evidence.rise or next(iter(evidence.spikes), None)
     if step and evidence.unit == "record" and step in evidence.epochs:
@@ -372,7 +366,7 @@ def _are_equal(causes: Sequence[tuple[str, float]]) -> bool:
 def _recorded(evidence: Evidence, cause: Cause) -> tuple[str, list[str], str]:
     """Return the recorded fact that proves a cause, the changes that undo the cause, and a check.
 
-    Without such a fact, all three are empty.
+    If the record has no such fact, all three are empty.
     """
     first = evidence.first
     if "rate: jumped" in cause.proofs and (jump := _jump(evidence)) is not None:
@@ -412,7 +406,7 @@ def _recorded(evidence: Evidence, cause: Cause) -> tuple[str, list[str], str]:
 
 
 def _of_rate(rates: Mapping[int, float], step: int, before: float, after: float) -> tuple[str, list[str], str]:
-    """Return the fact, the changes and the check (``_recorded``) for a jump of the learning rate at a step."""
+    """Return the fact, the changes and the check (as ``_recorded`` does) for a jump of the learning rate."""
     steps, factor = sorted(rates), after / before
     earlier = steps[: bisect_left(steps, step)][-_EQUAL:]
     level = all(rates[at] == before for at in earlier)  # else a schedule moves the rate
@@ -439,9 +433,9 @@ def _of_rate(rates: Mapping[int, float], step: int, before: float, after: float)
 
 
 def _jump(evidence: Evidence) -> tuple[int, float, float] | None:
-    """Return the learning rate's jump before the first anomaly, or before the loss rose if there is no anomaly.
+    """Return the jump of the learning rate before the first anomaly, or None. A restart of the schedule is no jump.
 
-    Return None for a restart of the schedule.
+    If there is no anomaly, the jump must come before the rise of the loss.
     """
     if evidence.first is not None:
         return rate_jump(evidence)
@@ -451,7 +445,7 @@ def _jump(evidence: Evidence) -> tuple[int, float, float] | None:
 
 
 def _filled(text: str, evidence: Evidence, cause: Cause | None = None) -> str:
-    """Fill a cause's text with the step and location of the first anomaly, or the step of a learning rate's jump."""
+    """Fill the step and location of the first anomaly into a text, or the step at which the learning rate jumped."""
     first, jump = evidence.anomaly, _jump(evidence) if cause is not None and "rate: jumped" in cause.proofs else None
     step = jump[0] if jump is not None else "" if first is None else first.step
     where = "" if first is None else place_in_words(evidence.place or first)
@@ -468,7 +462,7 @@ def _batch(evidence: Evidence, step: int, last: int | None = None) -> str:
 
 
 def _high_batches(evidence: Evidence, rise: int) -> str:
-    """Name the batches of the first high losses after a rise, or only the rise's batch if the loss never fell again."""
+    """Name the batches of the first high losses after a rise, or only one batch if the loss never fell again."""
     before = [loss for step, loss in evidence.losses.items() if step < rise][-BEFORE:] or [0.0]
     middle, last = (statistics.median(before) + evidence.losses[rise]) / 2, rise
     for step in sorted(step for step in evidence.losses if step > rise):
@@ -479,12 +473,11 @@ def _high_batches(evidence: Evidence, rise: int) -> str:
 
 
 def _batches(evidence: Evidence, first: Alarm) -> str:
-    """Name the batches of the first anomaly."""
     return _high_batches(evidence, first.step) if first.metric == LOSS else _batch(evidence, first.step)
 
 
 def _early(evidence: Evidence, first: Alarm) -> list[str]:
-    """Return a sentence on how many steps before the loss the first anomaly came."""
+    """Return a sentence about how many steps the first anomaly came before the rise of the loss."""
     if (lead := evidence.lead) is None or first.metric == LOSS:
         return []
     did = "rose" if math.isfinite(evidence.losses.get(evidence.rise or 0, 0.0)) else "was not finite"
@@ -526,7 +519,7 @@ def _more(evidence: Evidence) -> str:
 
 
 def _course(evidence: Evidence) -> str:
-    """Return a sentence on what the loss did."""
+    """Return a sentence about what the loss did."""
     rose, status = evidence.rise, "" if evidence.imported else f" (status: {evidence.status})"
     if not evidence.losses:
         return f"The record has no loss, so Lamina cannot tell whether the loss rose{status}."
@@ -549,7 +542,7 @@ def _course(evidence: Evidence) -> str:
 
 
 def _back(evidence: Evidence, spikes: Mapping[int, tuple[float, int | None]]) -> list[str]:
-    """Return a sentence on where the loss came back down, or on the loss's spikes."""
+    """Return sentences about when the loss came back down and about other rises, or about the spikes of the loss."""
     if evidence.rise is not None:
         back, others = back_at(evidence.losses, evidence.rise), evidence.passed_rises
         course = [] if back is None else [f"The loss was back down by step {back}."]
@@ -564,7 +557,7 @@ def _back(evidence: Evidence, spikes: Mapping[int, tuple[float, int | None]]) ->
 
 
 def _falls(evidence: Evidence) -> list[str]:
-    """Return a sentence on sudden falls of the loss, if the loss never rose."""
+    """Return a sentence about sudden falls of the loss, if the loss never rose."""
     if evidence.rose is not None or evidence.opposed:
         return []
     if stairs := epoch_stairs(evidence):
@@ -608,7 +601,7 @@ def _rows(evidence: Evidence) -> list[str]:
 def epoch_stairs(evidence: Evidence) -> dict[int, int]:
     """Return the first step of each epoch that begins with a fall of the loss.
 
-    The fall must stand out of the loss's trend, noise and drift. The learning rate must not fall there.
+    The fall must exceed the trend, the noise and the drift of the loss. The learning rate must not fall at this step.
     """
     steps = sorted(step for step in evidence.losses if step in evidence.epochs)
     values = [evidence.losses[step] for step in steps]

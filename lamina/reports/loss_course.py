@@ -1,4 +1,4 @@
-"""Find where the loss rose and stayed up, where the loss spiked, and where the loss came back down."""
+"""Find the steps at which the loss rose and stayed high, spiked, or came back down."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _LEVEL, _TIMES = 1e-4, 3.0  # a loss near 0 that is a level, and how many times 
 
 
 def risen(before: Sequence[float], after: Sequence[float], *, wanders: float = 0.0) -> bool:
-    """Return whether all losses ``after`` are above the usual level of the losses ``before`` plus a margin.
+    """Return whether all losses ``after`` exceed the usual level of the losses ``before`` by a margin.
 
-    The usual level is the median of the last 16 or of the last 5 losses, whichever is lower. ``wanders`` is the loss's
-    usual drift (``wander_of``), which widens the margin.
+    The usual level is the lower of two medians, one of the last 16 losses and one of the last 5 losses. ``wanders`` is
+    the usual drift of the loss (``wander_of``), and widens the margin.
     """
     if len(after) < AFTER or min(after) <= min(filter(isfinite, before[-BEFORE:]), default=math.inf) + _NATS:
         return False  # at once, as of most losses
@@ -41,7 +41,7 @@ def risen(before: Sequence[float], after: Sequence[float], *, wanders: float = 0
 
 
 def _ceiling(before: Sequence[float], least: float, wanders: float) -> float:
-    """Return the loss above which the loss has risen, or infinity for too few losses ``before``."""
+    """Return the loss above which a loss has risen, or infinity if there are too few losses ``before``."""
     finite = [loss for loss in before[-BEFORE:] if isfinite(loss)]
     if len(finite) < BEFORE // 2:
         return math.inf
@@ -50,10 +50,10 @@ def _ceiling(before: Sequence[float], least: float, wanders: float) -> float:
 
 
 def spikes_of(losses: Mapping[int, float]) -> dict[int, tuple[float, int | None]]:
-    """Return the spikes by their first step. A spike is a rise of the loss by half a nat or more.
+    """Find the spikes of the loss. A spike is a rise of the loss by at least half a nat.
 
-    The value holds the spike's highest loss, and the step at which the loss was back down (None if the record ends
-    first).
+    The result maps the first step of a spike to the highest loss in the spike, and to the step at which the loss was
+    low again (None if the record ends first).
     """
     spikes, usual, begin = dict[int, tuple[float, int | None]](), list[float](), None
     steps = sorted(losses)
@@ -84,9 +84,9 @@ def spikes_of(losses: Mapping[int, float]) -> dict[int, tuple[float, int | None]
 
 
 def rise_begins(losses: Mapping[int, float], rose: int, *, summed: bool) -> int:
-    """Return the step at which a rise of the loss begins: the first of the high losses that end at the step ``rose``.
+    """Return the first step of a rise. From this step to the step ``rose``, all losses are high.
 
-    ``summed``: whether an alarm found the rise, which adds up losses and so also finds smaller ones.
+    ``summed`` lowers the threshold, for a rise that an alarm found by adding up losses.
     """
     steps = sorted(losses)
     at = bisect_left(steps, rose)
@@ -104,9 +104,9 @@ def rise_begins(losses: Mapping[int, float], rose: int, *, summed: bool) -> int:
 def rises_of(
     losses: Mapping[int, float], alarms: Sequence[Alarm] = (), rates: Mapping[int, float] | None = None
 ) -> tuple[int | None, tuple[int, ...]]:
-    """Return the step at which the loss rose (``loss_rise``), and the steps of other rises, after which it came back.
+    """Return the step of the main rise of the loss, and the steps of other rises, after which the loss came back down.
 
-    Of several rises, the first result is the rise that stays, or the last before the first alarm.
+    The main rise is the rise that stays. If no rise stays, the main rise is the last rise before the first alarm.
     """
     found, begin, back = list[int](), min(losses, default=0), None
     while len(found) < _MOST_RISES:
@@ -126,10 +126,10 @@ def rises_of(
 
 
 def back_at(losses: Mapping[int, float], rose: int, *, stays: bool = True) -> int | None:
-    """Return a step at which the loss is back at its level before the rise, or None.
+    """Return the first step at which the loss is back at the level before the rise, or None.
 
-    The loss of this step and the median of the 5 losses from this step on must lie within the noise of this level. If
-    the loss stays there, so must the median of the last 5 losses.
+    The loss at this step and the median of 5 losses from this step on must lie within the noise of this level. With
+    ``stays``, the median of the last 5 losses must also lie within this noise.
     """
     steps = sorted(losses)
     at = bisect_left(steps, rose)
@@ -146,10 +146,7 @@ def back_at(losses: Mapping[int, float], rose: int, *, stays: bool = True) -> in
 
 
 def wander_of(losses: Sequence[float]) -> float:
-    """Return the loss's usual drift from its trend within 16 records.
-
-    The result is 0 if neighboring losses differ as much as losses that are 16 records apart.
-    """
+    """Return how far the loss usually drifts from the trend within 16 records, or 0 if noise explains the drift."""
     finite = [loss for loss in losses[-4 * BEFORE :] if isfinite(loss)]
     if len(finite) < 2 * BEFORE:
         return 0.0
@@ -160,11 +157,7 @@ def wander_of(losses: Sequence[float]) -> float:
 
 
 def step_in(losses: Sequence[float]) -> tuple[float, float, float]:
-    """Fit a line with a step in the middle to losses.
-
-    Returns:
-        The line's slope per loss, the step, and the step's standard error.
-    """
+    """Fit a line with a jump in the middle. Return the slope per loss, the jump, and the standard error of the jump."""
     count = len(losses)
     number = np.arange(count)
     columns = np.stack([np.ones(count), number, number >= count // 2], axis=1)
@@ -187,13 +180,13 @@ def restarts(rates: Mapping[int, float]) -> list[int]:
 def loss_rise(
     losses: Mapping[int, float], alarms: Iterable[Alarm] = (), rates: Mapping[int, float] | None = None
 ) -> int | None:
-    """Return the first step at which the loss rose and stayed up, or was not finite. Return None without such a step.
+    """Return the first step at which the loss rose and stayed high, or was not finite. If there is none, return None.
 
     After a sudden rise, the next 3 losses are above the earlier losses (``risen``). After a slow rise, 20 losses stay
     0.5 nats plus the noise above the lowest loss, as in ``DivergenceGuard``. Lamina counts losses, not steps.
 
-    If you give the learning rates of another tool's record, the loss's usual drift does not count as a rise. Where the
-    learning rate restarts, the loss may then also rise by up to 1 nat.
+    ``rates`` are the learning rates in another tool's record. With ``rates``, the usual drift of the loss does not
+    count as a rise. When the learning rate restarts, the loss may also rise by up to 1 nat.
     """
     steps = sorted(losses)
     if rates is None:
@@ -234,10 +227,10 @@ def _rise_in(losses: Mapping[int, float], steps: Sequence[int], *, may_wander: b
 
 
 def _rise_near_zero(losses: Sequence[float]) -> int | None:
-    """Return the index from which a loss near 0 stays above three times its usual level, or None.
+    """Return the index from which a loss near 0 stays above three times the usual level, or None.
 
-    The usual level is the lowest maximum of 16 successive losses. A loss of exactly 0, as at the start of a policy's
-    training, does not count.
+    The usual level is the lowest maximum of 16 successive losses. If any loss is exactly 0, as at the start of a
+    policy's training, return None.
     """
     values = np.asarray(losses)
     if len(values) < BEFORE + _PATIENCE or not (values > 0).all() or not np.isfinite(values).all():

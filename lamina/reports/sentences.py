@@ -1,4 +1,4 @@
-"""Write two or three plain sentences about a run from its numbers."""
+"""Write a few plain sentences about a run or a study from its numbers."""
 
 from __future__ import annotations
 
@@ -41,15 +41,12 @@ _OF_IMAGES = Guess("entropy of the classes", "class", "images", "nats per image"
 
 
 def sentences(summary: Frame) -> list[str]:
-    """Return sentences: which placement leads, by how much, and which placements failed.
-
-    ``summary`` comes from ``summarize``. The sentences are plain text, so a page must escape them.
-    """
+    """Return sentences about the best placement, the gaps and the failures. A page must escape these sentences."""
     return [sentence for sentence in (_lead(summary), _trouble(summary)) if sentence]
 
 
 def headline(summary: Frame) -> str:
-    """Return the finding in a line: the leading placement, or the end of the only run."""
+    """Return the finding in one line: the best placement, or how the only run ended."""
     rows = rows_of(summary)
     ended = [row for row in rows if row["finished"]]
     if len(rows) == 1:
@@ -95,7 +92,7 @@ def _lead(summary: Frame) -> str:
 
 
 def _nobody(rows: list[Json]) -> str:
-    """Return the first sentence of a study in which no placement finished."""
+    """Return the first sentence about a study in which no placement finished."""
     statuses = {row["status"] for row in rows}
     if len(rows) == 1:
         return ""  # its status is all there is to say
@@ -226,7 +223,7 @@ def differences(summary: Frame, gradients: Tables, variances: Tables) -> str:
 
 
 def _worst(known: list[Json]) -> str:
-    """Return the last stuck placement or, without a stuck placement, the last placement."""
+    """Return the last stuck placement. If no placement is stuck, return the last placement."""
     stuck = [row for row in known if row["status"] == "stuck" and not row["finished"]]
     return (stuck or known)[-1]["placement"]
 

@@ -1,4 +1,4 @@
-"""Find a failure's signs in a run's records, and the alarm that explains most."""
+"""Find the signs of a failure in a run's records, and the alarm that explains the failure best."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ class Signs:
 
     @cached_property
     def first(self) -> Alarm | None:
-        """Return the alarm that explains most (``first_anomaly``)."""
+        """Return the alarm that explains the failure best (see ``first_anomaly``), or None."""
         of = self.counted
         first = first_anomaly(of.alarms, of.rose, of.losses, of.norms)
         return None if first is None else self.alarms[of.alarms.index(first)]
 
     @property
     def passed_spike(self) -> Alarm | None:
-        """Return the first alarm of a spike that passed before the first anomaly, or None."""
+        """Return the first alarm of a loss spike that ended before the first anomaly, or None."""
         before = first_before(self.counted.alarms, self.counted.rose)
         alarm = None if before is None else self.alarms[self.counted.alarms.index(before)]
         passed = alarm is not None and self.first is not None and self.first.step > alarm.step + FOLLOWS
@@ -63,7 +63,7 @@ class Signs:
 
     @cached_property
     def place(self) -> Alarm | None:
-        """Return the alarm that shows the fault's location (``place_of``)."""
+        """Return the alarm that shows the location of the fault best (see ``place_of``), or None."""
         if self.first is None:
             return None
         of = self.counted

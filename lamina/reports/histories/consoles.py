@@ -130,7 +130,7 @@ def form_of(lines: Iterable[str]) -> Form | None:
 
 
 def _is_header(form: Form, match: re.Match[str]) -> bool:
-    """Return whether a line has only a step, so that the lines below it have the step's numbers."""
+    """Return whether a line has only a step. The next lines then have the numbers of this step."""
     return form.general and "step" in match.groupdict() and _HEADER.match(match.string, match.end()) is not None
 
 
@@ -165,7 +165,7 @@ def records_of(form: Form, lines: Iterable[str]) -> Iterator[Mapping[str, object
 def _is_same(one: Mapping[str, object], other: Mapping[str, object]) -> bool:
     """Return whether two records have the same numbers, apart from rounding and missing names.
 
-    Without steps, two records with the same names count as different.
+    If the records have no steps, two records with the same names count as different.
     """
     names, more = sorted((one.keys() - {"progress bar"}, other.keys() - {"progress bar"}), key=len)
     if one.get("epoch") != other.get("epoch") or not names <= more or ("step" not in names and names == more):
@@ -205,7 +205,7 @@ def _printed(form: Form, lines: Iterable[str]) -> Iterator[Mapping[str, object]]
 
 
 def _is_cut(line: str, record: Mapping[str, object], before: Mapping[str, object]) -> bool:
-    """Return whether a log ends within a number: its last line has fewer values and digits than the line before."""
+    """Return whether the log ends within a number: the last line has fewer values and digits than the line before."""
     if not record or [*record] != [*before][: len(record)] or len(record) == len(before):
         return False
     name, value = [*record.items()][-1]
@@ -213,9 +213,9 @@ def _is_cut(line: str, record: Mapping[str, object], before: Mapping[str, object
 
 
 def _broken(before: Mapping[str, object], last: Mapping[str, object], sentence: str) -> Mapping[str, object]:
-    """Return the record for a sentence such as "loss is nan", with the sentence's step.
+    """Return a record for a sentence such as "loss is nan", with the step in the sentence.
 
-    Without a step in the sentence, Lamina assumes the distance between the last two records.
+    If the sentence has no step, Lamina adds the distance of the last two records to the last step.
     """
     if (step := _step(str(last.get("step")))) is not None:
         named = re.search(rf"{_RATED}{_TO_STEP}(?P<step>{WHOLE})", sentence)
@@ -307,6 +307,5 @@ def _is_held_out(line: str) -> bool:
 
 
 def _step(text: str | None) -> int | None:
-    """Return the step in a text, or None if the text is not a whole number."""
     number = None if text is None else number_of(text)
     return int(number) if number is not None and number == int(number) else None

@@ -46,7 +46,7 @@ from lamina.training.monitor.rules import LAG, LEAST_NOISE, STANDS_OUT, limits
 from lamina.training.monitor.writers import LOSS, NORM, VERSION, WATCHED, LayersWriter, Row
 
 Key: TypeAlias = tuple[Owner, str]
-"""where, and which metric"""
+"""The location and the metric of a series."""
 
 _MODEL: Owner = (-1, "model", "all")
 _WORDS = {LOSS: "loss", NORM: "gradient norm", RATE: "learning rate"}
@@ -93,7 +93,6 @@ class History:
 
     @property
     def rows(self) -> Iterator[Row]:
-        """Yield the rows of all series, one series after another."""
         for key in self.series:
             yield from self.rows_of(key)
 
@@ -270,11 +269,7 @@ def _read_filtered_losses(history: History) -> None:
 
 
 def _add_parts(history: History, series: Mapping[str, Series]) -> list[str]:
-    """If the record has no total loss, add up three or more parts whose names differ in one word.
-
-    Returns:
-        The names of the parts, or an empty list if Lamina reads a single loss.
-    """
+    """If the record has no total loss, add up at least three parts of the loss. Return the parts' names, or []."""
     parts = parts_of(history.read.get(LOSS, ""), series)
     if not parts or any(not np.array_equal(series[name][0], series[parts[0]][0]) for name in parts):
         return []
@@ -321,7 +316,7 @@ def _read_running_means(history: History) -> None:
 
 
 def _is_running_mean(epochs: Sequence[Floats]) -> bool:
-    """Return whether losses are averages over the epoch so far. Their n-th change is about 1/n of the first change."""
+    """Return whether losses are averages over the epoch so far: the n-th change is about 1/n of the first change."""
     long = [part for part in epochs if len(part) >= 2 * BEFORE]
     moves = [np.abs(np.diff(part)) for part in long]
     calmer = [moved[: BEFORE // 2].mean() > _CALMER * np.median(moved[BEFORE:]) for moved in moves]
@@ -363,10 +358,9 @@ def _notes(history: History, odd: Mapping[str, str]) -> list[str]:
 
 
 def judge(history: History) -> tuple[list[Alarm], list[int]]:
-    """Check a record with the layer monitor's rules. The rules count records instead of steps.
+    """Check a record with the layer monitor's rules, which count records instead of steps.
 
-    Returns:
-        The alarms and the notable batches, and the steps at which the loss fell suddenly.
+    Returns the alarms and notable batches, and the steps at which the loss fell suddenly.
     """
     alarms, judged = Alarms(), history.steps
     wanted, filling = _worth_judging(history, judged)
@@ -416,10 +410,10 @@ def _of_policy(history: History) -> list[Alarm]:
 
 
 def _worth_judging(history: History, judged: Sequence[int]) -> tuple[Bools, Bools]:
-    """Choose the records of a long log that the rules read, and mark the records that only serve as earlier values.
+    """Choose the records of a long log that the rules check, and mark records that only serve as earlier values.
 
-    Rules take microseconds per value, so Lamina chooses only records near suspicious steps. At such a step, the loss
-    moves, or a gradient is not finite, zero, far above its earlier median, or unlike the other layers' gradients.
+    To save time, Lamina chooses only records near suspicious steps. At a suspicious step, the loss moves, or a gradient
+    is not finite, zero, far above its earlier median, or unlike the gradients of other layers.
     """
     layered = {key: series for key, series in history.series.items() if key[1] == "gradient_norm"}
     count, many = sum(len(steps) for steps, _ in layered.values()), len(judged) > _MANY
@@ -457,7 +451,7 @@ def _worth_judging(history: History, judged: Sequence[int]) -> tuple[Bools, Bool
 
 
 def _moves(losses: Floats) -> Ints:
-    """Return the positions at which losses are not finite, or change by more than their noise."""
+    """Return the positions at which the loss is not finite, or changes by more than its noise."""
     window, ahead = np.lib.stride_tricks.sliding_window_view, LAG
     finite = np.isfinite(losses)
     if len(losses) < WINDOW + 2 * ahead or not finite.any():

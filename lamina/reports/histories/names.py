@@ -1,4 +1,4 @@
-"""Find out from a series' name whether it is a loss, gradient norm, learning rate, step, epoch or parameter."""
+"""Find out whether the name of a series means a loss, gradient norm, learning rate, step, epoch or parameter."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def plain(name: str) -> str:
 
 @cache
 def whole(name: str) -> Whole | None:
-    """Return the whole model's metric that a name means, or None for any other name."""
+    """Return the metric of the whole model that a name means, or None if the name means no such metric."""
     words = words_of(name)
     if not words or _HELD_OUT & set(words):
         return None

@@ -22,7 +22,7 @@ _MAYBE = re.compile(r"[-+]?[1-9]\d{0,2},\d{3}")  # 2,310 is 2310 or 2.31; 2,31 a
 
 
 def number_of(value: object) -> float | None:
-    """Return a value as a number, or None if it is no number. A histogram becomes the norm of its values."""
+    """Return a value as a number, or None for any other value. A histogram becomes the norm of its values."""
     if isinstance(value, float):
         return value
     if value is None or isinstance(value, bool):
@@ -88,7 +88,7 @@ def _read(text: str, sign: str) -> float | None:
 
 
 def _norm_of_bins(histogram: Mapping[str, Bins]) -> float | None:
-    """Return the norm of a histogram's values. Values count as uniform within a bin."""
+    """Return the norm of the values in a histogram, as if values were uniform within each bin."""
     counts, edges, packed = histogram.get("values"), histogram.get("bins"), histogram.get("packedBins")
     if not isinstance(counts, list):
         return None

@@ -1,7 +1,8 @@
 """Find each parameter's layer, sub-layer and role from the names of all parameters.
 
-A layer is a module with an attention and a feed-forward, and its index is the last number that their names share. So
-Lamina recognizes stages (layers.0.blocks.1) and stacks (encoder.block.0.layer.1) without a list of models.
+A layer is a module that contains an attention and a feed-forward. The layer's index is the last number that the names
+of the attention and the feed-forward share. So Lamina recognizes stages (layers.0.blocks.1) and stacks
+(encoder.block.0.layer.1) without a list of models.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from itertools import groupby
 from typing import TypeAlias
 
 Owner: TypeAlias = tuple[int, str, str]
-"""layer, sub-layer, role"""
+"""The layer, sub-layer and role of a parameter."""
 Parts: TypeAlias = tuple[str, ...]
 
 _WRAPPED = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "params", "base_model")
@@ -63,7 +64,6 @@ class Places:
 
 
 def places_of(names: Iterable[str]) -> Places:
-    """Find the layer, sub-layer and role of each parameter from the names of all parameters."""
     split = _joined({name: parts for name in names if (parts := parts_of(name)) is not None})
     below: dict[Parts, set[str | None]] = defaultdict(set)
     for parts in split.values():

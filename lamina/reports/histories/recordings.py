@@ -1,4 +1,4 @@
-"""Turn the lines of another tool's log into series with steps: find the steps' column, and separate the runs."""
+"""Turn the lines of another tool's log into series by step: find the column with the steps, and separate the runs."""
 
 from __future__ import annotations
 
@@ -42,8 +42,6 @@ _NOTHING: Series = (np.array([], np.int64), np.array([]))
 
 @dataclass(kw_only=True)
 class Recording:
-    """The content of one run's log."""
-
     form: str  # the kind of file, in words
     series: dict[str, Series]  # the series, by name
     rows: int  # the number of lines or steps
@@ -65,8 +63,6 @@ class Columns:
 
 
 class _Column:
-    """A column that grows line by line."""
-
     def __init__(self, name: str):
         self.is_run, self.is_step = plain(name) in RUNS, step_rank(name) is not None
         self.plain = not (self.is_run or self.is_step)
@@ -143,7 +139,7 @@ def _judged_inside(name: str, inner: Mapping[object, object]) -> Iterator[tuple[
 def add_commas(columns: Columns, commas: Mapping[str, Sequence[tuple[int, str]]], *, points: bool) -> None:
     """Add numbers with a comma to the columns.
 
-    Raises UserError if a comma in a loss or a norm may be a decimal comma or a thousands separator.
+    Raises UserError if a comma in a loss or a norm can be a decimal comma or a thousands separator.
     """
     if not commas:
         return
@@ -219,7 +215,7 @@ def _of_lines(columns: Columns, chosen: Bools) -> Columns:
 
 
 def _by_start(columns: Columns) -> list[Recording]:
-    """Split a table into runs where the steps start again."""
+    """Split a table into runs. A new run begins where the steps start again."""
     notes = _count_on(columns)
     judged = np.zeros(columns.rows, bool)
     for name, (at, _) in columns.values.items():
@@ -291,7 +287,7 @@ def _one(columns: Columns, steps: Ints, clock: str, notes: Sequence[str], first:
 
 
 def _latest(steps: Ints) -> Bools:
-    """Return which values to keep. A later line with the same step, or with a smaller step, replaces a value.
+    """Return which values to keep. A later line with the same step or a smaller step replaces a value.
 
     If the steps are shuffled, only a later line with the same step replaces a value.
     """
@@ -353,9 +349,9 @@ def _clock(columns: Columns, lines: Ints) -> tuple[str, Ints]:
 
 
 def _on_time(bar: Ints) -> Ints:
-    """Return the multiples of a constant at which a trainer printed records beside a progress bar that lags behind.
+    """Return the true steps of records that a trainer printed beside a progress bar that lags behind.
 
-    If the bar's steps do not fit such multiples, return the bar's steps.
+    The true steps must be multiples of a constant. If the bar does not fit such multiples, return the bar's steps.
     """
     begun, shown = np.split(bar, [int(len(bar) > 0 and bar[0] == 1)])  # logging_first_step
     if len(shown) < _SHOWN or (apart := round((shown[-1] - shown[0]) / (len(shown) - 1))) < 1:

@@ -58,7 +58,7 @@ _LARGE, _LONGEST = 2**20, 2**26  # bytes from which a file is read in pieces, an
 
 
 def recorded_in(folder: Path) -> Path | None:
-    """Return the path to read in another tool's folder, such as a trainer's file, a database or W&B's files."""
+    """Return the path to read in another tool's folder (a trainer's file, a database or the folder itself), or None."""
     if (folder / CONFIG).exists() and (folder / "layers").exists():
         return None
     if files := runs_in(folder):
@@ -211,7 +211,7 @@ _YOLO_LOSSES = frozenset(("box", "obj", "cls", "dfl", "seg", "total"))
 
 
 def _below_headers(lines: Iterable[str]) -> Iterator[Mapping[str, object]]:
-    """Yield the rows below headers with a loss, as Ultralytics prints them. The last print of a row counts."""
+    """Yield the rows below headers that contain a loss, as in Ultralytics' logs. The last print of a row counts."""
     names, row = list[str](), dict[str, str]()
     for line in lines:
         cells = _TWO_WORDS.sub(r"\1_", line).split()
@@ -437,7 +437,6 @@ class _Reading:
             logger.warning("%s: %.0f %% read", self.name, 100 * done / max(1, self.size))
 
     def over(self, lines: Iterable[str]) -> Iterator[str]:
-        """Yield lines, and report the progress."""
         done = 0
         for self.lines, line in enumerate(lines, start=1):
             if self.lines % 1000 == 0:
@@ -480,7 +479,7 @@ _WHOLE_RECORD, _LAST_PART = 1, 4
 
 
 def _records_of(data: bytes) -> Iterator[bytes]:
-    """Yield the records of W&B's file, which has LevelDB's log format, without an incomplete last record.
+    """Yield the records of W&B's file, which has LevelDB's log format. An incomplete last record is left out.
 
     A record consists of parts with a checksum, a length, a kind and bytes. A part never crosses a block.
     """

@@ -23,7 +23,7 @@ _VALUES = {"value", "values", "train", "training", "y"}
 
 
 def named_by_file(columns: Columns, stem: str) -> Columns:
-    """If the file's name means a loss, give this name to the only column of values (TensorBoard's Value)."""
+    """If the file's name means a loss, rename the only column of values to this name (TensorBoard's Value)."""
     if whole(stem) is None or any(whole(name) or parameter_of(name) for name in columns.values):
         return columns
     named = [name for name in columns.values if _VALUES.issuperset(words_of(name) or [name])]

@@ -1,4 +1,4 @@
-"""The page of `lamina probe`, with one section per probe, and its figures as PNGs."""
+"""Write the page of `lamina probe`, with one section per probe, and save the figures as PNGs."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def probing_report(folder: Path) -> Path:
 
 @drawing_of(Kind.PROBING)
 def draw(folder: Path) -> list[Path]:
-    """Write FOLDER/figures/NAME.png beside each figure's .json. Raises UserError if no working browser is installed."""
+    """Save each figure as FOLDER/figures/NAME.png. Raises UserError if no working browser is installed."""
     result = read_json(folder / RESULT)
     pictures = []
     for drawn in (drawn for entry in result["probes"].values() for drawn in entry.get("figures") or ()):
@@ -127,13 +127,12 @@ def _place(row: Any, columns: list[str]) -> str:
 
 
 def _telling(probes: Json) -> str | None:
-    """Return the probe whose first sentence is the page's title: an urgent one, layer_drop, or the first probe."""
+    """Return the probe that gives the page a title: an urgent probe, layer_drop, or the first probe with sentences."""
     urgent = [name for name, entry in probes.items() if entry.get("urgent")]
     return next((name for name in (*urgent, "layer_drop", *probes) if probes.get(name, {}).get("sentences")), None)
 
 
 def _headline(model: str, probes: Json) -> str:
-    """Return the finding in one line."""
     if (name := _telling(probes)) is None:
         return f"What each layer does: {model}"
     said = str(probes[name]["sentences"][0])
@@ -193,7 +192,7 @@ def _prune(result: Json, probes: Json) -> Section:
 
 
 def _removal(probes: Json) -> list[str]:
-    """Return layer_drop's sentences on the layers to remove."""
+    """Return layer_drop's sentences about the layers to remove."""
     texts = [str(text) for text in probes.get("layer_drop", {}).get("sentences") or ()][1:]
     return [text for at, text in enumerate(texts) if at == 0 or "angular distance" in text]
 
