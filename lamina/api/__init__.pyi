@@ -109,8 +109,8 @@ def compare(
     overwrite: bool = False,
     bar: bool = True,
 ) -> Comparison:
-    """Train models that differ only in their placement (where the norms sit) side by side on your text.
-    OUTPUT/report.html shows which placement is best, which placements failed, and why.
+    """Train models that differ only in where their norms sit, all on your text. OUTPUT/report.html shows which
+    placement is best, which placements failed, and why.
 
     The keywords are the settings of `lamina compare`. Returns the rows of results.csv and the report page.
     ``placements``, ``learning_rates`` and ``seeds`` may also be lists. ``corpus`` may be a path, a list of paths

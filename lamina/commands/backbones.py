@@ -27,7 +27,7 @@ def run(argv: list[str]) -> int:
         )
     show(
         "\nThe column 'total' counts all parameters of transformers' model, with embeddings and output head.\n"
-        "The column 'active' leaves out the experts that one token does not use.\n"
+        "The column 'active' counts only the experts that a token uses.\n"
         "Any folder with a transformers config.json is also a backbone.\n"
         f"Lamina's tests compare these families with transformers on the same weights: {', '.join(ADAPTERS)}.\n"
         "Other families work if their layers' modules are named self_attn and mlp, or if you tell Lamina the\n"

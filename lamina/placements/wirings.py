@@ -22,7 +22,7 @@ from lamina.placements.plan import Layer, Mix, Plan, Sources, StreamNorm, Stream
 
 @dataclass(frozen=True, kw_only=True)
 class PlanWiring:
-    """A wiring, with the function ``make`` that changes a placement's layers."""
+    """A wiring. Its function ``make`` changes the layers of a placement's plan."""
 
     make: Callable[..., Plan]
     equation: str

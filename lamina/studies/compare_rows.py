@@ -27,9 +27,9 @@ def compare(settings: Given, **modes: Unpack[Modes]) -> Frame:
 COMPARE = JobRow(
     name="compare",
     kind=Kind.COMPARE,
-    summary="train one model with several placements of the norms side by side on your text (the main command)",
+    summary="train one model with several placements of the norms on your text, and rank them (the main command)",
     about=(
-        "Train models that differ only in their placement (where the norms sit) side by side on your text.\n"
+        "Train models that differ only in where their norms sit, all on your text.\n"
         "OUTPUT/report.html shows which placement is best, which placements failed, and why."
     ),
     examples="""

@@ -89,7 +89,7 @@ def read_config(
 
     Args:
         path: a folder with config.json, or a name on the hub.
-        field: the user's name for the path, such as "model", at the beginning of messages.
+        field: the word before a message's colon, such as "model".
         trust_remote_code: whether to run the code that the configuration asks for.
         weights: whether the caller also loads the weights. A Lamina model then needs a norm placement.
         more: further arguments of ``AutoConfig.from_pretrained``.
@@ -294,7 +294,7 @@ def load_weights(
         path: a folder with weights, or a name on the hub.
         config: the configuration from ``read_config``.
         cls: the model class or Auto class.
-        field: the user's name for the path, at the beginning of messages.
+        field: the word before a message's colon, such as "model".
         dtype: the dtype of the weights. "auto" keeps the checkpoint's dtype.
         pickles: whether to read the tensors of a .bin file if there is no safetensors file.
         trust_remote_code: whether to run the checkpoint's code.

@@ -165,7 +165,7 @@ def _unit(vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _orthogonal(vectors: torch.Tensor, others: list[torch.Tensor]) -> torch.Tensor:
-    """Make ``vectors`` [problems, n] orthogonal to all ``others``. Two rounds keep full precision."""
+    """Make ``vectors`` [problems, n] orthogonal to all ``others``. A single pass would lose precision."""
     if not others:
         return vectors
     basis = torch.stack(others, dim=1)

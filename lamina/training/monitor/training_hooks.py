@@ -604,7 +604,7 @@ class Instruments:
         return rows
 
     def _batch_rows(self, step: int, mark: float, same: float, following: float, labels: float) -> list[Row]:
-        """Return how many consecutive steps had the same batch, and the fractions of labels that equal tokens."""
+        """Return how many consecutive steps had the same batch, and the fractions of labels that equal input tokens."""
         self._varied |= mark != self._mark and math.isfinite(self._mark)
         self._repeats, self._mark = self._repeats + 1 if mark == self._mark else 0, mark
         shares = (same / labels, following / labels) if labels > 0 else ()

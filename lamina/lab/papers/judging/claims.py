@@ -274,7 +274,7 @@ def judge(claims: Sequence[Claim], trials: Trials, *, looks: int = 1) -> list[Ju
             values by this number (Bonferroni).
 
     Raises:
-        UserError: the code of every claim fails.
+        UserError: if no claim can be judged, because the code of each claim fails.
     """
     findings, errors = [], []
     for claim in claims:

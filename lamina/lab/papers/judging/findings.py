@@ -297,7 +297,7 @@ def pairs_in(region: Region, a: BySeed, b: BySeed, *, names: tuple[str, str]) ->
 
 
 def too_few(names: tuple[str, str], a: BySeed, b: BySeed, pairs: int) -> Finding:
-    """Return an inconclusive finding for too few pairs of seeds. The note names configurations without values."""
+    """Return an inconclusive finding for too few pairs of seeds. The note names configurations that have no values."""
     empty = [name.rpartition(": ")[2] for name, values in zip(names, (a, b), strict=True) if not values]
     ours, note = f"{names[0]} vs {names[1]}: {seeds_text(pairs)} in common", f"fewer than {TOO_FEW} pairs of seeds"
     return inconclusive(ours, f"{note}; no run has learned: {', '.join(empty)}" if empty else note, pairs)
