@@ -104,6 +104,83 @@ PASTED = {  # a few lines of a public log, and the losses by step
         "ep=23 tr=['train_clean_100'] loss=nan err=0.218 valid=dev_clean loss=nan err=0.911 lr_architecture1=3.125e-06\n",
         {22: 0.671, 23: NAN},
     ),
+    "Caffe's, with the net's outputs below the loss": (
+        "I0712 12:10:30.403271  3123 solver.cpp:404]     Test net output #1: loss = 2.48997 (* 1 = 2.48997 loss)\n"
+        "I0712 12:10:37.058244  3123 solver.cpp:228] Iteration 0, loss = 2.46876\nI0712 12:10:37.058405  3123 sgd_solver.cpp:106] Iteration 0, lr = 0.01\n"
+        "I0712 12:18:40.334496  3123 solver.cpp:228] Iteration 100, loss = -nan\nI0712 12:18:40.334661  3123 solver.cpp:244]     Train net output #0: loss = -nan (* 1 = -nan loss)\n",
+        {0: 2.46876, 100: NAN},
+    ),
+    "darknet": (
+        "Region 23 Avg IOU: -nan, Class: -nan, Obj: -nan, No Obj: 0.555418, .5R: -nan, .75R: -nan,  count: 0\n\n"
+        " 2: 519.797913, 519.720886 avg loss, 0.000000 rate, 2.054143 seconds, 128 images\nLoaded: 6.946068 seconds\n",
+        {2: 519.720886},
+    ),
+    "steps behind a tab": (
+        "Iteration: \t 0\nNumTimesteps: \t 32549\nLoss:     \t 0.125\nMaxRew: \t -199.9\n-----------------\nIteration: \t 1\nNumTimesteps: \t 32898\nLoss:     \t 0.25\n",
+        {0: 0.125, 1: 0.25},
+    ),
+    "DGL-KE": (
+        "".join(
+            f"[proc 0][Train]({n}/40000) average pos_loss: 0.973\n[proc 0][Train]({n}/40000) average loss: {n / 8000}\n[proc 0][Train] 1000 steps take 11.7 seconds\n"
+            for n in (1000, 2000)
+        ),
+        {1000: 0.125, 2000: 0.25},
+    ),
+    "an epoch and a step in brackets": (
+        "[1/25][1000/3183] Loss: 20.5\n[1/25][2000/3183] Loss: 18.5\n[2/25][1000/3183] Loss: 16.5\n",
+        {1000: 20.5, 2000: 18.5, 4183: 16.5},
+    ),
+    "WeNet, with the validation's losses": (
+        "DEBUG TRAIN Batch 4/203700 loss 12.5 loss_att 10.921429 lr 0.00032621 rank 0\nDEBUG TRAIN Batch 4/203800 loss inf loss_att 18.615641 lr 0.00032619 rank 2\n"
+        "DEBUG CV Batch 4/0 loss 28.517015 loss_att 24.142754 history loss 27.957858 rank 2\n",
+        {203700: 12.5, 203800: math.inf},
+    ),
+    "SELFRec": (
+        "training: 3 batch 50 batch_loss: 0.5 rec_loss: 0.4\nEvaluating the model...\ntraining: 4 batch 50 batch_loss: 0.25 rec_loss: 0.2\n",
+        {3: 0.5, 4: 0.25},
+    ),
+    "Time-Series-Library, with the losses of epochs": (
+        "".join(
+            f"\titers: 100, epoch: {e} | loss: {e}.5\n\tspeed: 0.3345s/iter; left time: 267.9004s\n\titers: 200, epoch: {e} | loss: {e}.25\n"
+            f"Epoch: {e}, Steps: 225 | Train Loss: 0.1493344 Vali Loss: 0.1429051\nUpdating learning rate to 5e-05\n"
+            for e in (1, 2)
+        ),
+        {100: 1.5, 200: 1.25, 300: 2.5, 400: 2.25},
+    ),
+    "rsl_rl, with a total of steps below the iteration": (
+        "".join(
+            f"      Learning iteration {n}/10     \n\n     Total steps: {n}512\n  Mean value loss: 19.6685\n Mean surrogate loss: 0.{n}\n   Mean entropy loss: 1.3\n     Mean reward: -4.08\n"
+            for n in (1, 2, 3)
+        ),
+        {1: 0.1, 2: 0.2, 3: 0.3},
+    ),
+    "LitGPT, whose optimizer steps once in 16 iterations": (
+        "iter 14 step 0: loss 1.8052, train time: 1410.43ms\niter 15 step 1: loss 2.0308, train time: 1489.61ms (optimizer.step)\niter 16 step 1: loss nan, train time: 1405.01ms\n",
+        {14: 1.8052, 15: 2.0308, 16: NAN},
+    ),
+    "lines whose ends a paste has lost": (
+        "05-04 14:36:03.238 [epoch 0], [iter 736 / 744], [train main loss 0.5], [lr 0.009967] 05-04 14:36:05.153 [epoch 0], [iter 737 / 744], [train main loss 0.25], [lr 0.009967]\n",
+        {736: 0.5, 737: 0.25},
+    ),
+    "spaCy": (
+        "E    #       LOSS TOK2VEC  LOSS NER  ENTS_F  SCORE \n---  ------  ------------  --------  ------  ------\n"
+        "  0       0          0.00     40.00    9.57    0.10\n  0     200         35.70   2163.45   83.16    0.83\n  1     400         11.09   1182.04   88.91    0.89\n",
+        {200: 2163.45, 400: 1182.04},
+    ),
+    "a bar that begins with the loss's name": (
+        "train loss:  82%|#### | 606000/737924 [00:25<00:05, 24700.60ex/s, cont=nan, loss=nan]\ntrain loss:  83%|#### | 612000/737924 [00:25<00:05, 24246.24ex/s, cont=0.1, loss=0.5]\n",
+        {606000: NAN, 612000: 0.5},
+    ),
+    "Dreamer, with the model's loss beside the actor's": (
+        "[5000] model_grad_norm 1.5 / image_loss 11650.7 / reward_loss 1.2 / model_loss 5864.5 / value_loss 6.4 / actor_loss -6.9\n"
+        "[6000] model_grad_norm 4.5 / image_loss 30411.1 / reward_loss 3.8 / model_loss inf / value_loss 6.3 / actor_loss -14.7\n",
+        {5000: 5864.5, 6000: math.inf},
+    ),
+    "ESPnet's JSON, cut within a record": (
+        '    {\n        "main/loss": 58.5,\n        "epoch": 1,\n        "iteration": 8900\n    },\n    {\n        "main/loss": 59.5,\n        "epoch": 1,\n        "iteration": 9000\n    }\n'
+        '\nHERE IS THE BUG:\n\n    {\n        "main/loss_ctc": -1.06e+35,\n        "main/loss": -3.19e+34,\n        "m',
+        {8900: 58.5, 9000: 59.5},
+    ),
     "a loss of the training beside the validation's": (
         "train loss = 0.3392277657985687\nloss: 0.37952178716659546, Performance is better... saving the model\n"
         "train loss = 0.3034765124320984\nloss: 0.35377445816993713, Performance is better... saving the model\n",

@@ -75,11 +75,19 @@ CONSOLES = {
     "a step of all in brackets": "[{s:>5d}/1000] loss: {l:.4f} grad_norm: {g:.4f}",
     "a row of a table": "| {s} | loss {l:.4f} | grad_norm {g:.4f} |",
     "a step without a name": "  {s}  loss={l:.4f}  grad_norm={g:.4f}",
+    "lines with an average loss before its name": " {s}: {l:.6f}, {l:.6f} avg loss, {r} rate, 2.054143 seconds, 128 images",
+    "lines with an iteration and its epoch": "\titers: {s}, epoch: 1 | loss: {l:.7f}\n\tspeed: 0.0849s/iter; left time: 956.2337s",
+    "lines with an epoch and a batch": "2023-01-30 18:47:07,107 DEBUG TRAIN Batch 4/{s} loss {l:.6f} loss_att 10.92 lr {r:.8f} rank 0",
+    "lines with a step in brackets": "dinov2 helpers.py:102] Training  [{s:>7}/5000000]  eta: 221 days, 20:36:05  lr: {r:.4f} (0.0)  loss: {l:.4f} ({l:.4f})  grad_norm: {g:.4f}",
+    "lines below a step and a learning rate": "INFO:44k:Train Epoch: 2 [1%]\nINFO:44k:[{s}, {r}]\nINFO:44k:loss_mel={l:.4f}, grad_norm={g:.4f}",
     "lines with a loss": "loss {l:.4f} grad_norm {g:.4f}",
 }
 NO_STEP = ("printed dictionaries", "lines with a loss")
 """Forms without a step: records are counted."""
-NO_NORM = ("litgpt's lines", "DeepSpeed's lines", "timm's lines", "llama2.c's lines")
+NO_NORM = (
+    "litgpt's lines", "DeepSpeed's lines", "timm's lines", "llama2.c's lines",
+    "lines with an average loss before its name", "lines with an iteration and its epoch", "lines with an epoch and a batch",
+)  # fmt: skip
 
 
 def written(form):

@@ -145,7 +145,7 @@ PASTED = {
     ),
     "losses whose names begin with loss": (
         "".join(f"INFO:run:Train Epoch: {e} [1%]\nINFO:run:[{e}00, 9.9e-05]\nINFO:run:loss_fm=1{e}.5, loss_mel=21.5, loss_dur=1.5\n" for e in (2, 4)),
-        {1: 35.5, 2: 37.5},
+        {200: 35.5, 400: 37.5},
     ),
 }  # fmt: skip
 

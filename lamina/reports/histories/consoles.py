@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from lamina.reports.histories.names import EPOCH_STEPS, is_whole_loss, whole
+from lamina.reports.histories.names import EPOCH_STEPS, is_whole_loss, step_rank, whole
 from lamina.reports.histories.numbers import NUMBER, WHOLE, number_of
 
 _INSIDE = r"(?:[A-Za-z][\w.]*\(\[?|\{['\"][^'\"]*['\"]:\s*|\[[A-Za-z]+:\s*)?"
@@ -17,7 +17,7 @@ _STEP = rf"(?P<step>{WHOLE})"
 _WORD = r"[A-Za-z][\w./-]*+"
 _PAIR = (
     rf"(?P<name>(?<![\w./-]){_WORD}(?: {_WORD})?(?: ?\([\w ]+\))?)['\]]?(?: so far(?: is)?)?"
-    rf"(?:\s*[:=]\s*['\[]?\s*| +\[?|\[)\s*{_VALUE}"
+    rf"(?:\s*[:=]\s*['\[]?\s*| +\[?|\[)\s*{_VALUE}(?![\d.]*%\|)"
 )
 """loss 2.3, train loss 2.3, grad norm = 1.0, Iter(train) [ 10/500], [Loss] 2.3, 'loss': '2.3', loss so far is 2.3"""
 _QUOTED = rf"""['"](?P<name>[^'"]+)['"]\s*:\s*['"]?{_VALUE}"""
@@ -28,7 +28,7 @@ _ALONE = re.compile(rf"^\W*(?P<name>[A-Za-z][^:=|]*?)\s*[:=|]\s*{_VALUE}(?:\s*\(
 """  • Loss: 2.3, | > loss: 2.3 (2.4)"""
 _WORDS = r"(?i:(?:step|iter(?:ation)?|update|(?:mini)?batch)s?(?:_id|_idx|_num)?|it|up\.)"
 _RATED = rf"(?i:\bglobal[ _-]?|\b){_WORDS}"
-_TO_STEP = r"""(?: ?\(\w+\))?["']?[ .:=#\[(]*"""
+_TO_STEP = r"""(?: ?\(\w+\))?["']?[ \t.:=#\[(]*"""
 _JUDGED = re.compile(
     r"(?i)loss|norm\b|norm[^a-z]|\btrl\b|\bxent\b|\bnll\b|\bcost\b|(?-i:[a-z]Cost)\b|cross[ _-]?entropy"
 )
@@ -55,15 +55,35 @@ FORMS = (
     _form("printed dictionaries", r"""\{\s*['"][^'"{}]+['"]\s*:[^{}]*(?:\}|(?:,[^{},]*){3,}$)""", _QUOTED),
     _form("dictionaries on several lines", r"""^\s*\{\s*(?:['"][^{}]*)?$""", _QUOTED, more=True),
     _form("tables of a name and a value", r"^\W*[-=─━═╌]{8}", _BESIDE, more=True),
+    _form(
+        "lines with an average loss before its name",
+        rf"^\s*{_STEP}: [\d.]+, {NUMBER} avg loss,",
+        rf"(?<=, )(?=\S+ (?P<name>avg loss|rate)\b){_VALUE}",
+    ),
+    _form(
+        "lines with an iteration and its epoch",
+        rf"\biters: {_STEP}, epoch: (?P<epoch>\d+)",
+        rf"(?P<name>\bloss): {_VALUE}",
+    ),
+    _form(
+        "lines with an epoch and a batch",
+        rf"\bTRAIN (?:\w+ )?Batch (?P<epoch>\d+)/{_STEP}",
+        rf"\b(?P<name>loss\w*|lr) {_VALUE}",
+    ),
     _form("lines with a global step", rf"(?i:\bglobal)[ _-]?{_WORDS}{_TO_STEP}{_STEP}"),
     _form(
         "lines with an epoch and its steps",
-        r"(?i:\bepoch|\btrain:)(?:\(train\))?[\s:\[(=]*(?P<epoch>\d+)(?![\d%])(?:\s*/\s*\d+)?"
+        r"(?:(?i:\bepoch|\btrain:)(?:\(train\))?|^(?=\W*\[\d+/\d+\]\[\d+/))[\s:\[(=]*(?P<epoch>\d+)(?![\d%])(?:\s*/\s*\d+)?"
         r"(?:(?!loss)[^\n])*?(?P<step>\d+)\s*/\s*(?P<of>\d+)(?![\d/:])",
     ),
     _form("a progress bar's lines", r"(?:^\s*|\b)(?P<step>\d+)/(?P<of>\d+) (?:\[|[━\s]+\d|- \d)"),
     _form("lines with a number of steps", rf"(?:\b(?P<epoch>\d+)epoch\S*?)?\b{_STEP}(?:it|batch)(?:/(?!s)|:)"),
-    _form("lines with a step", rf"(?<!/){_RATED}{_TO_STEP}{_STEP}"),
+    _form("lines with a step in brackets", rf"(?i:\btrain(?:ing)?)\]?:? *[\[(] *{_STEP} ?/ ?\d+[\])]"),
+    _form("lines below a step and a learning rate", rf"^[\w:./-]*\[{_STEP}, \d[\d.]*(?:e-\d+)?\]\s*$"),
+    _form(
+        "lines with a step",
+        rf"(?:\btraining: (?P<epoch>\d+) )?(?<!/)(?<![Tt]otal ){_RATED}{_TO_STEP}{_STEP}",
+    ),
     _form(
         "lines that begin with a step",
         rf"(?:^(?:s:|[ |]{{0,3}})|\] )\[? {{0,6}}{_STEP}"
@@ -81,6 +101,7 @@ _EPOCH = re.compile(r"(?i)^[\d\s:.-]*\bepoch[ :]+(?P<epoch>\d+)(?:\s*/\s*\d+)?\s
 _BEFORE = re.compile(rf"{_RATED}{_TO_STEP}{_STEP}")  # step 10: {'loss': 2.3}
 _OWN = re.compile(r"step|Iteration")  # names of a step beside an epoch's: iter[14/15] [step] 89
 _MOVES = re.compile(r"\x1b\[\d*[ABEF]")  # a bar goes to another line, and leaves its text in this one
+_DATE = re.compile(r"(?<=\S)\s(?=(?:\d{2,4}[-/])?\d\d[-/]\d\d \d\d:\d\d:\d\d)")  # where a paste has lost a line's end
 _BAR_BEGINS = re.compile(r"(?=\b[A-Z]\w*(?: \d+)?: +\d+%\|)|(?<=[^\s:])\s+(?=\d+%\|)")
 _NO_VALUE = re.compile(r"(?<=[:=]) *(?:N/A|n/a|None|null)(?=[\s,|]|$)")
 _MARKED = re.compile(r"(?i)\bnanxxx\b")  # PaddleOCR's way to print NaN
@@ -91,7 +112,8 @@ _HELD_OUT = re.compile(
 _HEADING = re.compile(rf"{_HELD_OUT.pattern}[^\d\n]*$")  # ***** Eval results *****
 _ROUNDING = 1e-3  # between two prints of a number
 _BREAKS = 3  # lines without a pair that end a record of several lines
-_SPECIAL = 5  # lines of a general form that count as much as one of another form
+_SPECIAL = 6  # lines of a general form that count as much as one of another form
+_LOSSES = 12  # lines with a loss in a record of several lines, at most
 _ENOUGH, _TRIED = 200, 2000  # lines that are enough if all are of one form, and lines that are tried
 _OURS = "lamina.watch: "  # begins our own lines, after the logger's prefix
 _ENDS = "train_runtime"  # Trainer's last dictionary sums the run up
@@ -104,24 +126,27 @@ def lines_of(text: str) -> Iterator[str]:
     text = _NO_VALUE.sub("", text) if any(word in text for word in ("N/A", "n/a", "None", "null")) else text
     for line in re.split(r"[\r\n]+", text):
         parts = _BAR_BEGINS.split(line) if line.count("%|") > 1 else (line,)  # bars whose returns a paste has lost
+        if line.count("loss") > 1 and line.count(":") > 3 and len(parts) == 1:
+            parts = _DATE.split(line)
         yield from (part for part in parts if part and not part.isspace() and _OURS not in part)
 
 
 def form_of(lines: Iterable[str]) -> Form | None:
     """Return the form that fits best at the beginning of the log, or None if no form fits."""
-    counts, begun, tried, best = [0] * len(FORMS), [False] * len(FORMS), 0, 0
-    weights = [1 + (form is not FORMS[-1]) if form.general else _SPECIAL for form in FORMS]
+    counts, begun, tried, best = [0] * len(FORMS), [0] * len(FORMS), 0, 0
+    weights = [3 - 2 * (form is FORMS[-1]) if form.general else _SPECIAL for form in FORMS]
     for line in lines:
         judged, fitting = _JUDGED.search(line) is not None, False
         for at, form in enumerate(FORMS):
             match = form.line.search(line)
             inline = match is not None and not form.more
             pairs = form.pair.findall(line) if judged and (inline or begun[at]) else []
-            if pairs and ((inline and form.general) or any(whole(name.strip()) for name, _ in pairs)):
+            if pairs and (form.general or any(whole(name.strip()) for name, _ in pairs)):
                 counts[at] += 1
-                begun[at], fitting = False, True
+                begun[at] = 0 if inline else begun[at] - 1
+                fitting = True
             elif match is not None:
-                begun[at] = form.more or _is_header(form, match)
+                begun[at] = _LOSSES * (form.more or _is_header(form, match))
         tried += fitting
         best = max(range(len(FORMS)), key=lambda at: counts[at] * weights[at]) if fitting else best
         if tried == _TRIED or (tried == counts[best] == _ENOUGH):
@@ -140,7 +165,9 @@ _SAID = (
 )
 _BROKEN_WORDS = (" is", " are", " was", "became", "turned", "finite", "diverged", "invalid", "nan loss", "inf loss")
 _PAST = re.compile(r" (?:was|were|became|turned)$")  # the loss became infinite: a sentence, not a record
-_BROKEN = re.compile(rf"{_SAID}|\bdiverged with loss\W+nan\b|\b(?:nan|invalid|non-finite) (?:or inf )?loss\b")
+_BROKEN = re.compile(
+    rf"{_SAID}|\bdiverged with loss\W+nan\b|(?<!= )(?<!=)(?<!-)\b(?:nan|invalid|non-finite) (?:or inf )?loss\b"
+)
 """Loss is nan, stopping training; Model diverged with loss = NaN; Invalid loss, terminating training."""
 
 
@@ -198,8 +225,10 @@ def _printed(form: Form, lines: Iterable[str]) -> Iterator[Mapping[str, object]]
     if console.record:
         if match is not None and not form.more and _is_cut(line, console.record, last):
             console.record.popitem()
-        yield console.record
-        before, last = last, console.record
+        lost = any(step_rank(name) is not None and name not in console.record for name in last)
+        if not (form.more and lost):  # else the log ends within a record
+            yield console.record
+            before, last = last, console.record
     if last and ended:
         yield _broken(before, last, ended)
 
@@ -262,7 +291,7 @@ class _Console:
         step = _step(groups.get("step"))
         if step is None and match.start() and (seen := _BEFORE.search(line, 0, match.start())) is not None:
             step = _step(seen["step"])
-        unnamed = general and "step" not in match[0].lower() and _OWN.search(line) is not None
+        unnamed = general and not re.search(r"(?i)step|iter \d+$", match[0]) and _OWN.search(line) is not None
         named = self.form.pair.finditer(line) if unnamed else ()
         own = next((part for part in named if _OWN.fullmatch(part["name"].strip())), None)
         if own is not None and not line[own.end() :][:1].isalpha() and _step(own["value"]) is not None:
@@ -271,7 +300,8 @@ class _Console:
             self.record["step"] = step
             if groups.get("of"):
                 self.record[EPOCH_STEPS] = groups["of"]
-        header = not self._add(self.form.pair.findall(line)) and _is_header(self.form, match)
+        only = step is not None and match.span() == (0, len(line))
+        header = not self._add(() if only else self.form.pair.findall(line)) and _is_header(self.form, match)
         if self.form.more:
             return
         self.open, self.held_out = _BREAKS if header and not self.held_out else 0, header and self.held_out

@@ -148,7 +148,7 @@ def _loss(words: list[str]) -> Whole | None:
     if some & {"max", "min", "ema", "smooth", "smoothed", "last"}:
         return Whole(LOSS, 7)
     kinds = [rank for word, rank in _RATED.items() if word in some]
-    rest = some - _NEUTRAL - _LOSSES - {"cross", "entropy", *_RATED}
+    rest = some - _NEUTRAL - _LOSSES - {"model", "cross", "entropy", *_RATED}
     return Whole(LOSS, min(kinds) if kinds and not rest else _PART if rest else 4 if some & {"total", "tot"} else 3)
 
 

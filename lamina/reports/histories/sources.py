@@ -207,6 +207,7 @@ def _of_text(data: bytes, name: str) -> Columns:
 
 
 _TWO_WORDS = re.compile(r"(?i)\b((?:train|valid)\w*) (?=loss\b)")
+_SPACY = re.compile(r"^E +# +(?=LOSS |[A-Z_]+ +LOSS )")  # its header's names of the epoch and the step
 _YOLO_LOSSES = frozenset(("box", "obj", "cls", "dfl", "seg", "total"))
 
 
@@ -214,6 +215,8 @@ def _below_headers(lines: Iterable[str]) -> Iterator[Mapping[str, object]]:
     """Yield the rows below headers that contain a loss, as in Ultralytics' logs. The last print of a row counts."""
     names, row = list[str](), dict[str, str]()
     for line in lines:
+        if _SPACY.match(line):
+            line = _SPACY.sub("epoch step ", line).replace("LOSS ", "LOSS_")
         cells = _TWO_WORDS.sub(r"\1_", line).split()
         if len(cells) > 2 and all(re.fullmatch(r"[A-Za-z][\w/.()-]*", cell) for cell in cells):
             if "gpu_mem" in cells:  # YOLOv5 and YOLOv7 call the losses box, obj and cls
@@ -221,9 +224,10 @@ def _below_headers(lines: Iterable[str]) -> Iterator[Mapping[str, object]]:
             names = cells if any("loss" in cell.lower() for cell in cells) else []
         elif names and len(cells) >= len(names) and sum(map(is_numeric, cells[1 : len(names)])) > len(names) / 2:
             new = dict(zip(names, (cell.partition("/")[0] for cell in cells), strict=False))
-            if not is_numeric(new[names[0]]):  # a row of an evaluation
+            first = names[:2] == ["epoch", "step"] and new["step"] == "0"  # spaCy's sum over one batch instead of many
+            if first or not is_numeric(new[names[0]]):  # a row of an evaluation
                 continue
-            if row and (whole(names[0]) or new[names[0]] != row.get(names[0])):
+            if row and (whole(names[0]) or any(new.get(name) != row.get(name) for name in (names[0], "step"))):
                 yield row
             row = new
     if row:
