@@ -162,7 +162,9 @@ def section(paper: str, found: Sequence[Difference], links: Mapping[str, str]) -
     sentences = [
         f"{lead} {name}'s loss is lower than Pre-LN's loss in {_comparisons(count['lower'])}, and higher in "
         f"{_comparisons(count['higher'])}.",
-        f"In {_comparisons(count['cannot tell'])}, we cannot tell." if count["cannot tell"] else "",
+        f"In {_comparisons(count['cannot tell'])}, we cannot tell whether {name}'s loss is lower."
+        if count["cannot tell"]
+        else "",
         f"The table shows all comparisons of {name} with Pre-LN in our studies, if both models learned more than a "
         "bigram table (how often each token follows another token).",
         f"A negative difference means that {name}'s loss is lower.",
@@ -178,11 +180,11 @@ def section(paper: str, found: Sequence[Difference], links: Mapping[str, str]) -
         '- With "best of each", each placement trains at its best learning rate.'
         if any(one.rate for one in shown)
         else "- Each placement trains at its best learning rate.",
-        f"- The table leaves out {_comparisons(left_out)}, because a loss is above the loss of a bigram table. "
-        f"These comparisons are in {_listed(beyond, links)}."
+        f"- The table leaves out {_comparisons(left_out)}, because a model's loss is above the loss of a bigram table. "
+        f"These comparisons come from the studies {_listed(beyond, links)}."
         if left_out
         else "",
-        "- [Our own comparisons](ours.md) has the details of the studies whose names begin with `front-page` and "
+        "- The page [Our own comparisons](ours.md) describes the studies whose names begin with `front-page` or "
         "`ladder`.",
     ]
     headings = ["parameters:", "tokens per parameter:", "layers × width", "initial weights", "learning rate", "text"]

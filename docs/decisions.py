@@ -42,8 +42,8 @@ branch. An std of 0.02 (`scaled`) is 4.5 times too small.
 <!-- /front-page -->
 
 Our longer runs (20 tokens per parameter) rank the placements [differently](results/ours.md#ladder). Their models have 6
-or 8 blocks and read BPE tokens instead of bytes, so we cannot tell why. For a model of 6 to 12 blocks, the longer runs
-are the closer comparison."""
+or 8 blocks and read BPE tokens instead of bytes, so we cannot tell why. If your model has 6 to 12 blocks, the longer
+runs are closer to your model."""
 _GENERATED = "<!-- Made from docs/decisions.yaml and studies/records by `make results-docs`. -->"
 
 

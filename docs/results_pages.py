@@ -63,7 +63,8 @@ _READ = (
     "The headings below are the names of the studies. Each study has these tables and figures:",
     "- **Comparisons.** A cell names two settings and their means over the seeds. The difference is the first mean "
     "minus the second mean. If runs failed, Lamina ranks these runs last, and shows the median of the paired "
-    "differences. If models of this size cannot decide a claim, the comparisons of this claim have no other verdict.",
+    "differences. If the verdict of a claim is `cannot tell at this size`, all comparisons of the claim show "
+    "this verdict.",
     '- **p values.** The column "p" shows each test without a correction. We corrected the column "p (Holm)" for the '
     "number of claims in the study.",
     "- **Settings.** A run is `finished` if the model learned more than token frequencies. Otherwise, the run is "
@@ -78,6 +79,15 @@ WITHIN = 0.02  # nats above the best mean at which a rate still counts as good
 _SWEPT = 3  # rates from which on their interval says something
 _TOLERANCE = "range of good learning rates, in factors of 2:"
 _GENERATED = "<!-- Made from studies/records by `make results-docs`. -->"
+
+
+def _reason(needs: str) -> str:
+    """Return why a scale cannot run, with the scales' names as flags."""
+    planned = r"its claims are registered only for the scales? (\w+)(?: and (\w+))?"
+    found = re.fullmatch(planned, needs)
+    if not found:
+        return plain(needs)
+    return f"we planned its claims only for {listed([code(f'--scale {name}') for name in found.groups() if name])}"
 
 
 def paper_of(study: StudyDefinition) -> str:
@@ -227,7 +237,8 @@ def study_section(
             run = code(said.command(study.name, name))
             later.append(f"We have not run this study at `--scale {name}` yet. To run the study, use {run}.")
     later += [
-        f"{listed(scales)} cannot decide this study, because {plain(needs)}." for needs, scales in undecided.items()
+        f"We cannot judge this study at {' or '.join(scales)}, because {_reason(needs)}."
+        for needs, scales in undecided.items()
     ]
     about = [source, *against_pre_ln.sentences(study.name, losses)]
     return [
@@ -291,7 +302,7 @@ def _ran(
         earlier: whether the trials are not the trials that the study now asks for.
     """
     now = code(said.command(folder.name, folder.scale))
-    old = f"**These trials used an earlier design.** To train trials of the present design, run {now}."
+    old = f"**These trials used an earlier design.** To train trials of the current design, run {now}."
     parts = ["" if folder.scale == "cpu" else f"**At scale {folder.scale}**", old if earlier else ""]
     if verdicts:
         parts += [comparisons.claims(verdicts), comparisons.compared(verdicts), comparisons.noted(verdicts)]
@@ -388,7 +399,7 @@ def _provenance(folder: StudyFolder, verdicts: Sequence[Json]) -> str:
     machines = Counter[str]()
     for one in header.get("trained", ()):
         machines[(one.get("gpus") or [one["processor"]])[0]] += one["trials"]
-    trained = " and ".join(f"{count} on {plain(name)}" for name, count in machines.most_common())
+    trained = " and ".join(f"{count} trials on {plain(name)}" for name, count in machines.most_common())
     apart = f" We trained {trained}." if set(machines) - {first.get("machine")} else ""
     judged = f" We judged the claims on {facts[0]} ({', '.join(facts[1:])})." if len(facts) > 1 else ""
     judged = judged if verdicts else judged.replace("judged the claims", "recorded the trials")
