@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from modeling.tiny import LATENT, SIZES, VOCABULARY, built, llama, shake, token_ids
 from spread import spread
-from tiny import LATENT, SIZES, VOCABULARY, built, llama, shake, token_ids
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, QuantoConfig, TorchAoConfig
 

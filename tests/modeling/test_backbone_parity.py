@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from modeling.tiny import LATENT, OF_EXPERTS, OF_TEXT, SIZES, TOKENS, VOCABULARY, token_ids
 from spread import rotated
-from tiny import LATENT, OF_EXPERTS, OF_TEXT, SIZES, TOKENS, VOCABULARY, token_ids
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import lamina

@@ -3,8 +3,8 @@
 import pytest
 import torch
 import transformers
+from modeling.tiny import SIZES, llama, token_ids
 from test_backbone_parity import ALIKE, BACKBONES, configuration
-from tiny import SIZES, llama, token_ids
 from transformers import ModernBertConfig
 
 import lamina

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from modeling.tiny import VOCABULARY, built, llama
 from spread import rotated, spread
 from test_backbone_parity import LAST_BITS, configuration
-from tiny import VOCABULARY, built, llama
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaModel
 
 from lamina.core.architectures import conversions

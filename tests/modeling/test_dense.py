@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from modeling.tiny import llama, token_ids
 from test_streams import EPS, wired
-from tiny import llama, token_ids
 from torch.nn.functional import gelu, scaled_dot_product_attention
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb

@@ -5,8 +5,8 @@ import pickle
 
 import pytest
 import torch
+from modeling.tiny import SIZES, TOKENS, VOCABULARY, llama, opened, shake, token_ids
 from spread import rotated
-from tiny import SIZES, TOKENS, VOCABULARY, llama, opened, shake, token_ids
 from transformers import (
     AutoConfig,
     AutoModelForImageClassification,

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny import OF_TEXT, built, llama, token_ids
+from modeling.tiny import OF_TEXT, built, llama, token_ids
 from transformers import AutoModelForCausalLM, Gemma2Config, MistralConfig, Qwen2Config
 
 import lamina

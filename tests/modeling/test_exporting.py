@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from tiny import built, token_ids
+from modeling.tiny import built, token_ids
 
 from lamina.placements import names
 

@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
+from modeling.tiny import OF_EXPERTS, OF_TEXT, llama, token_ids
 from spread import KINDS
 from test_backbone_parity import ALIKE, KNOWN_ROLES, configuration
-from tiny import OF_EXPERTS, OF_TEXT, llama, token_ids
 from transformers import AutoConfig, Starcoder2Config
 
 import lamina
@@ -218,4 +218,4 @@ def test_weights_without_a_role_are_counted_where_it_matters(starcoder, caplog, 
     lamina.build(starcoder, "pre_ln", init="normal")
     assert "does not know" not in caplog.text
     lamina.build(starcoder, "pre_ln", init="scaled")
-    assert "does not know 4 weights of the blocks" in caplog.text
+    assert "does not know the roles of 4 weights in the blocks" in caplog.text

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 import torch
+from modeling.tiny import LATENT, OF_TEXT, SIZES, TOKENS, VOCABULARY, built, llama, token_ids
 from spread import KINDS, spread
-from tiny import LATENT, OF_TEXT, SIZES, TOKENS, VOCABULARY, built, llama, token_ids
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, DeepseekV3Config
 from transformers.models.bitnet import BitNetConfig, BitNetForCausalLM

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from modeling.tiny import OF_TEXT, shake, streams, token_ids
 from talking import NAMES, Model, TalkConfig, Turn
-from tiny import OF_TEXT, shake, streams, token_ids
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 

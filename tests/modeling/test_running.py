@@ -6,8 +6,8 @@ from typing import Literal, get_args, get_origin
 
 import pytest
 import torch
+from modeling.tiny import VOCABULARY, built, llama, opened, streams, token_ids
 from spread import spread
-from tiny import VOCABULARY, built, llama, opened, streams, token_ids
 
 import lamina
 from lamina.errors import UserError

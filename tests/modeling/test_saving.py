@@ -7,8 +7,8 @@ import sys
 
 import pytest
 import torch
+from modeling.tiny import SIZES, VOCABULARY, built, llama, token_ids
 from spread import KINDS
-from tiny import SIZES, VOCABULARY, built, llama, token_ids
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaForCausalLM
 
 import lamina

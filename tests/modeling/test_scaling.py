@@ -6,8 +6,8 @@ from fractions import Fraction
 
 import pytest
 import torch
+from modeling.tiny import LATENT, OF_TEXT, token_ids
 from spread import KINDS, rotated
-from tiny import LATENT, OF_TEXT, token_ids
 from training.tiny_runs import llama_of
 from transformers import DeepseekV3Config, Gemma3TextConfig, GraniteConfig, GraniteForCausalLM, ModernBertConfig
 

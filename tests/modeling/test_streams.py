@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from modeling.tiny import token_ids
 from naive import llama
 from spread import spread
-from tiny import token_ids
 from torch._dynamo.testing import CompileCounter
 from transformers import AutoModelForCausalLM, TrainingArguments
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as deepseek

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from modeling.tiny import llama
 from scripts import loaded
-from tiny import llama
 from torch import nn
 from transformers import BertConfig
 from transformers.models.bert.modeling_bert import BertLayer

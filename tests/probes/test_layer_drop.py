@@ -9,10 +9,10 @@ import pandas as pd
 import pytest
 import torch
 from naive_states import context_of
+from probes.tiny import llama
 from small_models import MODELS, small_inputs, small_model, stir
 from spread import spread
 from test_gradients import Masks, causal_loss
-from tiny import llama
 from transformers import LlamaConfig
 
 import lamina
