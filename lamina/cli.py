@@ -113,7 +113,6 @@ def _interrupted(command: str = "") -> int:
 
 
 def _fail(message: str, code: int, *, reported: bool = False) -> int:
-    """Print an error message, unless another process has already printed the message. Return the exit code."""
     if not reported:
         show_error(message)
     return code

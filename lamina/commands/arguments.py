@@ -207,7 +207,6 @@ class Parser:
             self.arguments.append(Argument(name, kind, about, flags, is_list=is_list, files=files, **more))
 
     def add_word(self, name: str, about: str, *, needed: bool = True) -> None:
-        """Add a positional argument."""
         self.arguments.append(Argument(name, str, about, is_needed=needed))
 
     def add_flag(
@@ -288,7 +287,7 @@ class Parser:
         return SimpleNamespace(**values)
 
     def _lone_words(self, words: list[str]) -> Json:
-        """Return the positional arguments by name. Raises UserError for too few or too many words."""
+        """Return the positional arguments by name. Raises UserError if words are missing or left over."""
         values, missing = dict[str, object](), list[str]()
         for argument in self.arguments:
             if not argument.flags and words:

@@ -62,7 +62,7 @@ def run(argv: list[str]) -> int:
 
 
 def _follow(folder: Path, every: float) -> Path:
-    """Write the page whenever new records arrive, until the job has ended. Return the page's path."""
+    """Write the page whenever new records arrive, until the job ends. Return the page's path."""
     from lamina.reports.registry import follow
 
     written: Path | None = None

@@ -118,7 +118,6 @@ def _run(argv: list[str]) -> int:
 
 
 def _failures(reasons: list[str]) -> int:
-    """Print how many runs failed and why the first run failed. Return the exit code."""
     if not reasons:
         return 0
     show_error(f"{len(reasons)} trials failed. The first trial failed for this reason: {reasons[0]}")

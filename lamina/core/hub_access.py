@@ -15,7 +15,6 @@ from lamina.errors import UserError
 
 
 def hub_resolves() -> bool:
-    """Return whether DNS can resolve the hub's host name."""
     from huggingface_hub import constants
 
     if getproxies():  # the proxy resolves names

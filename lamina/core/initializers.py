@@ -130,7 +130,7 @@ def check(init: str) -> tuple[str, float]:
 
 
 def unsuited(init: str, hidden_size: int) -> tuple[float, float] | None:
-    """Return the standard deviations of an unsuitable initializer and of SmallInit at this width.
+    """Return two standard deviations at this width: of the unsuitable initializer, and of SmallInit.
 
     Return None if the initializer is unknown or suits the width d. A suitable standard deviation is between half of
     SmallInit's sqrt(2 / (5 d)) (Nguyen & Salazar 2019, arXiv 1910.05895, Sec 2.2) and twice LeCun's sqrt(1 / d) (LeCun

@@ -16,7 +16,6 @@ PACED, PACED_STEPS = 1.0, 3
 
 
 def has_bars() -> bool:
-    """Return whether the output is a terminal or a notebook, which can redraw a progress bar."""
     return "ipykernel" in sys.modules or bool(getattr(sys.stderr, "isatty", lambda: False)())
 
 

@@ -45,14 +45,11 @@ def split(text: str, kind: str) -> list[str]:
 
 
 def _parts(text: str, *, whole: bool) -> Iterator[str | None]:
-    """Split at commas outside brackets and quotes, without empty parts.
-
-    If ``whole`` is true, the text is a list of options, and the last item is None if a bracket or quote stays open. If
-    ``whole`` is false, the text is a list of names with options in parentheses.
-    """
+    """Split at commas outside brackets and quotes. If ``whole``, yield None after an unclosed bracket or quote."""
     expected: list[str] = []  # the closing characters of the open brackets, or of the open quote
     start, before = 0, "," if whole else ""
     for position, character in enumerate(text):
+        # a list of options, or (if not whole) a list of names with options in parentheses
         inside = whole or expected
         if expected and character == expected[-1]:
             expected.pop()

@@ -138,7 +138,6 @@ def is_special(place: str | Path) -> bool:
 
 
 def real_path(place: str | Path) -> Path:
-    """Return the absolute path without links."""
     return Path(os.path.realpath(place))  # Path.resolve would raise RuntimeError for a loop of links
 
 
@@ -155,10 +154,7 @@ _LEVELS, _ENTRIES = 3, 20_000  # of a folder that is given as an input
 
 
 def refuse_special(name: str, value: str | Path, *, levels: int = _LEVELS, entries: int = _ENTRIES) -> None:
-    """Raise UserError for a pipe, a socket or a device (see ``is_special``). Accept a missing path.
-
-    In a folder, this function checks at most ``entries`` files, and goes at most ``levels`` folders deep.
-    """
+    """Raise UserError for a pipe, a socket or a device at a path or in a folder. Accept a missing path."""
     waiting = [(os.fspath(value), 0)]
     for seen, (place, level) in enumerate(waiting):
         if is_special(place):
@@ -232,10 +228,7 @@ def in_order(names: Iterable[str]) -> list[str]:
 
 
 def nearby(missing: str | Path) -> str:
-    """Return a hint for a missing path: the content of the nearest parent folder that exists.
-
-    Return "" if the nearest parent folder is the current folder, the home folder or the root.
-    """
+    """Return a hint for a missing path, the content of the nearest parent folder, or "" if the hint would not help."""
     parents = Path(os.path.expanduser(missing)).parents
     folder = next((parent for parent in parents if os.access(parent, os.R_OK | os.X_OK)), Path())
     if folder in (Path(), Path(folder.anchor), Path(os.path.expanduser("~"))) or not folder.is_dir():

@@ -18,8 +18,6 @@ _Dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 
 class _Strict(_Loader):
-    """A safe YAML loader that rejects repeated keys."""
-
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Json:
         """Return a node's mapping. Raises ConstructorError for a repeated key, where YAML would keep the last value."""
         keys: set[tuple[str, str]] = set()
@@ -37,7 +35,6 @@ def safe_load(text: str) -> object:
 
 
 def read_back(data: Json) -> object:
-    """Convert data to YAML and read the result again."""
     return safe_load(yaml.dump(data, Dumper=_Dumper))
 
 
@@ -72,7 +69,7 @@ def read_mapping(path: Path, needed: str = "lines NAME: VALUE") -> Json:
 
 
 def _bounded(source: str, text: str) -> None:
-    """Raise UserError if a YAML file is nested too deep or has too many values, before Lamina builds any value."""
+    """Raise UserError if a YAML file is nested too deep or has too many values. Lamina has built no value yet."""
     sizes: dict[str, int] = {}  # the number of values of each anchor, with all aliases expanded
     open_: list[tuple[str | None, int]] = [(None, 0)]
     for event in yaml.parse(text, Loader=_Loader):

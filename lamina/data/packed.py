@@ -180,7 +180,6 @@ class _Packing:
     progress: bool
 
     def blocks(self, corpus: SingleCorpus, root: Path, eval_fraction: float, trained: bool) -> Blocks:
-        """Return a corpus's blocks from the cache in ``root``. If the cache lacks the blocks, prepare them first."""
         identity = f"{_FORMAT}{'-padded' * self.padded}|{corpus.fingerprint()}|{self.encoder.content_hash()}"
         key = hashlib.sha256(f"{identity}|{self.sequence_length}|{eval_fraction!r}".encode()).hexdigest()
 

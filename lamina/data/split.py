@@ -87,7 +87,7 @@ class Splitter:
 
 
 def _cut(text: str, start: int, room: int, chars: int) -> int:
-    """Return the end of the segment that begins at ``start``, if the current piece has ``room`` characters left."""
+    """Return where a segment from ``start`` ends. The current piece has room for ``room`` more characters."""
     full = start + room
     if len(text) <= full:
         return len(text)

@@ -309,7 +309,7 @@ class TokenStream:
                 yield Place(turn=turn, last=joiner.last), joiner.encode()
 
     def _segments(self, number: int, place: Place) -> Iterator[tuple[tuple[object, Sequence[int], int], Segment]]:
-        """Yield a shard's training segments from ``place`` on, each with the next position, split and segments."""
+        """Yield a shard's training segments after ``place``, each with the position, split and segments that follow."""
         position, split, passed = place.position, tuple(place.split), place.segments
         limit, splitter = self.held_out.get(number, 0), Splitter(*split)
         for document, after in self.shards[number].read(position):

@@ -34,10 +34,7 @@ _BPE_FORMAT = "bpe-1"
 
 
 def validate_spec(spec: str) -> None:
-    """Check a tokenizer's name without loading anything.
-
-    Raises UserError if the name is empty, if the size in bpe:SIZE is invalid, or if a path does not exist.
-    """
+    """Check a tokenizer's name without loading anything. Raises UserError for an invalid size or a missing path."""
     if not spec.strip():
         raise UserError(f"tokenizer: the name is empty. Give {_ALLOWED}.")
     if is_trained(spec):

@@ -100,7 +100,6 @@ def _task(name: str, heading: str, choices: int = CHOICES) -> Callable[[Make], M
 
 
 def _wrong(right: str, draw: Callable[[], str], fits: Callable[[str], bool] = lambda other: True) -> list[str]:
-    """Draw three different wrong answers for which ``fits`` is true."""
     wrong: list[str] = []
     while len(wrong) < CHOICES - 1:
         if (other := draw()) not in (right, *wrong) and fits(other):

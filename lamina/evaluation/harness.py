@@ -79,10 +79,8 @@ class Runner:
         return wrapped
 
     def _shared(self, answer: Callable[[list[T]], list[A]], requests: list[T]) -> list[A]:
-        """Answer this process's part of the requests, and return all processes' answers in order.
-
-        With the harness's own division of the requests, each process would draw different few-shot examples.
-        """
+        """Answer this process's part of the requests, and return all processes' answers in order."""
+        # If the harness divided the requests, each process would draw different few-shot examples.
         rank, size = self.processes.rank, self.processes.size
         mine = self.processes.together(lambda: answer(requests[rank::size]) if requests[rank::size] else [])
         answers: dict[int, A] = {}

@@ -211,7 +211,6 @@ class Evaluation:
         return self._write(Status.FINISHED, "")
 
     def _compare(self, records: Mapping[tuple[str, str], Json]) -> None:
-        """Compare each model with the first model on the same items. Raises UserError if the items differ."""
         self.paired, tables = [], {}
         if sum(not candidate.left_out for candidate in self.candidates) < 2:
             return
@@ -339,7 +338,6 @@ class Evaluation:
         return numbers
 
     def _write(self, status: Status, reason: str) -> Json:
-        """Write the tables and result.json in the first process. Return result.json's content in all processes."""
         return self.processes.by_first(partial(self._written, status, reason))
 
     def _end(self, status: Status, reason: str) -> None:
@@ -435,9 +433,8 @@ class TaskMeasure:
         return TaskMeasure(settings=settings, columns=tuple(columns), tasks=tasks)
 
     def scores(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, float]:
-        """Return the scores by ``TASK`` or ``TASK:METRIC``. An accuracy is from 0 to 1, not in percent.
-
-        The harness seeds the random generators, so the caller must save and restore their states.
+        """Return the scores by ``TASK`` or ``TASK:METRIC``, with accuracies from 0 to 1. Changes the random generators'
+        states.
         """
         runner, results = runner_of(self.settings, model, tokenizer), {}
         numbers: dict[str, float] = {}

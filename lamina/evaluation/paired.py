@@ -127,10 +127,7 @@ def compared(
     numbers: dict[tuple[str, Wanted], Score],
     items: dict[tuple[str, str], Frame],
 ) -> list[Paired]:
-    """Compare each model with the first model, in every column with scores from 0 to 1.
-
-    ``items`` maps (model, ``Wanted.unit``) to a table of items. Raises UserError if two tables have different items.
-    """
+    """Compare each model with the first model in every column from 0 to 1. ``items`` maps (model, unit) to a table."""
     evaluated = [candidate for candidate in candidates if not candidate.left_out]
     rows: list[Paired] = []
     for other in evaluated[1:]:
@@ -153,7 +150,6 @@ def compared(
 
 
 def to_frame(rows: Iterable[Paired]) -> pd.DataFrame:
-    """Return the table of paired.csv."""
     return pd.DataFrame([asdict(row) for row in rows], columns=pd.Index(Paired.__dataclass_fields__))
 
 

@@ -138,7 +138,7 @@ def perplexity(
 
 
 def _first(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, notes: list[str]) -> int | None:
-    """Return the token that precedes each text. If the vocabulary lacks this token, return None and add a note."""
+    """Return the token that precedes each text, or None (with a note) if the vocabulary lacks this token."""
     prefix = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if not isinstance(prefix, int):
         raise UserError(

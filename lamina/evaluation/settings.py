@@ -130,7 +130,6 @@ class EvalSettings(PerplexitySettings, DeviceSettings, SeedSettings, ThreadSetti
     output: str = changed("eval")
 
     def check(self) -> None:
-        """Raise UserError for a stride that would skip tokens, and for a system message without a chat template."""
         super().check()
         if not self.chat_template:
             self.refuse_unused("system", allowed="with --chat-template")
@@ -138,7 +137,6 @@ class EvalSettings(PerplexitySettings, DeviceSettings, SeedSettings, ThreadSetti
             raise UserError(f"stride: {self.stride} skips tokens. Choose at most {self.window}, the window's length.")
 
     def check_names(self) -> None:
-        """Raise UserError for a missing corpus or tokenizer."""
         super().check_names()
         from lamina.data.corpus import check_corpus
         from lamina.data.tokenizers import validate_spec

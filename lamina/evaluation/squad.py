@@ -74,10 +74,8 @@ def f1_scores(model: nn.Module, tokenizer: PreTrainedTokenizerBase, questions: l
 
 @torch.no_grad()
 def answer(model: nn.Module, tokenizer: PreTrainedTokenizerBase, question: Question) -> str:
-    """Return the answer: the span of at most 30 tokens with the largest sum of start logit and end logit.
-
-    The model reads a long context in windows of 384 tokens. Neighboring windows have 128 tokens in common.
-    """
+    """Return the span of at most 30 tokens with the largest sum of start logit and end logit."""
+    # windows of 384 tokens that share 128 tokens with the next window
     best = max(_spans(model, tokenizer, question), default=(0.0, 0, 0))
     return question.context[best[1] : best[2]]
 

@@ -110,9 +110,8 @@ class Tasks:
         return sorted(entry.tags) if entry is not None and entry.yaml_path is None else None
 
     def build(self, name: str) -> TaskDict:
-        """Load a task, or all tasks of a group or tag, with the tasks' data.
-
-        Raises UserError if a task would run code without ``run_code``, or if Lamina can't read the task's data.
+        """Load a task, or all tasks of a group or tag, with their data. Raises UserError for unreadable data or
+        untrusted code.
         """
         entries = dict(self._reached(name))
         if not self.run_code:
@@ -130,7 +129,7 @@ class Tasks:
                 raise UserError(self._reason(name, error, reachable)) from error
 
     def _manager(self, entries: dict[str, Entry], folder: Path) -> TaskManager:
-        """Return a TaskManager of the given tasks. For local data, write task files that point to the data."""
+        """Return a TaskManager of the given tasks. Tasks with local data get new task files that point to the data."""
         from lm_eval.tasks import TaskManager
 
         manager = TaskManager(include_defaults=False)
@@ -157,7 +156,6 @@ class Tasks:
             waiting += sorted(entry.tags) if entry.yaml_path is None else _members((entry.cfg or {}).get("task"))
 
     def _refuse_code(self, entries: dict[str, Entry]) -> None:
-        """Raise UserError for a user's task file, and for a task that executes a model's answers as code."""
         for task, entry in entries.items():
             path = entry.yaml_path
             if path is not None and any(path.is_relative_to(folder) for folder in self.folders):
@@ -189,7 +187,6 @@ class Tasks:
 
 
 def _members(listed: object) -> list[str]:
-    """Return the names of a group's members, including the members of nested groups."""
     names: list[str] = []
     for member in listed if isinstance(listed, list) else [listed]:
         if isinstance(member, str):
@@ -200,11 +197,7 @@ def _members(listed: object) -> list[str]:
 
 
 def local_fields(config: Json, task: str, data: Path) -> Json:
-    """Return the fields that make a task read its data from a folder, or {} if the task already reads files.
-
-    A missing split has the value None, so that the harness uses another split. Raises UserError if the dataset is
-    missing, or if the dataset has neither a validation split nor a test split.
-    """
+    """Return the fields that make a task read its data from a folder, or {} if the task already reads files."""
     name = config.get("dataset_path")
     if not isinstance(name, str) or name in READERS.values():
         return {}
@@ -224,6 +217,7 @@ def local_fields(config: Json, task: str, data: Path) -> Json:
     readers = {READERS[kind] for kind in kinds}
     if len(readers) > 1:
         raise UserError(f"data_dir: {wanted} mixes {', '.join(sorted(kinds))} files. Keep one kind of file.")
+    # The harness uses another split in place of a missing split, whose value is None.
     splits = {key: config[key] for key in _SPLITS if config.get(key) is not None}
     scored = {splits[key] for key in ("validation_split", "test_split") if key in splits}
     if not scored & set(files):

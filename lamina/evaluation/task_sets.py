@@ -101,10 +101,7 @@ SETS: dict[str, TaskSet] = {
 
 
 def columns_of(names: Sequence[str], num_fewshot: int | None = None) -> list[Wanted]:
-    """Convert users' names of tasks and sets to columns. ``hellaswag@5`` has five examples before each question.
-
-    If given, ``num_fewshot`` is the number of examples in all columns. Raises UserError for a malformed number.
-    """
+    """Convert names of tasks and sets to columns. ``hellaswag@5`` and ``num_fewshot`` set the number of examples."""
     from lamina.evaluation.generated import NAMES
 
     generated = tuple(Wanted(task=task, num_fewshot=0, metric="acc", heading=title) for task, title in NAMES.items())

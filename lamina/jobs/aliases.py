@@ -51,7 +51,7 @@ generation: gen_kwargs; data_dir: include_path
 
 
 def meaning(name: str, offered: Collection[str], *, near: bool = False) -> str | None:
-    """Return the setting in ``offered`` that another library's name means, or None. ``near`` adds similar meanings."""
+    """Return the setting in ``offered`` that another library calls ``name``, or None. ``near`` allows near meanings."""
     rows = [*TAKEN.items(), *(NEAR.items() if near else ())]
     ours = (setting for setting, others in rows if name in others)
     return None if name in offered else next((setting for setting in ours if setting in offered), None)
@@ -59,10 +59,7 @@ def meaning(name: str, offered: Collection[str], *, near: bool = False) -> str |
 
 @cache
 def _declared(files: tuple[str, ...]) -> Mapping[str, str]:
-    """Map the options of other libraries to their types as text.
-
-    Each text in ``files`` is an option, or a source file with classes that declare options. Lamina imports no file.
-    """
+    """Map the options of other libraries to their types as text. Each file is an option, or a source file to read."""
     names = {file: "" for file in files if "/" not in file}
     for package, _, rest in (file.partition("/") for file in files if "/" in file):
         spec = importlib.util.find_spec(package)
@@ -78,11 +75,7 @@ def is_text(option: str, files: tuple[str, ...]) -> bool:
 
 
 def passed_on(name: str, offered: Collection[str], outside: Mapping[str, tuple[str, ...]]) -> tuple[str, str] | None:
-    """Return the setting that passes an option on to another library, and the option's name in that library.
-
-    Return None for an unknown option. ``outside`` maps settings to names of options, or to source files that declare
-    options.
-    """
+    """Return the setting that passes an option on to another library, and the option's name there, or None."""
     if name not in offered and meaning(name, offered, near=True) is None:
         for setting, files in outside.items():
             if (option := name.removeprefix(f"{setting}_")) in _declared(files):
@@ -91,11 +84,7 @@ def passed_on(name: str, offered: Collection[str], outside: Mapping[str, tuple[s
 
 
 def suggestion(name: str, offered: Collection[str]) -> str | None:
-    """Return the allowed setting that a user probably means by an unknown name, or None.
-
-    For a name from another library, return the setting with that meaning. For any other name, return the setting with
-    the most similar name or alias.
-    """
+    """Return the allowed setting that an unknown name probably means, by meaning or by spelling, or None."""
     others = {other for names in (*TAKEN.values(), *NEAR.values()) for other in names}
     settings_by_name = {
         other: setting for other in others if (setting := meaning(other, offered, near=True)) is not None

@@ -43,7 +43,6 @@ def writing(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file completely or not at all. Raises OSError."""
     with writing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
@@ -135,10 +134,7 @@ def as_json(data: Mapping[str, object]) -> Json:
 
 
 def read_result(folder: Path) -> Json | None:
-    """Read a run's result.json, or return None if the run has not ended or the file is unreadable.
-
-    Raises UserError if the file does not match its checksum. Older versions of Lamina wrote no checksum.
-    """
+    """Read a run's result.json, or return None if the run has not ended. Raises UserError for a wrong checksum."""
     data = noted(folder / RESULT)
     if "status" not in data:
         return None
@@ -147,10 +143,7 @@ def read_result(folder: Path) -> Json | None:
 
 
 def read_seal(path: Path, data: Json) -> Json | None:
-    """Return a JSON file's list of other files' hashes, or None for a JSON file without a checksum.
-
-    Raises UserError if the JSON file does not match its checksum.
-    """
+    """Return the hashes of other files that a JSON file lists, or None without any. Raises UserError if altered."""
     seal = data.get(SEAL)
     if not data or (seal is None and not _is_sealed(path.parent)):
         return None
@@ -165,7 +158,6 @@ def read_seal(path: Path, data: Json) -> Json | None:
 
 
 def _is_sealed(folder: Path) -> bool:
-    """Return whether config.yaml begins with a checksum."""
     try:
         with (folder / CONFIG).open("rb") as file:
             return file.readline(20).startswith(f"{DIGEST}:".encode())

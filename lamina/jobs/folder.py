@@ -43,12 +43,12 @@ _DRAFTS = (
 
 
 def in_use(folder: Path) -> bool:
-    """Return whether the folder holds any file other than the files that a job writes at the start."""
+    """Return whether the folder holds any file besides the files that every job writes when it starts."""
     return folder.is_dir() and not all(map(_is_beginning, folder.iterdir()))
 
 
 def _is_beginning(child: Path) -> bool:
-    """Return whether a job writes this file at the start: a lock, environment.json, or an incomplete file."""
+    """Return whether a job writes this file when it starts: a lock, environment.json, or an incomplete file."""
     if child.name in _APART or any(child.name.startswith(f".{name}.") for name in (ENVIRONMENT, CONFIG, STUDY)):
         return True
     return child.name == ENVIRONMENT and _is_environment(child)
@@ -289,7 +289,7 @@ def _flock(folder: Path, wait: float) -> Iterator[None]:
 
 
 def _open_lock(path: Path) -> int:
-    """Open the lock file. Keep the file's content, because the file may be a hard link to another program's file."""
+    """Open the lock file without truncating it, because it may be a hard link to another program's file."""
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
     except OSError as error:
@@ -308,10 +308,7 @@ def _is_link(path: Path) -> UserError:
 
 
 def source_beside(field: str, source: str, output: Path, *, overwrite: bool) -> str:
-    """Return the path of the saved model that a command reads. This function loads no torch.
-
-    Raises UserError if the output folder has files or contains the model, or if the model does not exist.
-    """
+    """Return the path of the saved model that a command reads, or raise UserError. This function loads no torch."""
     source = str(model_folder(source))
     refuse_missing_model(field, source)  # before the folder, which may only exist from an earlier run
     refuse(output, resume=False, overwrite=overwrite, resumes=False)

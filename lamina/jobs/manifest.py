@@ -52,15 +52,11 @@ def checksum(listed: Mapping[str, Entry]) -> str:
 
 
 def files_in(folder: Path) -> list[str]:
-    """Return the relative paths of all files below a folder."""
     return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
 
 
 def seal(folder: Path, listed: Mapping[str, Entry] | None = None) -> None:
-    """Write a folder's manifest, and wait until all files are on the disk.
-
-    ``listed`` has the manifest's entries, if the caller has already synced and hashed the files.
-    """
+    """Write a folder's manifest, and wait until all files are on the disk. ``listed`` has known hashes."""
     listed = {name: sync_and_hash(folder / name) for name in files_in(folder)} if listed is None else listed
     manifest = {"checksum": checksum(listed), "files": listed}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
@@ -81,10 +77,7 @@ def listed(folder: Path) -> dict[str, Entry]:
 
 
 def what_is_broken(folder: Path, *, content: bool = True) -> str | None:
-    """Describe the first missing or altered file that a manifest lists. Return None if all listed files are intact.
-
-    If ``content`` is false, compare only the files' sizes.
-    """
+    """Describe the first missing or altered file of a manifest, or return None. ``content=False`` checks only sizes."""
     try:
         files = listed(folder)
     except FileNotFoundError:
@@ -132,7 +125,7 @@ def _damage(folder: Path, files: tuple[tuple[str, int, int, int], ...]) -> str |
 
 
 def _of_another_run(folder: Path) -> str | None:
-    """Return a message if the result.json beside a model belongs to another model. Otherwise, return None."""
+    """Return a message if the result.json beside a model belongs to another model, or None otherwise."""
     try:
         sealed = json.loads((folder.parent / RESULT).read_text(encoding="utf-8"))["seal"]["files"]
     except (OSError, *NOT_A_MANIFEST):  # not a run's model, or a run of an older version of Lamina

@@ -24,7 +24,6 @@ class RunFolder:
         return parse_lines(self.path / METRICS)[0]
 
     def last_step(self) -> int:
-        """Return the last step in metrics.jsonl, or 0 without records."""
         path = self.path / METRICS
         try:
             with path.open("rb") as file:
@@ -34,7 +33,6 @@ class RunFolder:
             return 0
 
     def faults(self) -> list[str]:
-        """Describe each damaged record file."""
         lines = (METRICS, ALARMS, NOTABLE_BATCHES, BATCHES, f"probes/*/{NOTES}")
         faults = [parse_lines(path)[1] for pattern in lines for path in sorted(self.path.glob(pattern))]
         tables = ("layers/part-*.parquet", "layers/part-*.npz", "probes/*/part-*.parquet")

@@ -81,12 +81,9 @@ def seal_tables(folder: Path) -> None:
 
 
 def lift_seal(folder: Path) -> bool:
-    """Delete seal.json before a job rewrites its tables. Return whether the tables still match seal.json.
-
-    If a table was altered, log a warning, and keep seal.json until the job has rewritten the table. Raises UserError if
-    study.yaml was altered, because the job can't rewrite study.yaml.
-    """
+    """Delete seal.json before a job rewrites its tables. Return whether the tables still match seal.json."""
     try:
+        # After a fault, seal.json stays until the job has rewritten the table. The job cannot rewrite study.yaml.
         faults = altered(folder, SEALED, missing=False)
     except UserError as error:
         faults = {SEALED: str(error)}
@@ -105,7 +102,6 @@ def refuse_tables(folder: Path) -> None:
 
 
 def hashes(folder: Path, patterns: Iterable[str]) -> dict[str, str]:
-    """Map the relative path of each file that matches a pattern to the file's SHA-256."""
     paths = sorted(
         {path for pattern in patterns for path in folder.glob(pattern) if path.is_file() and path.name not in _APART}
     )
@@ -144,7 +140,6 @@ def altered(folder: Path, by: str = RESULT, *, missing: bool = True) -> dict[str
 
 
 def refuse_altered(folder: Path, by: str = RESULT, *, missing: bool = True) -> None:
-    """Raise UserError for the first altered record (see ``altered``)."""
     _refuse(folder, by, altered(folder, by, missing=missing))
 
 
@@ -178,15 +173,13 @@ def grown_records(folder: Path) -> dict[str, tuple[int, str]]:
 
 
 def refuse_regrown(folder: Path, known: Mapping[str, tuple[int, str]], checkpoint: str) -> None:
-    """Raise UserError if a record file has changed in the part that existed at the checkpoint.
-
-    Accept a missing file, and a metrics.jsonl without its last lines, because the resumed run writes the rest again.
-    """
+    """Raise UserError if a record file has changed in the part that existed at the checkpoint."""
     for entry, (size, digest) in known.items():
         name = METRICS if entry == _FIRST else entry
         path = folder / name
         if not path.is_file() and name.startswith("probes/"):  # other code warns about other missing files
             logger.warning("%s: %s, so the page leaves this record out", path, _MISSING)
+        # the resumed run writes the missing part again
         if not path.is_file() or (name == METRICS and path.stat().st_size < size):
             continue
         if _beginning(path, size) != digest:
@@ -206,7 +199,6 @@ def _beginning(path: Path, size: int) -> str:
 
 
 def _is_cut(path: Path) -> bool:
-    """Return whether study.yaml does not match its checksum."""
     try:
         read_sealed(path)
     except UserError:
@@ -221,6 +213,6 @@ def hash_of(path: Path, *state: int) -> str:
 
 
 def _trial(folder: Path) -> str | None:
-    """Return the identifier of the folder's run, or None if the folder is not in a study's store of runs."""
+    """Return the identifier of a run in a study's store of runs, or None for a folder outside the store."""
     identity = noted(folder / TRIAL)
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16] if identity else None

@@ -118,7 +118,6 @@ class Settings:
         dataclass(frozen=True, kw_only=True)(cls)
 
     def __post_init__(self) -> None:
-        """Check each field, then the settings together. Raises UserError."""
         for name, (check, may_be_none) in _checks_of(type(self)).items():
             value = getattr(self, name)
             if name in self.without and value != self.default(name):
@@ -164,7 +163,6 @@ class Settings:
 
     @classmethod
     def check_of(cls, name: str) -> Check | None:
-        """Return a field's check, or None if the field's type decides which values are allowed."""
         return cls.__dataclass_fields__[name].metadata["check"]
 
     @classmethod
@@ -194,7 +192,6 @@ class Settings:
         return declaring[-1].group
 
     def to_dict(self) -> Json:
-        """Return the settings by name, as in config.yaml."""
         return {name: copy.deepcopy(getattr(self, name)) for name in self.names()}
 
     @classmethod
@@ -207,7 +204,6 @@ class Settings:
         return cls(**data)
 
     def shared_with(self, other: type[Settings]) -> Json:
-        """Return the values of the fields that the class ``other`` also has."""
         names = other.names()
         return {name: value for name, value in self.to_dict().items() if name in names}
 

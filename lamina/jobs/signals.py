@@ -58,11 +58,10 @@ _parent: int | None = None
 
 
 def watch_parent(parent: int | None) -> None:
-    """Set the process id that ``orphaned`` watches: None for no parent, and -1 for a parent that has already ended."""
+    """Set the process id that ``orphaned`` watches: None for no parent, or -1 for a parent that has already ended."""
     global _parent
     _parent = parent
 
 
 def orphaned() -> bool:
-    """Return whether the watched parent process has ended."""
     return _parent is not None and os.getppid() != _parent

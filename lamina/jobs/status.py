@@ -35,5 +35,4 @@ ENDED = tuple(status.value for status in Status if status.ended)
 
 
 def severity(status: str) -> int:
-    """Return a status's rank, from 0 for the best. An unknown status has the worst rank."""
     return list(Status).index(Status(status)) if status in set(Status) else len(Status)

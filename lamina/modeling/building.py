@@ -92,9 +92,8 @@ def build(
 
 
 def _checked_head(config: PreTrainedConfig, head: str | None, adapter: Mapping[str, object] | None) -> str:
-    """Store ``adapter`` in the configuration. Return the head's name: ``head``, or else the backbone's first head.
-
-    Raises UserError for an invalid adapter or head, and for a model that needs more than the available memory.
+    """Store ``adapter`` in the configuration, and return the name of the model's head. Raises UserError for invalid
+    values.
     """
     if adapter is not None:
         config.lamina_adapter = adapter
@@ -113,7 +112,6 @@ def _checked_head(config: PreTrainedConfig, head: str | None, adapter: Mapping[s
 
 
 def _wired(config: PreTrainedConfig, plan: Plan, head: str, num_labels: int | None) -> PreTrainedModel:
-    """Return the model with transformers' initial weights. Raises UserError if Lamina can't build the model."""
     if num_labels is None:
         labels: dict[str, Any] = {"num_labels": 1} if head == "sequence_classification" else {}
     elif not head.endswith("classification"):

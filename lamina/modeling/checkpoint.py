@@ -1,4 +1,4 @@
-"""Load models from checkpoints of Lamina or transformers. From a pickled file, Lamina reads only tensors."""
+"""Load models from checkpoints of Lamina or transformers. Lamina reads only tensors from a pickled file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ _HEADS = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForImageClas
 
 @dataclass(kw_only=True)
 class Loaded:
-    """A model in evaluation mode, with notes for the user. ``run`` is the folder of the model's run, or None."""
+    """A model in evaluation mode, with notes for the user. ``run`` is the folder in which the model was trained, or
+    None.
+    """
 
     model: nn.Module
     tokenizer: PreTrainedTokenizerBase | None = None
@@ -82,10 +84,7 @@ def config_of(path: str | Path) -> PreTrainedConfig:
 
 
 def tokenizer_of(path: str | Path) -> PreTrainedTokenizerBase | None:
-    """Load a checkpoint's tokenizer without the weights (see ``load``). Return None if there is no tokenizer.
-
-    Raises UserError if the folder has no weights, or if a weight file is incomplete.
-    """
+    """Load a checkpoint's tokenizer without the weights, or return None. Raises UserError for damaged weights."""
     source, _, more = _located(path)
     if Path(source).is_dir() and not more:
         stored_tensors(Path(source), "checkpoint", pickles=True)
@@ -94,7 +93,7 @@ def tokenizer_of(path: str | Path) -> PreTrainedTokenizerBase | None:
 
 
 def _located(path: str | Path) -> tuple[str, Path | None, Json]:
-    """Return the path to load, the run's folder or None, and more arguments for ``from_pretrained``."""
+    """Return the path of the model, the run's folder (or None), and more arguments for ``from_pretrained``."""
     name, run = str(path), None
     folder = Path(path).expanduser()
     refuse_special("checkpoint", folder)
@@ -129,7 +128,6 @@ def _is_of_a_head(model: PreTrainedModel, key: str) -> bool:
 
 
 def _class(config: PreTrainedConfig) -> ModelClass:
-    """Return the model class that saved the checkpoint, or another class that fits the configuration."""
     for architecture in config.architectures or ():
         for module in (modeling_lamina, transformers):
             if hasattr(module, architecture):

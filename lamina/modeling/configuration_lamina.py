@@ -53,7 +53,6 @@ class LogitsStyle(NamedTuple):
         return float(self.factor or 1.0) / float(self.divisor or 1.0) / float(self.states or 1.0)
 
     def apply(self, head: nn.Module, states: torch.Tensor) -> torch.Tensor:
-        """Return the backbone's logits from the last hidden states."""
         logits = head(states / self.states if self.states else states)
         if self.factor:
             logits = logits * self.factor
@@ -151,7 +150,6 @@ class LaminaConfig(PreTrainedConfig):
             backbone.tie_word_embeddings = value  # both configurations have the same value
 
     def to_dict(self) -> dict:
-        """Return all fields for JSON, with copies of the backbone's fields."""
         return {**super().to_dict(), **self._copies()}
 
     def to_diff_dict(self) -> dict:

@@ -46,8 +46,9 @@ class _Calls(ast.NodeTransformer):
 def with_calls(base: type[nn.Module], before: Mapping[str, str], after: Mapping[str, str]) -> FunctionType:
     """Return a module's forward with additional method calls, before and after the calls of inner modules.
 
-    ``before`` maps an inner module's name to a method for the input, and ``after`` to a method for the output. Raises
-    ValueError if the forward does not call an inner module, or if the forward's source code is not available.
+    ``before`` maps the name of an inner module to the name of the method that changes the module's input. ``after``
+    does the same for the output. Raises ValueError if the forward does not call an inner module, or if the forward's
+    source code is not available.
     """
     name = f"{base.__name__}.forward"
     wrappers, forward = list[FunctionType](), base.forward
@@ -91,7 +92,7 @@ def _tree(forward: object) -> ast.FunctionDef | None:
 
 
 def _compiled(tree: ast.FunctionDef, original: FunctionType, name: str) -> FunctionType:
-    """Compile a changed method, and register the source code so that ``inspect.getsource`` finds it."""
+    """Compile a changed method, and register the source code for ``inspect.getsource``."""
     names = original.__code__.co_freevars
     owner = original.__qualname__.rpartition(".")[0].rpartition(".")[2]
     text = textwrap.indent(ast.unparse(ast.fix_missing_locations(tree)), "    ")

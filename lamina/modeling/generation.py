@@ -41,7 +41,7 @@ class Teller(TextStreamer):
 
 
 def until(text: str, stops: Sequence[str], begin: int = 0) -> int:
-    """Return the position of the first stop text after ``begin``. Without a stop text, return the text's length."""
+    """Return the position of the first stop text after ``begin``, or the text's length if there is none."""
     return min((end for stop in stops if (end := text.find(stop, begin)) >= 0), default=len(text))
 
 
@@ -89,7 +89,6 @@ class Speaker:
         return self._text(self._generated(dict(inputs))[0], inputs["input_ids"].shape[1])
 
     def check_chat(self) -> None:
-        """Raise UserError if the model's tokenizer has no chat template."""
         if not self.tokenizer.chat_template:
             raise UserError(
                 f"chat: the tokenizer of {self.path!r} has no chat template. Choose a model with a template, "
@@ -97,7 +96,7 @@ class Speaker:
             )
 
     def answer(self, turns: list[dict[str, str]], tell: Callable[[str], object] | None = None) -> str:
-        """Return the answer to a conversation that ends with a user's message. Pass parts of the answer to ``tell``."""
+        """Answer a conversation that ends with a user's message. ``tell`` receives the answer piece by piece."""
         self.check_chat()
         try:
             text = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
@@ -115,7 +114,6 @@ class Speaker:
         return text
 
     def _text(self, ids: torch.Tensor, begin: int = 0) -> str:
-        """Decode tokens, and cut the text at the first stop text after token ``begin``."""
         text, before = (str(self.tokenizer.decode(part, skip_special_tokens=True)) for part in (ids, ids[:begin]))
         return text[: until(text, self.stop, len(before))]
 

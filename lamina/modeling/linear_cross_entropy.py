@@ -36,10 +36,11 @@ ChunkKernel = Callable[[torch.Tensor, torch.Tensor, float | None], tuple[torch.T
 
 
 class LinearLoss:
-    """The ``linear_loss`` of a LaminaForCausalLM. On a GPU, LinearLoss uses Liger's kernels if they are installed.
+    """A function for the attribute ``linear_loss`` of a LaminaForCausalLM. On a GPU, LinearLoss uses Liger's kernels if
+    they are installed.
 
-    If all logits fit into one chunk, LinearLoss returns None, and the model computes the usual loss. Compiled training
-    on a GPU always uses chunks, which are faster there.
+    If all logits fit into one chunk, LinearLoss returns None. The model then computes the loss from the logits.
+    Compiled training on a GPU always uses chunks, because chunks are faster there.
 
     Args:
         compiled: whether to compile the operations on a chunk's logits, which is faster on a GPU.
@@ -74,14 +75,13 @@ class LinearLoss:
         shift_labels: torch.Tensor | None = None,
         **more: Any,
     ) -> torch.Tensor | None:
-        """Return the mean loss in float32, like transformers' ForCausalLMLoss. Return None if the usual loss is
-        necessary.
+        """Return the mean loss in float32, like transformers' ForCausalLMLoss, or None if the loss needs all logits.
 
         Args:
-            states: [batch, tokens, hidden_size]. The state of token i predicts label i + 1.
+            states: the last hidden states [batch, tokens, hidden_size]. The state of token i predicts label i + 1.
             head: the output head. The result is None for a head that is not an nn.Linear, or that has a bias, an
                 adapter, or a quantized or sharded weight.
-            labels: [batch, tokens], with -100 for tokens without a label.
+            labels: the labels [batch, tokens], with -100 for tokens without a label.
             scale: the factor on the logits.
             softcap: the logits' soft-cap c in c tanh(z / c).
             num_items_in_batch: the divisor of the summed losses (default: the number of labels that are not -100).
@@ -158,8 +158,8 @@ class LinearCrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         """Sum the losses for ``hidden`` [tokens, hidden_size] with the head's ``weight`` [vocab_size, hidden_size].
 
-        ``dtype`` is the dtype of the logits. The weight's gradient accumulates in float32. Lamina stores the gradients
-        of the summed loss, because the gradients of the mean loss would underflow in float16.
+        ``dtype`` is the dtype of the logits. The weight's gradient accumulates in float32. The stored gradients are the
+        gradients of the summed loss, because the gradients of the mean loss would underflow in float16.
         """
         with torch.autocast(hidden.device.type, enabled=False):
             x, w = hidden.detach().to(dtype), weight.detach().to(dtype)

@@ -209,9 +209,8 @@ def build_backbone(config: LaminaConfig) -> tuple[PreTrainedModel, LaminaNorm | 
 
 
 def _backbone_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """Return a subclass of the backbone's model with the outputs of the Blocks as ``hidden_states``.
-
-    The subclass is global, so that models can be pickled.
+    """Return a global subclass of the backbone's model, so that pickle finds the subclass by name. ``hidden_states``
+    are the outputs of the Blocks.
     """
     try:
         base = cast(type[PreTrainedModel], MODEL_MAPPING[type(config)])
@@ -313,7 +312,6 @@ def _check_wirable(backbone: PreTrainedModel, adapter: Adapter, plan: dict) -> N
 
 
 def _check_module(backbone: nn.Module, path: str | None, subject: str) -> None:
-    """Raise ValueError if the backbone has no module at ``path``. The error message begins with ``subject``."""
     module, before = backbone, list[str]()
     for part in path.split(".") if path else ():
         children = dict(module.named_children())
@@ -334,7 +332,9 @@ class LaminaPreTrainedModel(InitializesPlan, PreTrainedModel):
     _supports_flash_attn = _supports_sdpa = _supports_flex_attn = _supports_attention_backend = True
 
     def train(self, mode: bool = True) -> Self:
-        """Set training or evaluation mode. Trainer calls this method in every step, so return early if possible."""
+        """Set training or evaluation mode. Trainer calls this method in every step, so the method returns early if
+        nothing changes.
+        """
         waiting: list[nn.Module] = [self]
         for module in waiting:
             waiting += filter(None, module._modules.values())
@@ -368,7 +368,7 @@ class LaminaModel(LaminaPreTrainedModel):
 
     @property
     def norm(self) -> nn.Module:
-        """Return the norm after the last block, or an Identity if the placement has none."""
+        """Return the norm after the last block, or an Identity if the placement has no such norm."""
         return self.backbone.get_submodule(self._adapter.norm)
 
     def get_input_embeddings(self) -> nn.Module:
@@ -378,7 +378,6 @@ class LaminaModel(LaminaPreTrainedModel):
         self.backbone.set_input_embeddings(value)
 
     def _check_whole(self) -> None:
-        """Raise ValueError if a serving engine splits the model where the norm placement needs whole layers."""
         if not (self._pp_plan or all(isinstance(layer, Block) for layer in self.layers)):
             raise ValueError(
                 "plan: a model cannot be split into pipeline stages if it scales or normalizes the embedding, or "

@@ -19,10 +19,7 @@ SUBLAYERS = ("attention", "feed_forward")
 
 
 def body_of(model: nn.Module, user: str = "model") -> LaminaModel:
-    """Return the LaminaModel inside a model with a head. Return a LaminaModel unchanged.
-
-    Raises UserError for any other model. The error message begins with ``user``.
-    """
+    """Return the LaminaModel inside a model, or raise UserError. The error message begins with ``user``."""
     body = model if isinstance(model, LaminaModel) else getattr(model, "model", None)
     if not isinstance(body, LaminaModel):
         raise UserError(
@@ -68,7 +65,7 @@ def patched(holder: object, **attributes: object) -> Iterator[None]:
 
 @contextmanager
 def uncompiled(model: nn.Module) -> Iterator[None]:
-    """Inside the context, run compiled modules without compilation."""
+    """Run compiled modules without compilation inside the context."""
     # Compiled modules skip the hooks of inner modules, and recompile for each new shape.
     calls = {module: call for module in model.modules() if (call := module._compiled_call_impl) is not None}
     for module in calls:
@@ -81,7 +78,7 @@ def uncompiled(model: nn.Module) -> Iterator[None]:
 
 
 def one_sequence_each() -> AbstractContextManager[None]:
-    """Inside the context, let transformers treat each row of a batch as one sequence."""
+    """Return a context in which transformers treats each row of a batch as one sequence."""
     # transformers would look for several sequences in a row, and the CPU would wait for the device.
     return patched(masking_utils, find_packed_sequence_indices=lambda position_ids: None)
 

@@ -45,7 +45,6 @@ class Processes:
 
     @property
     def data_rank(self) -> int:
-        """Return the index of this process's part of a batch. ``tensor`` neighboring processes have the same part."""
         return self.rank // self.tensor
 
     @property
@@ -70,7 +69,7 @@ class Processes:
         return bool(flag.item())
 
     def mean(self, value: float) -> float:
-        """Return the mean of a number over all processes. The mean is finite only if every number is finite."""
+        """Return the mean of a number over all processes. The mean is finite only if all numbers are finite."""
         if self.size == 1:
             return value
         total = torch.tensor([value], dtype=torch.float64)
@@ -168,7 +167,7 @@ def _sendable(error: BaseException) -> BaseException:
 
 
 def launched() -> tuple[int, int, int, int]:
-    """Return (rank, world size, local rank, local world size) from the variables of torchrun or accelerate launch.
+    """Return (rank, world size, local rank, local world size) from the environment variables of torchrun or accelerate.
 
     Raises UserError for invalid values.
     """
@@ -280,10 +279,9 @@ def _leave() -> None:
 
 
 def _settle() -> None:
-    """Wait for gloo's threads to become idle before the interpreter ends.
+    """Wait until gloo's threads are idle, before the interpreter ends.
 
-    To release a collective's tensors, a gloo thread needs the interpreter. After the interpreter's end, the thread
-    would abort the process. Then torchrun would report a finished run as failed.
+    A thread that still releases a collective's tensors would abort the process, and torchrun would report a failure.
     """
     gc.collect()  # an unreferenced process group waits for its own threads
     time.sleep(0.2)  # DTensor's caches keep FSDP2's group; the group's threads need a millisecond

@@ -66,7 +66,6 @@ class Scaling:
 
     @property
     def placement_options(self) -> Json:
-        """Return the placement's options for depth scaling."""
         return {} if self.depth == "none" else {"depth_scaling": self.depth, "base_depth": self.base_depth}
 
     def check_options(self, options: Json) -> None:
@@ -169,10 +168,7 @@ def kind_of(weight: Weight) -> Kind:
 
 
 def base_model(model: PreTrainedModel, scaling: Scaling) -> PreTrainedModel:
-    """Return the model at the base width, on the meta device. Without width scaling, return the model itself.
-
-    Raises UserError if Lamina can't build a model with this width, or if the embeddings are tied.
-    """
+    """Return the model at the base width on the meta device, or the model itself without width scaling."""
     outer = model.config
     if scaling.width == "none":
         return model

@@ -64,7 +64,7 @@ def mixed(matrix: torch.Tensor, streams: torch.Tensor) -> torch.Tensor:
 
 
 def sinkhorn(logits: torch.Tensor, iterations: int = 20, eps: float = 1e-6) -> torch.Tensor:
-    """Convert logits [..., n, n] to a matrix with rows and columns that sum to 1 (mHC, arXiv 2512.24880 Eq 9)."""
+    """Make each row and each column of the matrix [..., n, n] sum to 1 (mHC, arXiv 2512.24880 Eq 9)."""
     matrix = logits.softmax(-1) + eps
     matrix = matrix / (matrix.sum(-2, keepdim=True) + eps)
     for _ in range(iterations - 1):
@@ -144,7 +144,7 @@ class StreamMixer(LaminaWiring):
         return read.to(streams.dtype), logits[-1] if self.mixes else None, write
 
     def _moved(self, logits: list[torch.Tensor], x: torch.Tensor) -> list[torch.Tensor]:
-        """Return the static weights, plus the weights that a projection computes from the normed streams."""
+        """Return the static weights plus the weights that a projection computes from the normed streams."""
         flat = self.spec["weights"] == "sigmoid"
         rows = x.flatten(-2) if flat else x
         y = nn.functional.linear(rows, self.held("projection", x)) * inverse_rms(rows, self.eps)  # no normed copy
@@ -189,7 +189,7 @@ class DepthAttention(LaminaWiring):
 
 
 def _weighted(shares: Sequence[torch.Tensor] | torch.Tensor, states: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the weighted sum of states without stacking them."""
+    """Return the weighted sum of states. Stacking the states first would need more memory."""
     total = shares[0] * states[0]
     for share, state in zip(shares[1:], states[1:], strict=True):
         total = total + share * state
@@ -212,7 +212,7 @@ class StateSources(LaminaWiring):
     def starts(self) -> dict[str, torch.Tensor]:
         """Return the initial weights of the residual stream and the states, [1 + states].
 
-        Vector weights have the shape [1 + states, width]. With separate sums, the shape is [4, 1 + states].
+        Vector weights have the shape [1 + states, width]. With ``multiway``, the shape is [4, 1 + states].
         """
         states = [weight for _, weight in self.spec["states"]]
         weights = torch.tensor([self.spec["stream"], *states], dtype=torch.float32)
@@ -238,7 +238,7 @@ class StateSources(LaminaWiring):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Return the residual stream [batch, tokens, width].
 
-        With separate sums, also return the inputs of the queries, keys and values [batch, tokens, 3, width].
+        With ``multiway``, also return the inputs of the queries, keys and values [batch, tokens, 3, width].
         """
         weights, states = self.held("weight", x), [x, *(memory[slot] for slot in self.slots)]
         if self.dynamic:
@@ -276,7 +276,7 @@ class Collapse(nn.Module):
 
 
 class BlockState(NamedTuple):
-    """The streams of a block, and the states that the block reads and stores."""
+    """The number of streams of a block, and the states that the block reads and stores."""
 
     streams: int = 0  # the number of copies that the first block makes of its input; 0 in the other blocks
     sources: StateSources | None = None  # the weighted sum that the block reads

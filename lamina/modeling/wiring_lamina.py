@@ -1,6 +1,7 @@
 """The norms, sub-layers and blocks of a norm placement, around a backbone's attention and feed-forward modules.
 
-This file imports only torch, transformers and files that transformers copies beside a checkpoint with this file.
+This file imports only torch, transformers and other ``*_lamina.py`` files, because transformers copies these files
+beside a checkpoint.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from .streams_lamina import DEPTH_READS, BlockState, DepthAttention, LaminaWirin
 
 
 class Record(dict):
-    """A dict with attributes for the keys: ``record.name`` returns ``record["name"]``."""
+    """A dict whose keys are also attributes: ``record.name`` returns ``record["name"]``."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -38,8 +39,8 @@ class Record(dict):
 class LaminaNorm(nn.Module):
     """The base class of all norms. To define a norm, write a subclass with a ``forward``.
 
-    ``weight`` is the learned gain [hidden_size] (minus 1 if ``zero_centered``), or None. A subclass lists other learned
-    numbers in ``more``, and their initial values in ``starts``.
+    ``weight`` is the learned gain [hidden_size] (minus 1 if ``zero_centered``), or None. A subclass lists its other
+    learned numbers in ``more``, and returns their initial values from ``starts``.
     """
 
     divides = True  # whether the norm divides by the channels' root mean square or standard deviation
@@ -192,7 +193,6 @@ class NormStyle:
 
     @classmethod
     def of(cls, norm: nn.Module) -> NormStyle:
-        """Read the settings from one of the backbone's norms."""
         layer = isinstance(norm, nn.LayerNorm) or "LayerNorm" in type(norm).__name__
         return cls(
             kind="layer" if layer else "rms",
@@ -202,7 +202,7 @@ class NormStyle:
 
 
 def make_norm(spec: dict | None, hidden_size: int, style: NormStyle) -> LaminaNorm | None:
-    """Create a norm from the norm's settings in a placement. Return None if the settings are None."""
+    """Create a norm from a placement's settings of the norm. Return None if the settings are None."""
     if spec is None:
         return None
     kind = style.kind if spec["kind"] == "backbone" else spec["kind"]
@@ -223,8 +223,8 @@ class NormedProjections(nn.Module):
     """The base class of attention and feed-forward modules with added norms.
 
     The norms are on the queries, keys or values, or before the last projection. Each norm is a separate module, so
-    LoRA, quantization and serving engines can replace the linear layers. With ``ways``, the last axis of the input
-    concatenates three states, for queries, keys and values.
+    LoRA, quantization and serving engines can replace the linear layers. With ``ways``, queries, keys and values have
+    separate inputs, concatenated along the last axis.
     """
 
     backbone_class: type[nn.Module]
@@ -392,7 +392,7 @@ class Residual(nn.Module):
         return nn.Parameter(torch.full((hidden_size,) if learned == "vector" else scalar, starts[name]))
 
     def starts(self) -> dict[str, float]:
-        """Return the initial scales. If out_scale is learned under a coupling, add the initial logit of the gate."""
+        """Return the initial scales, and the initial logit of the gate if a coupled out_scale is learned."""
         values = {name: float(self.sublayer[name]) for name in SCALES}
         if self.coupling != "none" and self.sublayer["out_scale_learned"] != "no":
             b = values["out_scale"]
@@ -414,7 +414,7 @@ class Residual(nn.Module):
             x: the residual stream [batch, tokens, hidden_size], or n streams [batch, tokens, n, hidden_size].
             block_input: the block's input (default: x).
             memory: the stored states of earlier blocks, each [batch, tokens, hidden_size].
-            ways: separate inputs for the queries, keys and values [batch, tokens, 3, hidden_size], instead of x.
+            ways: the separate inputs of queries, keys and values [batch, tokens, 3, hidden_size], which replace x.
             kwargs: arguments of the module.
         """
         hidden, mix, write = x if self.read != "block_input" or block_input is None else block_input, None, None
@@ -455,7 +455,7 @@ class Residual(nn.Module):
         return total if self.post_norm is None else self.post_norm(total)
 
     def _normed(self, hidden: torch.Tensor, norm: LaminaNorm) -> torch.Tensor:
-        """Normalize an input [..., hidden_size], or each of three inputs [..., 3, hidden_size]."""
+        """Normalize an input [..., hidden_size], or the inputs [..., 3, hidden_size] of queries, keys and values."""
         if self.key_norm is None or self.value_norm is None:
             return norm(hidden)
         norms = (norm, self.key_norm, self.value_norm)
@@ -478,7 +478,6 @@ class Residual(nn.Module):
         return (rest * (1 + b)).clamp(min=_LEAST_VARIANCE).sqrt()
 
     def scale_skip(self, source: torch.Tensor) -> torch.Tensor:
-        """Multiply the tensor on the skip by its factor."""
         return source * self.skip_factor() if self._applied["skip_scale"] else source
 
     def register_terms_hook(self, hook: Callable[[Terms], None]) -> RemovableHandle:
@@ -489,7 +488,7 @@ class Residual(nn.Module):
 
     @property
     def graph_key(self) -> tuple[object, ...]:
-        """Return a key. Sub-layers with equal keys can share a compiled graph."""
+        """Return a key that is equal for sub-layers that can share a compiled graph."""
         spec = {} if self.mixer is None else self.mixer.spec
         kinds = {name: len(value) if name in ("read", "write") else value for name, value in spec.items()}
         return self.skip, self.coupling, self.read, str(kinds), *self._applied.values()
@@ -545,7 +544,7 @@ class Block(GradientCheckpointingLayer):
 
     @property
     def graph_key(self) -> tuple[object, ...]:
-        """Return a key. Blocks with equal keys can share a compiled graph."""
+        """Return a key that is equal for blocks that can share a compiled graph."""
         own = self.sources
         read = (
             None
@@ -601,8 +600,9 @@ def norm_projections(
 ) -> None:
     """Add norms to an attention's queries, keys and values, and the norm ``inner`` before the last projection.
 
-    ``stacked`` names the projection that computes queries, keys and values together. With ``ways``, the input joins
-    three states. Raises ValueError, before any change, if a projection is missing or already has a norm.
+    ``stacked`` names the projection that computes queries, keys and values together. With ``ways``, queries, keys and
+    values have separate inputs. If a projection is missing or already has a norm, raises ValueError and changes
+    nothing.
     """
     last = next((name for name in LAST_PROJECTIONS if isinstance(getattr(attention, name, None), _LINEAR)), None)
     if inner and (last is None or hasattr(attention, "inner_norm")):

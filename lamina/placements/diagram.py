@@ -42,7 +42,7 @@ def title_of(plan: Plan) -> str:
 
 
 def layer_groups(plan: Plan) -> list[tuple[list[Layer], list[int]]]:
-    """Group equal layers. With more than four groups, also join layers that differ only in scales and gains."""
+    """Group equal layers. If there are more than four groups, also join layers that differ only in scales and gains."""
     kinds = plan.kinds()
     if len(kinds) <= MOST_KINDS:
         return [([layer], indices) for layer, indices in kinds]
@@ -142,8 +142,9 @@ def plan_notes(plan: Plan) -> list[str]:
 def svg(plan: Plan, title: str | None = None, equation: Sequence[str] = ()) -> str:
     """Draw a norm placement as SVG, with a column for each kind of layer.
 
-    With more than four kinds of layer, one column shows all layers that differ only in numbers, with ranges of these
-    numbers. The SVG has no scripts, fonts or ids, so a page can contain several drawings. Lamina escapes all text.
+    If there are more than four kinds of layer, layers that differ only in numbers share a column. The column shows the
+    ranges of the numbers. The SVG has no scripts, fonts or ids, so a page can contain several drawings. Lamina escapes
+    all text.
 
     Args:
         title: the text above the drawing. None means the placement's title, and "" means no title.
@@ -248,7 +249,7 @@ def _column(plan: Plan, layers: list[Layer], indices: list[int], bottom: int, la
 
 
 def _sublayer(name: str, subs: list[Sublayer], start: int, block_input: int) -> str:
-    """Draw a sub-layer upward from the height ``start``. ``block_input`` is the height of the block's input."""
+    """Draw a sub-layer upward from the height ``start``. The block's input is at the height ``block_input``."""
     sub, x, b = subs[0], _STREAM, _BRANCH
     split, add = start - 9, start - 129
     pre, module, out, post = split - 25, split - 68, split - 102, add - 27
@@ -328,10 +329,9 @@ def text(plan: Plan) -> str:
 
 
 def equations(layers: list[Layer]) -> tuple[str, str]:
-    """Return the attention's equation and the feed-forward's equation, for layers that differ only in scale factors.
+    """Return the equations of attention and feed-forward, for layers that differ only in scale factors.
 
-    An example is ``y = LN( 64 x + A( LN x ) )``. In ``[64 learned] x``, the learned factor starts at 64. The norm
-    ``LN[no gain]`` has no learned gain.
+    In ``y = LN( [64 learned] x + A( LN x ) )``, the factor starts at 64. ``LN[no gain]`` has no learned gain.
     """
     attention = _expression([layer.attention for layer in layers], "A", "x")
     return f"y  = {attention}", f"x' = {_expression([layer.feed_forward for layer in layers], 'F', 'y')}"

@@ -67,7 +67,7 @@ def learned_fact(shape: str) -> str:
 
 
 def layer_facts(layer: Layer) -> dict[str, object]:
-    """Map each field of a layer to its value: ``{"attention.pre_norm": "norm", ...}``."""
+    """Map each field of a layer to the field's value: ``{"attention.pre_norm": "norm", ...}``."""
     facts: dict[str, object] = {"order": SEQUENTIAL}
     for part in SUBLAYERS:
         sublayer: Sublayer = getattr(layer, part)
@@ -122,14 +122,14 @@ def match(layers: Sequence[Facts], ends: Facts) -> Match:
 
 
 def _more_of(plan: Plan) -> int:
-    """Count the fields of the layers that differ from their defaults, such as norms and scales."""
+    """Return how many fields of the layers, such as norms and scales, differ from their defaults."""
     return sum(
         not _same(value, _DEFAULT.get(field)) for layer in plan.layers for field, value in layer_facts(layer).items()
     )
 
 
 def _candidates(layers: Sequence[Facts]) -> Iterator[tuple[str, Plan]]:
-    """Yield each registered placement. If a placement does not match, also yield variants with one option changed."""
+    """Yield each registered placement. If the placement does not match, also yield variants that change one option."""
     for name in names():
         plan = resolved(name, len(layers))
         if plan is None:
@@ -203,7 +203,7 @@ _DEFAULT = layer_facts(Layer())
 
 
 def _wrong_fields(layers: Sequence[Facts], plan: Plan) -> dict[str, list[int]]:
-    """Map each field that differs from the placement to the indices of the layers that differ."""
+    """Map each field that differs from the placement to the indices of the layers where the field differs."""
     wrong: dict[str, list[int]] = {}
     for index, (facts, layer) in enumerate(zip(layers, plan.layers, strict=True)):
         expected = layer_facts(layer)
@@ -233,7 +233,7 @@ def _shown(value: object) -> str:
 
 
 def _with_ends(spec: str, plan: Plan, ends: Facts) -> tuple[str, list[str]]:
-    """Add options to a placement, so that the fields outside the layers match. Also return the other differences."""
+    """Add the options that make the fields outside the layers match. Return the new spec and other differences."""
     expected = end_facts(plan)
     options, differences = [], []
     for field, value in ends.items():

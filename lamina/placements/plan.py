@@ -115,7 +115,7 @@ class Norm:
 
 
 def _as_norm(field_name: str, value: object) -> Norm | None:
-    """Convert True or the name of a kind to a Norm, and False to None. Return a Norm or None unchanged."""
+    """Convert True or a kind's name to a Norm, and False to None."""
     if value is None or isinstance(value, Norm):
         return value
     if isinstance(value, bool):
@@ -133,7 +133,7 @@ class Streams:
         h = sum_j read_j S_j
         S'_i = C( skip_scale * sum_j mix_ji s_j + write_i * branch )
 
-    Here h is the sub-layer's input, C is the post_norm, and S' are the new streams. The skip s_j is S_j, stream j of
+    Here h is the sub-layer's input, C is the post_norm, and S'_i is the new stream i. The skip s_j is S_j, stream j of
     the block's input, or the sum of both. If the norm of stream j is "stream", S_j is the normed stream.
 
     Raises UserError if a field is invalid, if there are fewer than 2 streams, or if ``mix`` does not work with
@@ -152,8 +152,9 @@ class Streams:
         write: the initial write weight of each stream.
         mix: the n x n matrix that mixes the streams: the "identity", any matrix ("free"), or a doubly stochastic matrix
             ("sinkhorn").
-        normed: for each stream, whether the post_norm normalizes the stream. An empty tuple means all streams.
-        norms: what an RMSNorm normalizes for each stream: the stream itself ("stream"), or only the copy that the
+        normed: whether the post_norm normalizes each stream, with one entry per stream. An empty tuple means all
+            streams.
+        norms: the target of an RMSNorm for each stream: the stream itself ("stream"), or only the copy that the
             sub-layer reads ("read"). An empty tuple means no norms.
         diagonal: the initial diagonal of the learned matrix to which Lamina applies Sinkhorn's iterations (mHC).
         noise: the standard deviation of the projections' initial weights (mHC).
@@ -220,7 +221,8 @@ class Sources:
         learned: whether the weights are fixed ("no"), learned numbers ("scalar") or learned vectors ("vector").
         dynamic: whether the weights also depend on the stream, through a two-layer projection.
         hidden: the number of hidden channels in this projection. 0 means as many channels as weights.
-        multiway: whether queries, keys and values each read a separate sum, as in MUDD. One more sum is the stream.
+        multiway: whether queries, keys and values each read a separate sum, as in MUDD. A fourth sum replaces the
+            stream.
         own_norms: whether the sums for queries, keys and values have separate norms.
         normed_states: whether an RMSNorm normalizes each state before Lamina sums and stores the state (DLCL).
     """
@@ -359,7 +361,6 @@ class Layer:
         return cls(attention=sublayer, feed_forward=sublayer)
 
     def map(self, change: Callable[[Sublayer], Sublayer]) -> Layer:
-        """Return the block with ``change`` applied to both sub-layers."""
         return replace(self, attention=change(self.attention), feed_forward=change(self.feed_forward))
 
     def __post_init__(self) -> None:
@@ -430,7 +431,7 @@ class Plan:
         self._check_state()
 
     def _check_state(self) -> None:
-        """Raise UserError if layers contradict each other, such as in their numbers of streams or stored states."""
+        """Raise UserError if layers contradict each other, for example in their numbers of streams or stored states."""
         halves = [half for layer in self.layers for half in (layer.attention, layer.feed_forward)]
         counts = {len(half.streams.read) if half.streams else 1 for half in halves}
         counts.add(len(self.readout.read) if self.readout else 1)
@@ -490,7 +491,6 @@ class Plan:
         return list(indices.items())
 
     def to_dict(self) -> Json:
-        """Convert the plan to data for JSON, which ``Plan.from_dict`` reads."""
         return {**_plain(self), "options": dict(self.options)}
 
     @classmethod

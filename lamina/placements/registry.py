@@ -39,7 +39,6 @@ class Option:
         return " | ".join(names).replace("NoneType", "None")
 
     def check(self, placement: str, value: object) -> None:
-        """Raise UserError for a value that the option does not allow."""
         if not any(_fits(value, kind) for kind in _alternatives(self.type)):
             raise UserError(f"placement {placement!r}: option {self.name!r} is {value!r} (allowed: {self.type_name})")
 
@@ -134,7 +133,7 @@ def read_options(make: Callable[..., object]) -> tuple[str, tuple[Option, ...]]:
 
 
 def as_written(option: str, value: object) -> object:
-    """Return an option's value as the user wrote it, because YAML reads a bare ``off`` as false."""
+    """Return an option's value as the user wrote it. (YAML reads a bare ``off`` as false.)"""
     return "off" if value is False and option in ("qk_norm", "v_norm") else value
 
 
@@ -167,7 +166,6 @@ class Placement:
 
     @property
     def heading(self) -> str:
-        """Return the placement's heading in the documentation."""
         title = self.title.replace("*", " with a Pre-LN start")
         return title[0].upper() + title[1:]
 

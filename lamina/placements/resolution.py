@@ -108,7 +108,6 @@ def _texts(data: Json) -> tuple[dict[str, str], tuple[str, ...]]:
 
 
 def from_rules(data: Mapping[str, object], num_layers: int) -> dict[str, object]:
-    """Apply a YAML file's rules to all layers. Return the fields for ``Plan.from_dict``, except the name."""
     layers: list[dict[str, dict[str, object]]] = [{s: {} for s in SUBLAYERS} for _ in range(num_layers)]
     rules = data.get("rules")
     if not isinstance(rules, list) or not rules:
@@ -320,7 +319,7 @@ def _scaled_by_depth(plan: Plan, scheme: str | None, base_depth: int | None) -> 
 
 
 def _on_the_stream(plan: Plan) -> Iterator[str]:
-    """Yield a phrase for each field that changes the residual stream outside the branches."""
+    """Yield a phrase for each field that changes the residual stream itself, such as a post-norm."""
     records: list[tuple[str, Plan | Layer | Sublayer, tuple[str, ...]]] = [("the plan", plan, AT_THE_ENDS)]
     for index, layer in enumerate(plan.layers):
         records.append((f"layer {index}", layer, SUBLAYERS))

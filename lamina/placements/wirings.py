@@ -1,4 +1,4 @@
-"""Residual paths other than a single stream, for the option ``wiring`` of every norm placement.
+"""The option ``wiring`` of every norm placement: variants of the residual path, such as several streams.
 
 A wiring is a function that changes a placement's layers. The parameter ``size`` is the number of streams, or for
 attn_res the number of layers in a group. ``start`` selects the initial weights.
@@ -22,7 +22,7 @@ from lamina.placements.plan import Layer, Mix, Plan, Sources, StreamNorm, Stream
 
 @dataclass(frozen=True, kw_only=True)
 class PlanWiring:
-    """A wiring. Its function ``make`` changes the layers of a placement's plan."""
+    """A variant of the residual path. Its function ``make`` changes the layers of a placement's plan."""
 
     make: Callable[..., Plan]
     equation: str
@@ -31,7 +31,9 @@ class PlanWiring:
     def apply(
         self, plan: Plan, *, size: int | None = None, start: str | None = None, collapse: str | None = None
     ) -> Plan:
-        """Return a placement with this wiring. Raises UserError for an option or placement that the wiring rejects."""
+        """Return a placement with this variant of the residual path. Raises UserError for an unsuitable option or
+        placement.
+        """
         takes, given = inspect.signature(self.make).parameters, {"size": size, "start": start}
         for name, value in given.items():
             if value is not None and name not in takes:
@@ -51,12 +53,12 @@ Make = TypeVar("Make", bound=Callable[..., Plan])
 
 
 def named_wiring(name: str) -> PlanWiring:
-    """Return a wiring by its name, or from a user's Python file, which Lamina executes."""
+    """Return the wiring with this name. If the name is a user's Python file, execute the file."""
     return WIRINGS.from_file(Path(name)) if name.endswith(".py") else WIRINGS.get(name)
 
 
 def wiring(name: str, *, equation: str, source: str) -> Callable[[Make], Make]:
-    """Register a function as a wiring. The function changes a placement's layers."""
+    """Register a function as a wiring, a variant of the residual path. The function changes a placement's layers."""
 
     def register(make: Make) -> Make:
         WIRINGS.add(name, PlanWiring(make=make, equation=equation, source=source), make.__module__)
@@ -91,7 +93,7 @@ def _count(size: int | None) -> int:
 
 
 def _sigmoid(plan: Plan, size: int | None, mix: Mix = "identity") -> Plan:
-    """Use n streams with sigmoid weights. At the start, sub-layer l mainly reads stream l mod n."""
+    """Use n streams with sigmoid weights. Initially, sub-layer l mainly reads stream l mod n."""
     n = _count(size)
 
     def one(index: int) -> Streams:
@@ -138,7 +140,7 @@ def _hyper(plan: Plan, size: int | None, dynamic: bool) -> Plan:
 
 @wiring("hc", equation="h = r S, S' = M S + w b, all learned", source="Hyper-Connections (arXiv 2409.19606) Sec 2.1")
 def hc(plan: Plan, size: int | None) -> Plan:
-    """Use static Hyper-Connections. At the start, sub-layer l reads stream l mod n and writes to all n streams."""
+    """Use static Hyper-Connections. Initially, sub-layer l reads stream l mod n and writes to all n streams."""
     return _hyper(plan, size, dynamic=False)
 
 
@@ -161,7 +163,7 @@ def gated_residual(plan: Plan, size: int | None) -> Plan:
 
 
 def _check_sums(plan: Plan, *, post_norms: bool) -> None:
-    """Raise UserError if a skip is scaled, or if the presence of post-norms differs from ``post_norms``."""
+    """Raise UserError for a scaled skip, for missing post-norms if ``post_norms``, and otherwise for a post-norm."""
     for half in (half for layer in plan.layers for half in (layer.attention, layer.feed_forward)):
         plain = (half.skip, half.skip_scale, half.skip_scale_learned) == ("stream", 1.0, "no")
         if not plain or (half.post_norm is not None) != post_norms:

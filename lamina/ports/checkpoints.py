@@ -45,14 +45,12 @@ OLMO_BLOCKS = {
 
 
 def nanogpt_backbone(arguments: Mapping[str, object]) -> tuple[GPT2Config, dict[str, object]]:
-    """Return the GPT-2 configuration for the fields of nanoGPT's GPTConfig, and the adapter for lamina.build.
-
-    If the nanoGPT model has no biases, the GPT-2 model gets biases of 0.
-    """
+    """Return the GPT-2 configuration for the fields of nanoGPT's GPTConfig, and the adapter for lamina.build."""
     names = {"n_layer": "n_layer", "n_head": "n_head", "n_embd": "n_embd", "block_size": "n_positions"}
     fields = {ours: arguments[theirs] for theirs, ours in (names | {"vocab_size": "vocab_size"}).items()}
     fields |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), arguments.get("dropout", 0.0))
     fields |= {"bos_token_id": None, "eos_token_id": None, "activation_function": "gelu"}
+    # GPT-2 always has biases, so the biases that a nanoGPT model lacks are 0.
     return GPT2Config.from_dict(fields), dict(GPT2_ADAPTER)
 
 
@@ -213,7 +211,6 @@ def _write_mlx(model: LaminaForCausalLM, folder: Path) -> None:
 
 
 def _read_torchtitan(folder: Path) -> ForeignCheckpoint:
-    """Read the folder of one training step. The folder must also have the config.json of a Llama."""
     if not (folder / "config.json").is_file():
         raise UserError(
             f"source: {str(folder)!r} holds no config.json, and torchtitan does not save the model's sizes. "
@@ -257,10 +254,7 @@ FORMATS: dict[str, tuple[Callable[[Path], ForeignCheckpoint] | None, Callable[[L
 
 
 def from_trainer(folder: Path, target: str, placement: str | None) -> LaminaForCausalLM:
-    """Return the Lamina model of a trainer's checkpoint, with bit-identical weights.
-
-    Raises UserError for an incomplete checkpoint, or if neither checkpoint nor caller names the norm placement.
-    """
+    """Return the Lamina model of a trainer's checkpoint, with bit-identical weights."""
     read, _ = FORMATS[target]
     assert read is not None
     with reading(folder, target), alone():
@@ -294,7 +288,7 @@ def _built(stored: ForeignCheckpoint, spec: str, options: Mapping[str, object], 
 
 
 def _advice(stored: ForeignCheckpoint, target: str) -> str:
-    """Return a sentence that lists the placements for which a model has exactly the checkpoint's tensors."""
+    """Return a sentence that names the placements whose models have exactly the checkpoint's tensors."""
     fitting = []
     for name in names():
         with contextlib.suppress(ValueError), torch.device("meta"):
@@ -309,11 +303,7 @@ def _advice(stored: ForeignCheckpoint, target: str) -> str:
 def convert(
     source: str, output: Path, target: str, placement: str | None, *, reads: bool, overwrite: bool
 ) -> ConversionRecord:
-    """Convert a trainer's checkpoint to a Lamina model, or a Lamina model to a checkpoint if ``reads`` is false.
-
-    Give ``placement`` if the checkpoint does not name the norm placement. Raises UserError if the conversion fails, and
-    leaves ``output`` unchanged.
-    """
+    """Convert a trainer's checkpoint to Lamina, or back if not ``reads``. After an error, leave ``output`` as it is."""
     if reads:
         model = from_trainer(Path(source), target, placement)
     else:

@@ -26,7 +26,7 @@ _LAYERS = "model.backbone.layers"
 class Connections:
     """The residual connections of a block: the norm placement with options, and the names of the connections' weights.
 
-    Raises UserError for a setting that Lamina does not support.
+    Raises UserError for an unsupported setting.
     """
 
     def __init__(self, block: Json, norm_eps: float):
@@ -93,7 +93,7 @@ class Connections:
         return plan
 
     def split(self, weights: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Return all other weights, and the connections' weights under Lamina's names."""
+        """Split the weights into the model's other weights, and the connections' weights under Lamina's names."""
         rest, own = dict[str, torch.Tensor](), dict[str, dict[str, torch.Tensor]]()
         for name, tensor in weights.items():
             plain = re.sub(r"\b(\w+)_hyper_connection\.branch\.norm\.", r"\1_norm.", name)  # a second name
@@ -125,7 +125,7 @@ class Connections:
 
 
 def _parameters(parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the parameters of a DepthAttention or a StreamMixer. Raises KeyError for a missing tensor."""
+    """Return the parameters of a DepthAttention or a StreamMixer from DepthBench's tensors."""
     if parts.keys() & {"proj", "norm"}:  # the query, times the gain of the norm on the states
         return {"query": parts["proj"].flatten() * parts["norm"]}
     if "phi" in parts:  # Liger's

@@ -36,7 +36,7 @@ class ForeignCheckpoint:
 
 
 class _Metadata(pickle.Unpickler):
-    """A safe reader of a checkpoint's index. The index is a pickle, and this reader loads only harmless classes."""
+    """An unpickler for the index of a checkpoint. For safety, the unpickler loads only harmless classes."""
 
     def find_class(self, module: str, name: str, /) -> object:
         if name == "_StorageInfo":

@@ -44,7 +44,7 @@ _LLAMA: dict[str, object] = {
 
 
 class _Unread:
-    """A stand-in for classes in a pickle that Lamina does not need. The code of these classes does not run."""
+    """A stand-in for a class in a pickle that Lamina does not need. The code of the real class does not run."""
 
     def __init__(self, *args: object, **kwargs: object):
         pass
@@ -54,7 +54,7 @@ class _Unread:
 
 
 class _Arguments(pickle.Unpickler):
-    """A safe reader of the pickle in common.pt. It loads only argparse's Namespace and OrderedDict."""
+    """An unpickler for common.pt. For safety, the unpickler loads only argparse's Namespace and OrderedDict."""
 
     def find_class(self, module: str, name: str, /) -> type:
         return {"Namespace": Namespace, "OrderedDict": OrderedDict}.get(name, _Unread)

@@ -54,7 +54,7 @@ def choose(values: Sequence[str], index: str = "layer", last: str = "") -> str:
 
 
 def assigned(target: str, value: str, indent: int = 8) -> list[str]:
-    """Return the lines of an assignment or a return statement. A long value gets line breaks."""
+    """Return the lines of an assignment or a return statement, with line breaks in a long value."""
     head = f"{target} " if target == "return" else f"{target} = "
     if indent + len(head) + len(value) <= WIDTH:
         return [head + value]
@@ -191,7 +191,7 @@ class Port:
 
     @property
     def projections_by_scope(self) -> list[tuple[str, str]]:
-        """Return pairs of a scope ("head" or "full") and Python code, such as ``("q_proj", "k_proj")``."""
+        """Return pairs: "head" or "full", and code that lists the projections, such as ``("q_proj", "k_proj")``."""
         names = {
             scope: [f'"{p}_proj"' for p, s in self.projections.items() if s == scope] for scope in ("head", "full")
         }
@@ -319,7 +319,6 @@ class Port:
 
     @property
     def needs_layer(self) -> bool:
-        """Return whether a block must store its layer index."""
         return "self.layer" in "\n".join([*self.reset_lines, *self.forward_lines])
 
     # the forward pass
@@ -378,7 +377,6 @@ class Port:
         return [line for line in self.norm_lines + self.scale_lines if line not in self.target.made]
 
     def uses(self, name: str) -> bool:
-        """Return whether a block's constructor uses the variable ``name``."""
         return re.search(rf"(?<![\w.]){re.escape(name)}", "\n".join(self.block_lines)) is not None
 
     @property
@@ -391,7 +389,7 @@ class Port:
 
     @property
     def equations(self) -> list[str]:
-        """Return the placement's equations. Leave out a formula for an option that has a value."""
+        """Return the placement's equations, without the formulas for options that the user has set."""
         return [line for line in self.placement.equation if line.partition(" = ")[0] not in self.plan.options]
 
     @property

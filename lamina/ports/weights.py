@@ -32,7 +32,7 @@ _SCALES = ("skip_scale", "pre_scale", "out_scale", "gate")
 
 @dataclass(frozen=True, kw_only=True)
 class _Place:
-    """The position of a Lamina tensor in the trainer's tensor ``name``, which joins ``parts`` tensors."""
+    """The position of a Lamina tensor in the trainer's tensor ``name``, which concatenates ``parts`` tensors."""
 
     name: str
     part: int = 0
@@ -176,10 +176,7 @@ def in_halves(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
 
 
 def weights_for(model: PreTrainedModel, target: str, *, gradients: bool = False) -> dict[str, torch.Tensor]:
-    """Return a Lamina model's weights or gradients in a trainer's names and layout, ready for ``load_state_dict``.
-
-    Raises UserError for a model that the trainer can't express.
-    """
+    """Return a model's weights or gradients in a trainer's names and layout. Raises UserError if that is impossible."""
     causal = _causal(model)
     state = (
         {name: p.grad for name, p in causal.named_parameters() if p.grad is not None}

@@ -71,11 +71,7 @@ class Proxy:
 
 
 def choose(planned: PretrainSettings, vocab_size: int, steps: int, flops: float) -> Proxy:
-    """Reduce the planned run until ``steps`` steps cost at most ``flops`` FLOPs.
-
-    Lamina first reduces the blocks per step (but keeps at least 256 tokens per step), then halves the width (but keeps
-    at least 64). Lamina never reduces the depth.
-    """
+    """Reduce the planned run until ``steps`` steps cost at most ``flops`` FLOPs. The depth stays the same."""
     config = backbone_config(planned, vocab_size)
     plan = plan_of(planned, config.num_hidden_layers)
     wide = int(config.hidden_size)
@@ -85,6 +81,7 @@ def choose(planned: PretrainSettings, vocab_size: int, steps: int, flops: float)
     settings = planned
     while True:
         cost = 6.0 * count_parameters(config).active * planned.sequence_length * steps
+        # first fewer blocks per step, then half the width
         affordable = min(blocks, max(fewest, int(min(flops / cost, blocks))))
         batch, micro_batches = min(planned.batch_size, affordable), max(1, affordable // planned.batch_size)
         width = int(config.hidden_size)
@@ -111,10 +108,7 @@ def choose(planned: PretrainSettings, vocab_size: int, steps: int, flops: float)
 
 
 def build_model(proxy: Proxy, vocab_size: int, profile: torch.Tensor) -> PreTrainedModel:
-    """Build the model to measure, with the initial weights that `lamina pretrain` would draw from the same seed.
-
-    Raises UserError for a width that is invalid for the placement or the backbone.
-    """
+    """Build the model to measure, with the initial weights of `lamina pretrain`. Raises UserError for a bad width."""
     torch.manual_seed(proxy.settings.seed)
     return build(
         backbone_config(proxy.settings, vocab_size),
@@ -146,7 +140,7 @@ def take_snapshot(
 ) -> Snapshot:
     """Measure the model on held-out token ids [sequences, tokens]. Then restore the mode, and clear the gradients.
 
-    ``unigram`` [sequences] is the loss of a model that always predicts the token frequencies, in nats per token.
+    ``unigram`` [sequences] is the loss of a model that predicts only the frequencies of the tokens, in nats per token.
 
     Rows with the sublayer "block" describe a layer's output, or the embedding's output for layer -1:
 
@@ -193,7 +187,7 @@ def take_snapshot(
 
 
 def _losses(logits: torch.Tensor, input_ids: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """Return each sequence's loss, and how many nats lower the loss is than the loss of the mean prediction."""
+    """Return each sequence's loss, and by how many nats the loss is below the loss of the mean prediction."""
     log_p = logits[:, :-1].float().log_softmax(-1).flatten(0, 1)
     targets = input_ids[:, 1:].flatten()
     losses = nn.functional.nll_loss(log_p, targets, reduction="none").unflatten(0, (len(input_ids), -1)).mean(1)
@@ -280,15 +274,13 @@ class BurnIn:
 
 
 def rates_until(settings: PretrainSettings, step: int) -> float:
-    """Return the sum of the planned learning rates over the first ``step`` steps, in units of the peak.
-
-    Lamina uses a closed form of the cosine schedule's sum, so that a run of billions of steps costs no time.
-    """
+    """Return the sum of the planned learning rates over the first ``step`` steps, in units of the peak."""
     warmup = in_steps(settings.warmup, settings.steps)
     rising = min(step, warmup)
     total = rising * (rising - 1) / (2.0 * warmup) if warmup else 0.0
     count, length, low = step - rising, max(1, settings.steps - warmup), settings.min_learning_rate
     if count:
+        # the cosine schedule's sum in closed form, so that a billion steps cost no time
         cosines = 0.5 + math.sin(math.pi * (count - 0.5) / length) / (2.0 * math.sin(math.pi / (2.0 * length)))
         total += low * count + (1.0 - low) * 0.5 * (count + cosines)
     return total
@@ -333,10 +325,8 @@ class BurningIn:
         self._measure()
 
     def train(self, stops: Iterator[int]) -> None:
-        """Train up to each step in ``stops``, and measure the model at this step.
-
-        Training ends early if a loss or gradient is not finite. Lamina reads the next stop only after the measurement,
-        so ``stops`` can depend on the measurements.
+        """Train up to each step in ``stops``, and measure the model there. End early if a loss or gradient is not
+        finite.
         """
         target = next(stops, None)
 
@@ -373,10 +363,7 @@ class BurningIn:
 
 
 def unigram_losses(blocks: Blocks, probe: torch.Tensor) -> torch.Tensor:
-    """Return the loss on each held-out sequence, [sequences], of a model that knows only token frequencies.
-
-    Lamina counts a million training tokens of each corpus, and adds one to each count.
-    """
+    """Return the loss on each held-out sequence, [sequences], of a model that knows only token frequencies."""
     count = max(1, MOST_TOKENS // blocks.stats.sequence_length)
     shares = blocks.train.frequencies(blocks.stats.vocab_size, count)
     return torch.from_numpy(-np.log(shares)[probe[:, 1:].numpy()].mean(axis=1))

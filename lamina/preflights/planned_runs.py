@@ -172,10 +172,7 @@ def best_of(
     device: str = "cpu",
     tick: Callable[[], object] = lambda: None,
 ) -> str:
-    """Return the flags and the verdict of the best run, or "" if no run has a better verdict than ``verdict``.
-
-    Lamina stops at the first run with the verdict "fine".
-    """
+    """Return the flags and the verdict of the best run, or "" if no run has a better verdict than ``verdict``."""
     best = ""
     for flags, run in runs:
         burn_in = burn_in_of(settings, run, blocks, is_open, device=device, tick=tick)
@@ -196,12 +193,7 @@ def burn_in_of(
     device: str = "cpu",
     tick: Callable[[], object] = lambda: None,
 ) -> BurnIn:
-    """Train a planned run's first steps. Measure the model halfway, at the end, and after each extension.
-
-    Lamina trains for the requested steps, or longer if the warm-up is long. While ``is_undecided`` returns true, Lamina
-    extends the training by a quarter of the requested steps. The limit is three times the requested steps, or 60 % of
-    the run.
-    """
+    """Train a planned run's first steps. Measure the model halfway, at the end, and after each extension."""
     steps, warmup = burn_in_steps(settings, run)
     flops = FLOPS[device] if settings.flops is None else settings.flops
     burning = BurningIn(
@@ -217,6 +209,7 @@ def burn_in_of(
         yield steps // 2
         yield steps
         step, more = steps, max(1, settings.burn_in // 4)
+        # a quarter more, up to three times the requested steps or 60 % of the run
         while step + more <= min(3 * settings.burn_in, 0.6 * run.steps) and is_undecided(features(burning.record())):
             step += more
             yield step
@@ -226,11 +219,8 @@ def burn_in_of(
 
 
 def burn_in_steps(settings: PreflightSettings, run: PretrainSettings) -> tuple[int, int]:
-    """Return the number of steps to train, and the number of warm-up steps among them.
-
-    The warm-up lasts at most twice as many steps as the user requested. Some placements need a long warm-up, and would
-    get a bad verdict with a short warm-up.
-    """
+    """Return the number of steps to train, and the number of warm-up steps among them."""
+    # With a short warm-up, placements that need a long warm-up would get a bad verdict.
     warmup = min(in_steps(run.warmup, run.steps), 2 * settings.burn_in)
     return min(max(settings.burn_in, warmup + settings.burn_in // 2), run.steps), warmup
 

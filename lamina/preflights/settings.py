@@ -77,7 +77,6 @@ class PreflightSettings(
     )
 
     def check(self) -> None:
-        """Raise UserError if a value is invalid in a planned run."""
         super().check()
         for run in self.runs():
             if run.steps == 1 and in_steps(run.warmup, run.steps):

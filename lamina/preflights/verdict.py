@@ -155,8 +155,8 @@ def projected(numbers: Features) -> float:
 def deciding_share(numbers: Features, fitted: Json) -> float:
     """Return the fraction of the run after which the verdict should be clear, measured in summed learning rates.
 
-    If the loss is far above the loss of token frequencies, Lamina extrapolates the loss at its present pace. A fitted
-    factor allows for a slower pace later. Otherwise, the result is the finished fraction times a fitted factor.
+    If the loss is far above the loss of token frequencies, Lamina extrapolates the loss at its present pace, times a
+    fitted factor for a slower pace later. Otherwise, the result is the finished fraction times a fitted factor.
     """
     rule = fitted["deciding"]
     if not learns_frequencies(numbers):
@@ -166,7 +166,7 @@ def deciding_share(numbers: Features, fitted: Json) -> float:
 
 
 def learns_frequencies(numbers: Features) -> bool:
-    """Return whether the loss is so far above the loss of token frequencies that the model still learns frequencies."""
+    """Return whether the model still learns token frequencies, because its loss is far above their loss."""
     return numbers.excess > FALLING
 
 
@@ -188,11 +188,7 @@ class PreflightVerdict:
 
 
 def judge(numbers: Features, burn_in: BurnIn, better: str = "") -> PreflightVerdict:
-    """Return the verdict in words.
-
-    ``better`` is a text with flags that give a better verdict, and with this verdict. Lamina uses this text only if an
-    early layer hardly affects the output or a loss is not finite.
-    """
+    """Return the verdict in words. ``better`` is text about flags with a better verdict."""
     fitted = calibration()
     sure, kind, deciding = chance(numbers, fitted), verdict_of(numbers, fitted), 0
     if kind == "undecided":

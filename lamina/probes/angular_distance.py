@@ -142,7 +142,6 @@ def scaled_rows(distances: Frame) -> pd.DataFrame:
 
 
 def _early_or_deep(turns: np.ndarray) -> list[str]:
-    """Return a sentence on whether early or deep layers change the residual stream's direction less."""
     if len(turns) < 4 or not np.isfinite(turns).all():
         return []
     half = len(turns) // 2

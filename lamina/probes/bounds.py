@@ -162,7 +162,7 @@ def product_norm(block: LayerCall, feed_forward: FeedForward) -> float:
 
 
 def _up_projection(block: LayerCall, feed_forward: FeedForward) -> nn.Module:
-    """Return the up-projection, not the gate. The nonlinearity reads the gate's output."""
+    """Return the up-projection. The other projection is the gate, because the nonlinearity reads its output."""
     modules = [module for _, module in feed_forward.up]
     if len(modules) == 1 or feed_forward.pre is None:
         return modules[-1]

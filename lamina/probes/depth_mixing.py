@@ -117,7 +117,7 @@ class DepthMixing(ShortProbe):
             yield f"The outputs of sub-layers {ranges(nowhere)} reach the last layer only through later sub-layers."
 
     def _measure(self, context: Context, inputs: dict[str, torch.Tensor]) -> dict[tuple[int, int], float]:
-        """Return factors by (state, sub-layer). Key (state, -1) has the factor from the state to the last state."""
+        """Return factors by (state, sub-layer). Key (state, -1) has the factor from this state to the last state."""
         leaves: dict[int, torch.Tensor] = {}
         states: dict[int, torch.Tensor] = {}
         points: dict[tuple[str, int], Point] = {("state", i): point for i, point in context.structure.states().items()}

@@ -165,8 +165,6 @@ class Gradients(Probe):
 
 @dataclass
 class _Moments:
-    """Count, sum and sum of squares of a gradient's elements, in float64."""
-
     count: int = 0
     total: float = 0.0
     squares: float = 0.0
@@ -200,7 +198,7 @@ class _Moments:
 
 
 def _accumulate(context: Context, states: list[_Moments], batches: Sequence[Mapping[str, torch.Tensor]]) -> float:
-    """Fill the parameters' gradients, and return the factor from these gradients to the mean loss's gradients."""
+    """Fill the parameters' gradients. Return the factor that converts them to the mean loss's gradients."""
 
     def see(index: int, state: torch.Tensor) -> None:
         if state.requires_grad:

@@ -316,16 +316,13 @@ class Moments:
 
 
 def moments(tokens: TokenStates, magnitude: torch.Tensor | None = None) -> Moments:
-    """Return the moments of all tokens, including padding.
-
-    ``abs_mean`` and ``abs_max`` need the magnitudes |x|. Lamina sums in float32, and repeats a token in float64 if the
-    variance would lose digits or a square overflows.
-    """
+    """Return the moments of all tokens, including padding. ``abs_mean`` and ``abs_max`` need the magnitudes |x|."""
     x = tokens.x
     channels = x.shape[-1]
     mean = x.sum(-1).double() / channels
     mean_square = torch.linalg.vector_norm(x, 2, -1).double().square() / channels
     variance = mean_square - mean.square()
+    # float32 lost digits or overflowed, so repeat in float64
     again = ~(variance > 0.01 * mean_square)
     if bool(again.any()):
         rows = x[again].double()
@@ -338,9 +335,8 @@ def moments(tokens: TokenStates, magnitude: torch.Tensor | None = None) -> Momen
 
 
 def medians(tokens: TokenStates, magnitude: torch.Tensor) -> torch.Tensor:
-    """Return the median magnitude of each sequence in float64: the lower of two middle values, as in torch.median.
-
-    On the CPU, this function reorders ``magnitude`` in place.
+    """Return each sequence's median magnitude (the lower middle value) in float64. On the CPU, ``magnitude`` is
+    reordered.
     """
     each = list(magnitude)
     if tokens.valid is not None:
@@ -499,7 +495,6 @@ class StateTotals(Totals):
 
 
 def _identifier(input_ids: torch.Tensor | None, peaks: torch.Tensor, sequence: int, token: int) -> int | None:
-    """Return a token's id, or None if the input's tokens do not match the hidden state's tokens."""
     if input_ids is None or input_ids.shape != peaks.shape:
         return None
     return int(input_ids[sequence, token])

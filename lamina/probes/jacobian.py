@@ -216,7 +216,7 @@ class JacobianProbe(ShortProbe):
         return norms
 
     def _measured_sigmas(self, block: LayerCall, wirings: Sequence[Wiring]) -> torch.Tensor:
-        """Return FuseNorm's formula for the residual path, [sequences], from the measured sigmas of the post-norms."""
+        """Return FuseNorm's formula for the residual path [sequences], with the measured sigmas of the post-norms."""
         sublayers = enumerate(block.site.sublayers)
         norms = {i: norm for i, sublayer in sublayers for norm in sublayer.norms if norm.role == "post_norm"}
         with torch.no_grad():
@@ -305,8 +305,6 @@ class JacobianProbe(ShortProbe):
 
 
 def _of_stream(block: LayerCall, index: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function from one stream before the block to the same stream after the block."""
-
     def function(z: torch.Tensor) -> torch.Tensor:
         streams = [z if i == index else x for i, x in enumerate(block.stream.unbind(-2))]
         return block(torch.stack(streams, dim=-2))[..., index, :]
@@ -321,13 +319,10 @@ def _power(exponent: float) -> str:
 def log10_total_norm(
     blocks: Sequence[LayerCall], *, tolerance: float, iterations: int
 ) -> tuple[torch.Tensor, SpectralNorm]:
-    """Return log10 of the spectral norm of the whole model's Jacobian, [sequences], and how well the search converged.
-
-    Lamina keeps every block's graph, as a training step does. Many blocks can shrink a vector below the smallest float,
-    so Lamina divides each block's output by a constant, and adds the constants' logarithms at the end.
-    """
+    """Return log10 of the spectral norm of the whole model's Jacobian, [sequences], and how the search ended."""
     jacobians = [Jacobian(block, block.stream) for block in blocks]
     start = start_vector(blocks[0].stream)
+    # Many blocks can shrink a vector below the smallest float, so each block's output is divided by a constant.
     scales, v = [], start
     for jacobian in jacobians:
         u = jacobian.forward(v)

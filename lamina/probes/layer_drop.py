@@ -293,7 +293,7 @@ class LayerDrop(Probe):
         yield from _agreement(frame, harm)
 
     def _least(self, group: Frame, metric: str, unit: str, meant: str, whole: float) -> str:
-        """Name the layers that harm least and most, or the layers that the standard errors cannot tell apart."""
+        """Name the layers whose removal harms least and most, or the layers that the errors cannot tell apart."""
         values, errors, size = group["value"], group["standard_error"], int(group["size"].iloc[0])
         free = free_layers(values, errors) if metric.endswith("_increase") else []
         first, most = ranking(values, errors, free)[0], values.idxmax()
@@ -323,7 +323,7 @@ class LayerDrop(Probe):
 
 
 def _could_go(group: Frame, whole: float, unit: str) -> list[str]:
-    """Name the layers whose removal costs less than 1 % of the whole model's value or two standard errors."""
+    """Name the layers whose removal costs less than 1 % of the whole model's value, or than two standard errors."""
     errors = group["standard_error"].replace(math.inf, math.nan)  # of one sequence it is unknown
     border = (2 * errors.fillna(0.0)).clip(lower=0.01 * abs(whole))
     harmless = group[group["value"] < border]
@@ -442,7 +442,6 @@ class PassesWithoutLayers(ExitStack):
         self._changed = False
 
     def full(self) -> torch.Tensor:
-        """Return the whole model's result."""
         self._mode, self._counts = "full", Counter()
         modules = {s.contribution.module for site in self.context.structure.layers for s in site.sublayers}
 
@@ -630,7 +629,6 @@ def removed(context: Context, layers: Sequence[int], meaning: str = REMOVE) -> I
 
 
 def _contributions(site: LayerSite) -> dict[int, Point]:
-    """Return the points of the tensors that a layer adds. Raises UserError if Lamina did not find the sub-layers."""
     if not site.sublayers:
         raise UserError(
             f"meaning: Lamina did not find the sub-layers of layer {site.index}, which 'branch' needs. Set meaning "

@@ -41,8 +41,8 @@ class LayerUse(Probe):
         layer's output minus the layer's input. Lamina takes norms over the channels of each token, and averages over
         tokens.
     ``permutation_score``: the absolute change of the loss if layer ``layer`` and the next layer change places, divided
-        by the loss. A layer's weights, norms, scales and type move with the layer. A mask that belongs to a position in
-        the stack of layers does not move.
+        by the loss. A layer's weights, norms, scales and type move with the layer. A mask that depends on the position
+        in the stack stays at its position.
     ``linear_loss_increase``: the increase of the loss in nats per token if the best linear map replaces the layer.
         Lamina fits the linear map by least squares, without an intercept. Lamina fits the map on the second half of the
         sequences, and measures the loss on the first half.
@@ -196,10 +196,7 @@ def _updates(context: Context, inputs: Inputs) -> list[torch.Tensor]:
 
 
 def exchanges(context: Context) -> Iterator[AbstractContextManager]:
-    """Yield one context per layer, which exchanges the layer and the next layer.
-
-    Raises UserError if the layers share weights or read earlier hidden states.
-    """
+    """Yield one context per layer, which exchanges the layer and the next layer. Raises UserError for shared layers."""
     sites = context.structure.layers
     if context.structure.has_memory or shared_layers(context.structure):
         raise UserError("permutation_score: the layers share weights, or read earlier states. Choose another metric.")
@@ -227,10 +224,7 @@ def _exchanged(context: Context, first: LayerSite, second: LayerSite) -> Iterato
 
 
 def linear_maps(context: Context, sequences: Sequence[Inputs]) -> Iterator[AbstractContextManager]:
-    """Yield one context per layer, in which a linear map replaces the layer.
-
-    Raises UserError unless the sequences have more tokens than the layer has channels.
-    """
+    """Yield one context per layer, in which a linear map replaces the layer. Raises UserError for too few tokens."""
     kept: dict[str, torch.Tensor] = {}
 
     def keep(key: str, value: torch.Tensor) -> None:

@@ -62,10 +62,6 @@ class LogitLens(Probe):
     needs = frozenset({"tokens"})
 
     def __init__(self, tokens: int | None = None):
-        """Choose the number of predicted tokens (0: all), rounded up to whole sequences.
-
-        The default is all of your own text, or 1,024 tokens of a corpus. Raises UserError for an invalid number.
-        """
         self.tokens = check_most(self.name, "tokens", tokens)
         self._read: list[Mapping[str, torch.Tensor]] = []
 
@@ -208,7 +204,7 @@ class Tail:
     """Compute logits from any hidden states with the model's operations after its last layer.
 
     Lamina runs the model itself, but each layer returns the given states. The logits therefore include any soft-cap or
-    scale. Request the logits of at most ``chunk`` tokens at a time.
+    scale. Ask for the logits of at most ``chunk`` tokens at a time.
     """
 
     def __init__(self, context: Context, ids: torch.Tensor):

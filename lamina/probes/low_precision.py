@@ -270,7 +270,7 @@ class LowPrecision(Probe):
 
 
 def _overflows(frame: Frame) -> dict[str, list[str]]:
-    """Return, for each text about an overflow, the formats to which it applies (none if the model is not finite)."""
+    """Map each sentence about an overflow to the formats that overflow, or to [] if the model itself is not finite."""
     finite = np.isfinite(frame["value"])
     # A scaled format overflows only if the tensor itself is not finite.
     own = frame[
@@ -296,7 +296,7 @@ def _overflows(frame: Frame) -> dict[str, list[str]]:
 
 
 def _verdict(frame: Frame) -> Iterator[str]:
-    """Say first whether a value is too large for a format, and which tensors and formats Lamina checked."""
+    """Yield whether a value is too large for a format, then which tensors and formats Lamina checked."""
     texts = _overflows(frame)
     for text, kinds in texts.items():
         several = f"{' and '.join(kinds)} overflow{'s' * (len(kinds) == 1)}"
@@ -321,7 +321,6 @@ def _verdict(frame: Frame) -> Iterator[str]:
 
 
 def _places(rows: Frame) -> str:
-    """Name the states, sub-layers and weights of some rows."""
     texts = []
     for (role, sublayer), part in rows.groupby(["role", "sublayer"], sort=False):
         layers = ranges(part["layer"])
@@ -336,7 +335,7 @@ def _places(rows: Frame) -> str:
 
 
 def _weights(context: Context, scaled: bool) -> Iterator[tuple]:
-    """Yield rows on the largest weight of each sub-layer, and on the share of weights that become inf."""
+    """Yield rows with the largest weight of each sub-layer, and with the share of weights that become inf."""
     owners: dict[int, tuple[int, str]] = {}
     for site in reversed(context.structure.layers):  # layers may share weights
         owners |= {id(weight): (site.index, "block") for weight in site.module.parameters()}
@@ -399,11 +398,9 @@ def _losses(context: Context, batches: Sequence[Mapping[str, torch.Tensor]], sca
 
 @contextmanager
 def _running_in(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Cast the model's weights, except the weights that transformers keeps in float32. Restore the weights at the end.
-
-    As in a checkpoint that is loaded in this dtype, the buffers that the checkpoint lacks keep their dtype.
-    """
+    """Cast the model's weights, except those that transformers keeps in float32. Restore the weights at the end."""
     names = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+    # Buffers that a checkpoint lacks keep their dtype, as after loading in this dtype.
     wide = {part for name in names for part in getattr(model, name, None) or ()}
     tensors = {
         id(tensor): tensor
@@ -421,7 +418,6 @@ def _running_in(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 
 def _loss(context: Context, batches: Sequence[Mapping[str, torch.Tensor]]) -> float:
-    """Return the mean loss over the predicted tokens of all batches."""
     total = predicted = 0.0
     for batch in batches:
         losses = context.token_losses(context.on_device(batch))

@@ -170,7 +170,6 @@ class Spectra(Probe):
         self._tokens = max(self._tokens, covariance.count)
 
     def _full(self, key: Key) -> bool:
-        """Return whether a covariance has as many tokens as the option ``tokens_per_channel`` requests."""
         return 0 < self.tokens_per_channel * self._widths[key[0]] <= self._covariances[key].count
 
     def standard_error(self) -> float | None:
@@ -220,7 +219,6 @@ class Spectra(Probe):
         return rows
 
     def _reduce(self) -> None:
-        """Replace each covariance with its ranks, to free memory for the next pass."""
         for key in list(self._covariances):
             values = self._covariances.pop(key).eigenvalues()
             if not bool(values.isfinite().all()):
@@ -347,9 +345,8 @@ class Covariance:
         self.count += len(samples)
 
     def matrix(self) -> torch.Tensor:
-        """Return the sample covariance (divisor n - 1), [channels, channels] in float64.
-
-        Raises ValueError for fewer than two samples.
+        """Return the sample covariance (divisor n - 1), [channels, channels] in float64. Raises ValueError for one
+        sample.
         """
         if self.count < 2:
             raise ValueError(f"a covariance needs at least 2 samples, but there are {self.count}. Give more text.")

@@ -78,10 +78,8 @@ def max_lr(
 def open_study(
     kind: Kind, record: type[G], settings: G | Mapping[str, Any], resume: Resume, overwrite: bool, bar: bool
 ) -> tuple[Job[G], G, Mapping[str, OneRun]]:
-    """Open a study's folder, check the runs, and cache the runs' data.
-
-    Returns the job that holds the folder, the study's complete settings, and the settings of each run. Raises UserError
-    if settings or data are unusable, a finished run has other settings, or a launcher started several processes.
+    """Open a study's folder, check the runs, and cache their data. Return the job, its settings, and each run's
+    settings.
     """
     policy = ResumePolicy(what="study", free=record.free())
     job = open_job(kind, record, settings, resume=resume, overwrite=overwrite, policy=policy, stored=stored_study)

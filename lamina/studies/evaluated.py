@@ -18,11 +18,7 @@ from lamina.jobs.seals import refuse_tables
 
 
 def runs_of(path: str) -> list[Candidate] | None:
-    """Return a model to evaluate for each row of results.csv, or None if the folder holds no study.
-
-    A model's label is its placement, with the width and the learning rate if they vary. Raises UserError if the study
-    has no results or no models.
-    """
+    """Return a model to evaluate for each row of results.csv, or None if the folder holds no study."""
     folder = Path(path).expanduser()
     if kind_of(folder) not in (Kind.COMPARE, Kind.CLAIMS, Kind.TRANSFER, Kind.MAX_LR):
         return None

@@ -82,7 +82,7 @@ def find_stop(losses: Sequence[float], rules: MaxRateRules, *, broken: bool = Fa
     """Find the first failure in the losses of all steps so far. Returns None if training has not failed.
 
     Args:
-        broken: whether the run ended because another value, such as a gradient, was not finite.
+        broken: whether the run ended because a value other than the loss, such as a gradient, was not finite.
     """
     values = np.asarray(losses, dtype=np.float64)
     finite = np.isfinite(values)
@@ -149,7 +149,6 @@ def _plateau(rules: MaxRateRules, smooth: np.ndarray, low: np.ndarray, step: int
 
 
 def _begun(rules: MaxRateRules, smooth: np.ndarray, low: float) -> bool:
-    """Return whether the averaged loss has fallen by at least 2 * ``plateau_margin``."""
     return bool(low <= smooth[0] - 2 * rules.given.plateau_margin)
 
 
@@ -166,7 +165,7 @@ def _stop(rule: str, rules: MaxRateRules, smooth: np.ndarray, step: int, seen: i
 
 @dataclass(kw_only=True)
 class MaxRateGuard(DivergenceGuard):
-    """Check the loss of every step, and end the run at the next recorded step if a rule holds."""
+    """Check the loss of every step. If a rule holds, end the run at the next recorded step."""
 
     rules: MaxRateRules
     losses: list[float] = field(default_factory=list)

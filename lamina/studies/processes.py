@@ -117,7 +117,6 @@ class Forked:
     number: int
 
     def exit_code(self) -> int | None:
-        """Return the run's exit code, or None while the run continues."""
         return self.server.code(self.number)
 
     def terminate(self) -> None:
@@ -125,7 +124,6 @@ class Forked:
         self.server.send({"number": self.number, "signal": int(signal.SIGTERM)})
 
     def kill(self) -> None:
-        """End the run at once."""
         self.server.send({"number": self.number, "signal": int(signal.SIGKILL)})
 
 

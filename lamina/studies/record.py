@@ -19,7 +19,6 @@ _OF_A_TRIAL = {"placement", "learning_rate", "seed", "hidden_size", "base_width"
 
 
 def write_study(folder: Path, study: Mapping[str, Any]) -> None:
-    """Write study.yaml with a checksum of its content."""
     write_sealed(folder / STUDY, study)
 
 

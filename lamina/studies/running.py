@@ -137,7 +137,7 @@ def run_trials(trials: Mapping[str, Task], *, workers: int, ended: Ended, tick: 
 
 @contextlib.contextmanager
 def _stop_signals() -> Iterator[list[int]]:
-    """At the first Ctrl-C or SIGTERM, stop after the current checks. At the second signal, stop at once."""
+    """At the first Ctrl-C or SIGTERM, stop when the current checks are done. At the second signal, stop at once."""
     stopped: list[int] = []
 
     def stop(number: int) -> None:
@@ -150,7 +150,7 @@ def _stop_signals() -> Iterator[list[int]]:
 
 
 def _reap(running: dict[str, Process], trials: Mapping[str, Task], ended: Ended, missing: str = "failed") -> list[str]:
-    """Report the runs whose processes have ended. Return the runs that another process already executes."""
+    """Report the runs whose processes have ended. Return the runs that another process is already executing."""
     busy = []
     for trial, process in list(running.items()):
         if (code := process.exit_code()) is None:

@@ -118,7 +118,6 @@ class CompareSettings(RunSettings, PlacementsSettings, RatesSettings, SeedsSetti
         )
 
     def _own_rates(self) -> dict[str, str]:
-        """Read ``learning_rates_of``. Raises UserError for an invalid learning rate or placement."""
         rates_of = self.learning_rates_of
         if isinstance(rates_of, str):  # at the last "=", because a placement's options also contain "="
             parts = [part.rpartition("=") for part in rates_of.split(";") if part.strip()]
@@ -210,7 +209,6 @@ class RisingSettings(RunSettings):
     )
 
     def check(self) -> None:
-        """Raise UserError if ``spike_patience`` is longer than the run."""
         super().check()
         if self.spike_patience >= 1 and self.spike_patience > self.steps:
             raise UserError(
@@ -251,7 +249,6 @@ class MaxRateStudySettings(RisingSettings, PlacementsSettings, SeedsSettings, Ou
     output: str = changed("runs/max-lr")
 
     def check(self) -> None:
-        """Raise UserError for an invalid value in a run."""
         super().check()
         for trial in self.trials().values():
             trial.run()
@@ -342,7 +339,6 @@ class CoordCheckSettings(
     output: str = changed("runs/coord-check")
 
     def check(self) -> None:
-        """Raise UserError for a value that is invalid at one of the sizes, or that would have no effect."""
         if self.depths and self.base_width is None and self.width_scaling == self.default("width_scaling"):
             object.__setattr__(self, "width_scaling", "none")
         super().check()
@@ -441,7 +437,6 @@ class TransferSettings(RunSettings, PlacementSettings, RatesSettings, SeedsSetti
     output: str = changed("runs/transfer")
 
     def check(self) -> None:
-        """Raise UserError if the widths contradict each other, or a run has an invalid value."""
         if self.width_scaling == "none":
             raise UserError(
                 "width_scaling: 'none' does not convert learning rates. Set width_scaling to standard, mup, "

@@ -62,12 +62,10 @@ class Task:
         return nullcontext()
 
     def run(self) -> Json:
-        """Execute or resume the run, and return its result."""
         return self.job(self.settings, resume="auto", bar=False)
 
 
 def _named(name: str) -> Any:
-    """Import an object by its name "module:name"."""
     module, _, qualname = name.partition(":")
     return reduce(getattr, qualname.split("."), import_module(module))
 

@@ -159,7 +159,7 @@ def _risk(rates: list[Rate], rate: Rate) -> str:
 
 
 def _stable(rates: list[Rate]) -> list[Rate]:
-    """Return the learning rates around the best learning rate, on each side up to the first unfinished run."""
+    """Return the learning rates next to the best learning rate, in both directions up to the first unfinished run."""
     best = min((r for r in rates if r.best), key=lambda r: r.eval_loss, default=None)
     if best is None:
         return []

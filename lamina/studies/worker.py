@@ -137,7 +137,7 @@ def _end_with(request: Json) -> NoReturn:
 
 
 def _like_the_driver(request: Json) -> None:
-    """Copy the calling process's environment variables, sys.path, sys.argv and working directory."""
+    """Copy the environment variables, sys.path, sys.argv and working directory of the calling process."""
     os.environ.clear()
     os.environ.update(request["environment"])
     sys.path[:], sys.argv[:] = request["path"], request["argv"]

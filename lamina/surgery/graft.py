@@ -60,8 +60,8 @@ class Grafting(TypedDict):
 def graft(source: str, output: Path, settings: ProbeSettings, *, placement: str, overwrite: bool = False) -> Grafting:
     """Write a trained model with another norm placement into a new folder (see ``lamina.api.models.graft``).
 
-    Lamina fits the gains on the first half of the text in ``settings``, and measures the losses on the second half.
-    Raises UserError if the change fails, and leaves ``output`` unchanged.
+    The first half of the text fits the gains, and the second half measures the losses. After an error, ``output`` stays
+    unchanged.
     """
     stored = read_config(source, field="model").dtype
     context = make_context(source, settings)
@@ -113,7 +113,7 @@ class Told(TypedDict):
 
 @torch.no_grad()
 def grafted(old: LaminaForCausalLM, plan: Plan, ids: torch.Tensor) -> tuple[LaminaForCausalLM, Told]:
-    """Return the model with another norm placement. The new norms are fitted on ``ids`` [sequences, tokens]."""
+    """Return the model with another norm placement, fitted on ``ids`` [sequences, tokens], and what changed."""
     old = old.eval()
     config = copy.deepcopy(old.config)
     assert isinstance(config, LaminaConfig)
@@ -144,7 +144,7 @@ def grafted(old: LaminaForCausalLM, plan: Plan, ids: torch.Tensor) -> tuple[Lami
 
 
 def _keep_values(old: LaminaForCausalLM, new: LaminaForCausalLM) -> None:
-    """Copy the old model's factors into learned scales. Convert gains if the new norms store the gain minus 1."""
+    """Copy the old model's factors into learned scales. Subtract 1 from gains if the new norms store them minus 1."""
     modules = dict(old.named_modules())
     for name, module in new.named_modules():
         before = modules.get(name)
@@ -210,9 +210,9 @@ def _keep(found: list[torch.Tensor]) -> Callable[[nn.Module, Args, Kwargs], None
 
 
 class _Matching:
-    """A forward pass of the new model that fits each new norm and factor just before the first use.
+    """A forward pass of the new model that fits each new norm and factor just before its first use.
 
-    ``scale`` is the ratio of the new residual stream to the old one. A post_norm resets this ratio to 1.
+    ``scale`` is the ratio of the new residual stream to the old residual stream. A post_norm resets this ratio to 1.
     """
 
     def __init__(self, old: LaminaForCausalLM, new: LaminaForCausalLM, told: Told):
@@ -265,7 +265,6 @@ class _Matching:
         self.told["fitted"].append(self.names[norm])
 
     def scale_gain(self, norm: LaminaNorm, factor: Factor) -> None:
-        """Multiply the gain and bias of a norm by a factor. Raises UserError if the norm has no gain."""
         if is_one(factor):
             return
         if norm.weight is None:
@@ -281,7 +280,7 @@ class _Matching:
 
 
 class _Step:
-    """A sub-layer of the new model. ``forward`` computes Residual.forward, and first fits each norm."""
+    """A sub-layer of the new model. ``forward`` computes Residual.forward, and fits each norm before its use."""
 
     def __init__(self, matching: _Matching, old: Residual, new: Residual, seen: _Seen, read: torch.Tensor):
         self.matching, self.old, self.new, self.seen, self.read = matching, old, new, seen, read
@@ -329,7 +328,7 @@ class _Step:
         return hidden
 
     def _branch(self, hidden: torch.Tensor, kwargs: Kwargs, factor: Factor, wanted: torch.Tensor) -> torch.Tensor:
-        """Return the branch before the addition. If only the old model has a norm or factor here, rescale weights."""
+        """Return the branch before the sum. If only the old model has a norm or factor here, rescale the weights."""
         new, old, matching = self.new, self.old, self.matching
         output = self._run(hidden, kwargs)
         if new.out_norm is not None:

@@ -1,4 +1,4 @@
-"""Parse lists of layers such as "3,5-7", and measures by which layers are chosen. This module loads no torch."""
+"""Parse lists of layers such as "3,5-7", and names of measures, such as "layer_drop". This module loads no torch."""
 
 from __future__ import annotations
 
@@ -37,10 +37,7 @@ def refuse_twice(layers: Sequence[int]) -> list[int]:
 
 
 def measure_of(by: str) -> tuple[str, str]:
-    """Return the probe and the metric of a measure such as ``layer_drop`` or ``hidden_states.variance``.
-
-    Raises UserError for an unknown probe, for several probes, and for a probe without a metric.
-    """
+    """Return the probe and the metric of a measure such as ``layer_drop`` or ``hidden_states.variance``."""
     if by in _MEASURES:
         return _MEASURES[by]
     parts = re.fullmatch(r"(.+?)(?:\.([a-zA-Z_]\w*))?", by)

@@ -39,7 +39,7 @@ _SAME = 1e-4  # the allowed difference of the written model's logits, relative t
 
 
 class Choice(TypedDict):
-    """The layers to remove, and the measured values that decided."""
+    """The layers to remove, and the measured values that determined the choice."""
 
     dropped: list[int]
     measured: dict[str, float | None]  # the value of each layer that decided which layers to remove
@@ -75,8 +75,7 @@ def prune(
 ) -> Pruning:
     """Write a model without some layers into a new folder (see ``lamina.api.models.prune``).
 
-    Lamina measures layers and losses on the text in ``settings``. Raises UserError if the removal fails, and leaves
-    ``output`` unchanged.
+    The text in ``settings`` measures layers and losses. After an error, ``output`` stays unchanged.
     """
     stored = read_config(source, "model").dtype
     context = make_context(source, settings)
@@ -135,7 +134,7 @@ def _refuse_layers(gone: Sequence[int], count: int) -> None:
 
 
 def _doubts(context: Context, choice: Choice, by: str | None, loss: float) -> list[str]:
-    """Return sentences on how far the measured values justify the choice."""
+    """Return sentences about weak evidence, such as layers whose values differ by less than the noise."""
     if by is None:
         return []
     notes, layers = [context.no_better_than_guessing(loss)], choice["dropped"]
@@ -161,10 +160,7 @@ def mean_loss(context: Context) -> tuple[float, int]:
 
 
 def chosen_layers(context: Context, by: str, drop: int) -> Choice:
-    """Choose the layers to remove. A layer that is free to remove goes before layers that are equal within noise.
-
-    If a probe measures groups of consecutive layers, the value of a group belongs to the group's first layer.
-    """
+    """Choose the layers to remove. Layers whose removal changes no loss come first."""
     count = context.structure.num_layers
     if not 0 < drop < count:
         raise UserError(f"drop: {drop} does not fit a model of {count} layers. Give a number from 1 to {count - 1}.")
@@ -202,14 +198,12 @@ def chosen_layers(context: Context, by: str, drop: int) -> Choice:
 
 
 def _of_layers(frame: Frame, metric: str, count: int) -> Frame | None:
-    """Return a metric's rows by layer. Return None unless the metric has exactly one value for each layer.
-
-    If a metric has values for sub-layers, the values of the whole blocks count.
-    """
+    """Return one row per layer with a metric's value, or None if the metric has no single value for each layer."""
     if not {"metric", "layer", "value"} <= {*frame}:
         return None
     rows = frame.query("metric == @metric and 0 <= layer < @count")
     if bool(rows.duplicated("layer").any()) and "sublayer" in rows:
+        # keep the values of whole blocks
         rows = rows.query("sublayer == 'block'")
     rows = rows.set_index("layer")
     return None if rows.index.has_duplicates or len(rows) != count or rows["value"].isna().any() else rows
@@ -258,7 +252,7 @@ def cut_layers(context: Context, gone: Sequence[int]) -> None:
 
 
 def _by_index(cls: type[PreTrainedModel], config: PreTrainedConfig, holder: str, count: int) -> str:
-    """Return a sentence about the fields of config.json that describe layers by index, or ""."""
+    """Return a sentence about the fields of config.json that describe layers by index, or "" if there are none."""
 
     def kinds(changed: PreTrainedConfig) -> list[str]:
         with torch.device("meta"):
@@ -297,7 +291,7 @@ def _difference(
     gone: Sequence[int],
     by_index: Callable[[], str],
 ) -> float:
-    """Return the largest difference from the expected logits. Raises UserError if this exceeds the tolerance."""
+    """Return the largest difference from the expected logits. Raises UserError for a difference above the tolerance."""
     with torch.no_grad():
         difference = float((context.forward(few).logits.float() - expected).abs().max())
     if not difference <= _SAME * float(expected.abs().max()):

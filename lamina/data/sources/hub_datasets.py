@@ -59,18 +59,12 @@ def parse(spec: str, field: str = "corpus") -> HubSource:
 
 
 def load(source: HubSource) -> Dataset:
-    """Load one split of a dataset: the named split, or else ``train``, or else the only split.
-
-    Raises UserError if datasets is not installed, the hub is unreachable, or the dataset or split does not exist.
-    """
+    """Load one split of a dataset: the named split, or else ``train``, or else the only split."""
     return cast("Dataset", _one_split(source, _loaded(source)))
 
 
 def load_splits(source: HubSource, held_out: Sequence[str]) -> list[Dataset]:
-    """Load a dataset's training split, and the first split in ``held_out`` that the dataset has.
-
-    If the user named a split, load only this split. Raises the same errors as :func:`load`.
-    """
+    """Load the named split, or else the training split and the first split in ``held_out`` that exists."""
     loaded = _loaded(source)
     first = cast("Dataset", _one_split(source, loaded))
     splits = [name for name in held_out if isinstance(loaded, dict) and name in loaded]

@@ -95,10 +95,7 @@ def table(frame: Frame) -> str:
 def minutes_here(
     arms: Mapping[str, Mapping[str, PretrainSettings]], frame: Frame, *, workers: int, threads: int | None
 ) -> str:
-    """Estimate the study's duration on this machine, as text. Returns "" for large models and for image models.
-
-    Lamina times two training steps of the first run, and scales this time by the FLOPs of all runs.
-    """
+    """Estimate the study's duration here, from two training steps of the first run, or return "" for a large model."""
     import time
 
     import torch

@@ -215,7 +215,6 @@ class Scale:
 
     @property
     def tuning_seeds(self) -> tuple[int, ...]:
-        """The seeds of the search for learning rates, or () without a search."""
         return () if self.tuning is None else self.tuning.sweep(self.seeds)
 
     @property
@@ -277,7 +276,6 @@ class _Entries:
                 raise unknown(what, str(name), listed, f"{self.where}{f': {at}' if at else ''}")
 
     def refused(self, key: str, value: object, allowed: str) -> UserError:
-        """Return the UserError about an invalid value."""
         return UserError(f"{self.where}: {key}: {value!r} does not fit. Give {allowed}.")
 
     def mapping(self, key: str) -> Mapping[str, object]:

@@ -42,10 +42,8 @@ class PairTrainer(TunedTrainer):
     """Lamina's additions to TRL's RewardTrainer and DPOTrainer."""
 
     def held_out(self) -> dict[str, float]:
-        """Return the mean loss over the held-out pairs, and give TRL the other metrics to log.
-
-        TRL's evaluation averages over batches and may repeat pairs. Lamina measures every pair once.
-        """
+        """Return the mean loss over the held-out pairs, and give TRL the other metrics to log."""
+        # each pair once (TRL's evaluation averages over batches and may repeat pairs)
         batches = [batch for part in self.processes.everyones(self.measured_here()) for batch in part]
         overall: dict[str, float] = {}
         for name in batches[0].metrics:

@@ -199,7 +199,7 @@ def _of_function(named: str, seconds: float) -> Score:
 
 
 def _as_trl_asks(function: Callable[..., Passed], asked: Passed, ids: Sequence[int], text: str, row: Fields) -> Passed:
-    """Call a reward function on one answer, with TRL's arguments. If the function returns None, the reward is 0."""
+    """Call a reward function on one answer, with the arguments of TRL. A result of None becomes the reward 0."""
     answer = [{"role": "assistant", "content": text}] if isinstance(asked, list) else text
     fields = {name: [value] for name, value in row.items() if name not in ("prompt", "completion", "completion_ids")}
     (reward,) = function(prompts=[asked], completions=[answer], completion_ids=[list(ids)], **fields)
@@ -207,7 +207,6 @@ def _as_trl_asks(function: Callable[..., Passed], asked: Passed, ids: Sequence[i
 
 
 def _number(named: str, reward: Passed) -> float:
-    """Convert a reward to a float. Raises UserError if the reward is not a finite number."""
     with suppress(
         TypeError, ValueError, RuntimeError, OverflowError
     ):  # for example, the integer is too large for a float

@@ -296,10 +296,7 @@ def write_held_out(path: Path, step: int, numbers: list[Json]) -> None:
 
 
 def reward_gain(path: Path) -> Json:
-    """Return the gain in held-out reward from the first to the last evaluation, with a 95 % interval.
-
-    The interval is Student's t interval over the prompts' gains. Returns {} for fewer than two evaluations or prompts.
-    """
+    """Return the gain in held-out reward from the first to the last evaluation, with Student's 95 % interval, or {}."""
     from scipy import stats
 
     lines = pd.DataFrame(parse_lines(path)[0], columns=pd.Index(("step", "prompt", "reward")))

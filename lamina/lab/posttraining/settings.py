@@ -109,7 +109,6 @@ class DataSettings(Settings, group="data"):
     skip_bad: bool = setting(False, "skip unusable rows, instead of stopping with an error")
 
     def check_names(self) -> None:
-        """Raise UserError if a data file is missing."""
         super().check_names()
         for name in ("data", "eval_data"):
             source = getattr(self, name)
@@ -148,7 +147,6 @@ class MemorySettings(Settings, group="machine"):
 
     @property
     def quantized(self) -> bool:
-        """Whether the weights of the linear layers are quantized."""
         return self.weights in ("nf4", "int8")
 
 
@@ -231,7 +229,6 @@ class TuningSettings(
             self.refuse_unused(*lora, here="without LoRA", allowed="with --lora-rank")
 
     def as_run(self) -> PretrainSettings:
-        """Return PretrainSettings with this job's values."""
         other = ("from_model", "packing")  # these have another meaning in pretraining
         shared = {name: value for name, value in self.shared_with(PretrainSettings).items() if name not in other}
         shared["sequence_length"] = self.sequence_length or PretrainSettings.sequence_length

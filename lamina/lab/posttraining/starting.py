@@ -125,7 +125,6 @@ class Start:
         return model.train()
 
     def _attending(self, model: PreTrainedModel) -> PreTrainedModel:
-        """Set the attention kernel. Raises UserError for a kernel that transformers or this machine lacks."""
         if self.attention != "auto":
             try:
                 with quiet():
@@ -183,7 +182,6 @@ def find_start(settings: TuningSettings, head: str = "causal_lm") -> Start:
 
 
 def _check_writes(config: PreTrainedConfig, plan: Plan | None, path: str, head: str) -> None:
-    """Raise UserError if the model cannot generate text, is quantized, or lacks the head that the job needs."""
     if plan is None:  # transformers also has causal classes for BERT, which sees later tokens
         causal = getattr(config, "is_decoder", True) or any("CausalLM" in name for name in config.architectures or ())
         writes = causal and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING

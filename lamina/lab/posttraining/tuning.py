@@ -172,7 +172,6 @@ class BestWeights(TrainerCallback):
         self.metrics: Json = dict(best.get("metrics", {}))
 
     def on_evaluate(self, args: Passed, state: Passed, control: Passed, **kwargs: Passed) -> None:
-        """Keep the weights if this evaluation is the best so far."""
         metrics: Json = kwargs["metrics"]
         loss = self.processes.by_first(lambda: self._loss(metrics))
         if not loss < self.loss:
@@ -212,10 +211,7 @@ class BestWeights(TrainerCallback):
 
 
 class Watched:
-    """Measure the loss on another text and the scores on tasks at every evaluation. A worse value shows forgetting.
-
-    Raises UserError if Lamina cannot read the text or a task.
-    """
+    """Measure the loss on another text and the scores on tasks at every evaluation. A worse value shows forgetting."""
 
     def __init__(self, settings: TuningSettings, start: Start, processes: Processes):
         self.tokenizer, self.blocks = start.tokenizer, None

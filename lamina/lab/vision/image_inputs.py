@@ -24,10 +24,7 @@ if TYPE_CHECKING:
 
 
 def read_images(given: Inputs, corpus: str, model: nn.Module, count: int, seed: int) -> torch.Tensor:
-    """Return images [images, channels, height, width] of the size that the model expects.
-
-    Raises UserError if the given images have another shape, or if Lamina cannot read the corpus.
-    """
+    """Return images [images, channels, height, width] of the model's size. Raises UserError for another shape."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config()
     size = getattr(text, "image_size", None) or getattr(config, "image_size", 224)

@@ -49,7 +49,6 @@ class Augmentation:
     repeats: int = 1
 
     def check(self) -> None:
-        """Raise UserError if the augmentation needs a library that is not installed."""
         needed = [name for name in ("rand_augment", "random_erasing") if getattr(self, name)]
         if not needed:
             return
@@ -326,10 +325,7 @@ def prepare_images(
 
 
 def image_processor(size: int, channels: int, center_crop: float = 1.0) -> BaseImageProcessor:
-    """Return transformers' ConvNeXt image processor, which resizes, crops the center, and normalizes.
-
-    RGB images are normalized with ImageNet's mean and standard deviation, and gray images to the range -1 to 1.
-    """
+    """Return transformers' ConvNeXt image processor, which resizes, crops the center, and normalizes."""
     from transformers.models.convnext.image_processing_pil_convnext import ConvNextImageProcessorPil
     from transformers.utils.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 

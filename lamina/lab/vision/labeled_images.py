@@ -113,7 +113,6 @@ def class_entropy(train: Sequence[int] | np.ndarray, held_out: Sequence[int] | n
 
 
 def pillow() -> None:
-    """Raise UserError if Pillow is not installed."""
     try:
         import PIL.Image  # noqa: F401
     except ImportError:
@@ -121,10 +120,7 @@ def pillow() -> None:
 
 
 def in_8_bits(picture: Image, mode: str) -> Image:
-    """Convert an image to 8 bits per channel, in mode L or RGB. Lamina keeps the upper 8 bits of 16-bit gray pixels.
-
-    Raises ValueError for floating-point pixels and for pixels of more than 16 bits.
-    """
+    """Convert an image to mode L or RGB, with the upper 8 bits of 16-bit pixels. Raises ValueError for other pixels."""
     from PIL import Image
 
     if picture.mode == "F":
@@ -176,7 +172,6 @@ class ImageFiles(LabeledImages):
 
     @contextmanager
     def _open(self, number: int) -> Iterator[Image]:
-        """Open an image file. Raises UserError with the file's path if the image is unreadable."""
         from PIL import Image
 
         path = self.paths[number]

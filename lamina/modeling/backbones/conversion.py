@@ -62,7 +62,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Equivalent:
-    """A model type of transformers with the same norm placement as a Lamina model."""
+    """A transformers model type that has the same norm placement as a Lamina model."""
 
     placement: str  # with options
     norms: Mapping[str, str]  # from a norm's name in transformers to the norm's position in Lamina's block
@@ -99,7 +99,6 @@ _FIELDS = (
 
 
 def conversion_of(model_type: str) -> Conversion:
-    """Return the conversion of a model type. Raises UserError for a type that Lamina can't convert."""
     rows = conversions()
     if model_type in UNCONVERTED:
         raise UserError(
@@ -144,11 +143,8 @@ def _shifted(gain: torch.Tensor, offset: float) -> torch.Tensor:
 
 
 def copy_buffers(names: Mapping[str, str], source: PreTrainedModel, target: PreTrainedModel) -> None:
-    """Copy buffers that checkpoints do not store, such as rotary frequencies.
-
-    Two models' buffers differ if only one model was rounded to a smaller dtype. ``names`` maps the target's names to
-    the source's names.
-    """
+    """Copy buffers that checkpoints do not store, such as rotary frequencies. ``names`` maps target to source names."""
+    # The buffers of two models differ if only one model was rounded to a smaller dtype.
     buffers = dict(source.named_buffers())
     for name, buffer in target.named_buffers():
         if (value := buffers.get(names.get(name, ""))) is not None and value.shape == buffer.shape:
@@ -281,7 +277,6 @@ def _with_one_norm(ours: dict[str, torch.Tensor], model: LaminaForCausalLM) -> N
 
 
 def _theirs(model: LaminaForCausalLM) -> tuple[PreTrainedConfig, Equivalent]:
-    """Return the configuration of transformers' model with the same placement, and the matching ``Equivalent``."""
     backbone, plan = backbone_of(model.config), Plan.from_dict(model.config.plan or {})
     conversion = conversions().get(backbone.model_type)
     if conversion is not None and computed(plan) == computed(own_plan(backbone)):
@@ -358,7 +353,7 @@ def in_pairs(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
 
 
 def _find(model: LaminaForCausalLM, plan: Plan, config: PreTrainedConfig) -> str:
-    """Return transformers' model type with the same norm placement. Raises UserError if there is none."""
+    """Return the transformers model type that has the same norm placement. Raises UserError if there is none."""
     if config.model_type not in LLAMAS:
         raise UserError(
             f"plan: no model of transformers has this placement ({plan.placement!r}) on the backbone "
@@ -398,7 +393,6 @@ def _find(model: LaminaForCausalLM, plan: Plan, config: PreTrainedConfig) -> str
 
 
 def _inner_norms(model: LaminaForCausalLM, plan: Plan) -> str:
-    """Return which norms queries and keys have: "off", "head", "full" or "other"."""
     if plan.v_norm != "off" or plan.qkv_norm.kind not in ("backbone", "rms"):
         return "other"
     norm = getattr(model.get_submodule("model.backbone.layers.0.attention.module"), "q_norm", None)
@@ -421,11 +415,7 @@ def _folded(plan: Plan) -> Plan:
 
 
 def load(path: str | Path, *, dtype: str | torch.dtype = "auto", head: str = "causal_lm") -> PreTrainedModel:
-    """Load a Lamina or transformers model with a head, from a folder or the hub.
-
-    Lamina reads only safetensors and runs no remote code. Raises UserError for an invalid field or file, and for a
-    missing or extra tensor.
-    """
+    """Load a Lamina or transformers model with a head. Lamina reads only safetensors, and runs no remote code."""
     config = read_config(path)
     auto = getattr(transformers, HEADS[head].auto_class)
     model, _ = load_weights(path, config, auto, "source", dtype=dtype, extra=False)
@@ -451,7 +441,7 @@ def read_config(path: str | Path, *, field: str = "source") -> PreTrainedConfig:
 
 
 def computed(plan: Plan) -> Plan:
-    """Return the placement with defaults for fields without an effect on the computed function, such as initial values.
+    """Return the placement with default values in all fields that do not affect the model's output.
 
     A norm of kind "rms" counts as "backbone", because all backbones in ``EQUIVALENTS`` have RMSNorms.
     """
@@ -477,7 +467,6 @@ def _check_class(model: PreTrainedModel) -> None:
 
 
 def _check_tied(model: PreTrainedModel) -> None:
-    """Raise UserError if the configuration ties the head to the embedding, but the two tensors differ."""
     embedding = model.get_input_embeddings().get_parameter("weight")
     head = model.get_parameter("lm_head.weight")
     if head is not embedding and not torch.equal(head, embedding):
@@ -521,9 +510,8 @@ class ConversionRecord(TypedDict):
 def convert(
     source: str, output: Path, *, to: Target | None, dtype: str, overwrite: bool, verify: bool
 ) -> ConversionRecord:
-    """Convert a saved model into a new folder (see ``lamina.api.models.convert``).
-
-    Raises UserError if the conversion fails, and leaves ``output`` unchanged.
+    """Convert a saved model into a new folder (see ``lamina.api.models.convert``). After an error, leave ``output`` as
+    is.
     """
     is_ours = isinstance(read_config(source), LaminaConfig)
     form, other = ("lamina", "transformers") if is_ours else ("transformers", "lamina")
@@ -557,10 +545,7 @@ def convert(
 
 @contextmanager
 def written_model(source: str, output: Path, *, overwrite: bool) -> Iterator[Path]:
-    """Yield a temporary folder for a model's files. Then move the files and the source's tokenizer to ``output``.
-
-    After an error, ``output`` is unchanged.
-    """
+    """Yield a temporary folder, and move its files and the source's tokenizer to ``output`` if no error occurs."""
     transformers_logging.disable_progress_bar()
     output.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
@@ -582,7 +567,7 @@ def written_model(source: str, output: Path, *, overwrite: bool) -> Iterator[Pat
 
 
 def saved(model: PreTrainedModel, draft: Path, stored: object, *, dtype: str | torch.dtype = "auto") -> PreTrainedModel:
-    """Save a model in the dtype ``stored`` (None: the model's dtype). Return the model, loaded again in ``dtype``."""
+    """Save a model in the dtype ``stored`` (None: the model's dtype), and return the model as loaded in ``dtype``."""
     if isinstance(stored, torch.dtype):
         nn.Module.to(model, stored)
     model.save_pretrained(draft)
@@ -613,7 +598,6 @@ def largest_difference(first: PreTrainedModel, second: PreTrainedModel) -> tuple
 
 
 def _verified_difference(model: PreTrainedModel, again: PreTrainedModel, backbone: str) -> float:
-    """Return the largest difference between two models' logits. Raises UserError if the difference is too large."""
     difference, largest = largest_difference(model, again)
     if math.isnan(difference):
         raise UserError(

@@ -89,7 +89,7 @@ def read_config(
 
     Args:
         path: a folder with config.json, or a name on the hub.
-        field: the word before a message's colon, such as "model".
+        field: the name at the beginning of error messages, such as "model".
         trust_remote_code: whether to run the code that the configuration asks for.
         weights: whether the caller also loads the weights. A Lamina model then needs a norm placement.
         more: further arguments of ``AutoConfig.from_pretrained``.
@@ -142,7 +142,6 @@ def read_config(
 
 
 def _check_plan(plan: dict, source: str) -> None:
-    """Raise UserError for an invalid norm placement. Installed packages may register the placement's kinds of norms."""
     try:
         Plan.from_dict(plan)
     except UserError:
@@ -179,7 +178,6 @@ def _read_fields(path: str | Path, field: str, source: str) -> dict[str, object]
 
 
 def check_adapter(config: PreTrainedConfig, says: str) -> None:
-    """Raise UserError for an invalid ``lamina_adapter`` of a backbone. The error message begins with ``says``."""
     try:
         roles = adapter_of(config).roles
     except ValueError as error:
@@ -256,7 +254,7 @@ def _falls_back(name: str) -> bool:
 
 
 def _texts(data: object, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield each string in JSON data with its path, such as "a.b". Paths leave out the indices of lists."""
+    """Yield each string in JSON data with its path, such as "a.b". A path has no list indices."""
     if isinstance(data, str):
         yield path, data
     elif isinstance(data, Mapping):
@@ -294,7 +292,7 @@ def load_weights(
         path: a folder with weights, or a name on the hub.
         config: the configuration from ``read_config``.
         cls: the model class or Auto class.
-        field: the word before a message's colon, such as "model".
+        field: the name at the beginning of error messages, such as "model".
         dtype: the dtype of the weights. "auto" keeps the checkpoint's dtype.
         pickles: whether to read the tensors of a .bin file if there is no safetensors file.
         trust_remote_code: whether to run the checkpoint's code.
@@ -358,7 +356,7 @@ def _cached_tensors(name: str, field: str) -> dict[str, Stored]:
 
 
 def _check_room(config: PreTrainedConfig, cls: ModelClass, tensors: Mapping[str, Stored], source: str) -> None:
-    """Raise UserError, before allocating memory, if the configuration describes a far larger model than the files."""
+    """Raise UserError if the configuration describes a far larger model than the files. Allocate no memory."""
     stored = sum(math.prod(tensor.shape) for tensor in tensors.values())
     text = backbone_of(config)
     layers = getattr(text, "num_hidden_layers", None)
@@ -402,7 +400,7 @@ def check_finite(model: nn.Module, field: str) -> None:
 def load_tokenizer(
     path: str | Path, config: PreTrainedConfig, field: str, *, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """Load the tokenizer in a model's folder. Raises UserError if there is none, or if the model has fewer tokens."""
+    """Load the tokenizer in a model's folder. Raises UserError if it is missing or has more tokens than the model."""
     name, folder = str(path), Path(path)
     if folder.is_dir():
         present = [file for file in TOKENIZER_FILES if (folder / file).is_file()]

@@ -25,7 +25,6 @@ _SPECIAL = tuple(f"{token}_token_id" for token in ("pad", "bos", "eos", "cls", "
 
 
 def preset_config(name: str) -> PreTrainedConfig:
-    """Return the configuration of a preset. Raises UserError for an unknown name."""
     preset = get(name)
     return AutoConfig.for_model(preset.model_type, **preset.fields)
 
@@ -144,7 +143,6 @@ def _heads(width: int, head_dim: int) -> int:
 
 
 def _fitting_heads(width: int) -> list[int]:
-    """Return the numbers of heads with an even width, for rotary embeddings. Raises UserError for an odd ``width``."""
     fitting = [h for h in range(1, width + 1) if width % h == 0 and width // h % 2 == 0]
     if not fitting:
         raise UserError(f"hidden_size: {width} is odd, but each head needs an even width. Give an even number.")
@@ -152,7 +150,7 @@ def _fitting_heads(width: int) -> list[int]:
 
 
 class Count(NamedTuple):
-    """Parameter counts with embeddings and head. ``active`` omits the routed experts that a token does not use."""
+    """Parameter counts with embeddings and head. ``active`` counts only the experts that one token uses."""
 
     total: int
     active: int
@@ -161,8 +159,7 @@ class Count(NamedTuple):
 def count_parameters(config: PreTrainedConfig) -> Count:
     """Count the parameters of transformers' model with this configuration. A tied parameter counts once.
 
-    Lamina counts two shallow models on the meta device and extrapolates to the depth. The count includes the head if
-    transformers has a model class with a head.
+    The model has a head if transformers has a class with a head. Two shallow models on the meta device are enough.
     """
     first = (getattr(config, "first_k_dense_replace", None) or 0) + 1
     if config.num_hidden_layers <= first:
@@ -189,7 +186,7 @@ def parameters_of(model: PreTrainedModel) -> Count:
 
 
 def used_by_a_token(name: str, config: PreTrainedConfig) -> Fraction:
-    """Return the fraction of a parameter that a token uses. The fraction is below 1 for routed experts."""
+    """Return the fraction of a parameter that one token uses. The fraction is below 1 only for routed experts."""
     experts = getattr(config, "n_routed_experts", None) or getattr(config, "num_experts", None)
     routed = experts and ".experts." in name
     return Fraction(config.num_experts_per_tok, experts) if routed else Fraction(1)

@@ -1,4 +1,4 @@
-"""Read the tensors' names, shapes and dtypes from a checkpoint's files, and compare these with the loaded model."""
+"""Read the names, shapes and dtypes of a checkpoint's tensors from files, and compare them with the loaded model."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Tensors = dict[str, Stored]
 
 
 def read_json(path: Path, source: str) -> dict[str, object]:
-    """Read a JSON object from a file. Raises UserError for any other file. The message begins with ``source``."""
+    """Read a JSON object from a file. Raises UserError for other content. The message begins with ``source``."""
     if path.stat().st_size > _LARGEST_JSON:
         raise UserError(
             f"{source} has {path.stat().st_size} bytes, more than the {_LARGEST_JSON} that Lamina reads. Give the "
@@ -118,7 +118,6 @@ def _header(file: Path, source: str) -> Tensors:
 
 
 def refuse_tensors(source: str, keys: Iterable[str], why: str) -> None:
-    """Raise UserError for the tensors in ``keys``, if there are any. The message begins with ``source``."""
     names = sorted(keys)
     if names:
         more = f" (and {len(names) - 1} more: {', '.join(names[1:3])}{', …' if len(names) > 3 else ''})"
@@ -238,8 +237,6 @@ _TORCH = {
 
 
 def _refuse_more_layers(model: nn.Module, unexpected: Iterable[str], source: str) -> None:
-    """Raise UserError if the weights have more layers than the configuration."""
-
     def kind(key: str) -> str:
         return ".".join("#" if part.isdigit() else part for part in key.split("."))
 

@@ -267,10 +267,7 @@ def _of_streams(
 
 
 def _wired(best: Match, wirings: Callable[[str], list[str]], otherwise: str) -> Match:
-    """Add the ``wiring`` option with the measured residual connections to each placement.
-
-    If no placement has such an option, add the text ``otherwise`` to the differences.
-    """
+    """Add the ``wiring`` option with the measured residual connections, or ``otherwise`` as a difference."""
     exact = [] if best.differences else [best.placement, *best.others, *best.here]
     wired_as = {spec: wired for spec in exact or [best.placement] if (wired := wirings(spec))}
     if not wired_as:
@@ -306,7 +303,7 @@ def _stream_facts(sums: Sequence[StreamSum], usual: str, scalar: bool) -> dict[s
 
 
 def _with_norms_before(layers: list[dict[str, object]], ends: dict[str, object]) -> tuple[list[Facts], Facts]:
-    """Describe pre-norms and the final norm as post-norms of the previous layer, if the skip is normed (MiniMax)."""
+    """If the skip is normed (MiniMax), describe pre-norms and the final norm as post-norms of the previous layer."""
     layers, ends = [dict(facts) for facts in layers], dict(ends)
     if any(facts["attention.skip"] != NORMED or "feed_forward.post_norm" in facts for facts in layers):
         return [*layers], ends
@@ -395,7 +392,6 @@ def _facts(group: LayerGroup, usual: str) -> dict[str, object]:
 
 
 def _inner_facts(group: LayerGroup, usual: str) -> dict[str, object]:
-    """Return the kind of the norm before the last projection, for attention and feed-forward."""
     places = {norm.inside: norm.kind for norm in group.inner if norm.on == OUTPUT and norm.inside in SUBLAYERS}
     return {f"{part}.inner_norm": _as_fact(kind, usual) for part, kind in places.items()}
 
@@ -452,7 +448,6 @@ def _ends(
     inputs: Mapping[str, torch.Tensor],
     notes: list[str],
 ) -> dict[str, object]:
-    """Measure the embedding's norm and scale, the final norm, and the norms on queries, keys and values."""
     facts: dict[str, object] = {"embedding_norm": "none", "embedding_scale": None, "final_norm": "none"}
     points = {("x0", ""): structure.layers[0].input}
     sites = {"embedding_norm": structure.embedding_norm, "final_norm": structure.final_norm}

@@ -117,7 +117,7 @@ def sums_of(structure: Structure, watch: Watch, others: Sequence[nn.Module] = ()
 
 
 def _groups(site: LayerSite) -> list[list[tuple[int, SublayerSite]]]:
-    """Group sub-layers that are parallel: no module reads the residual stream between the additions of a group."""
+    """Group the parallel sub-layers. No module reads the residual stream between the additions of one group."""
     groups: list[list[tuple[int, SublayerSite]]] = [[]]
     for number, sublayer in enumerate(site.sublayers):
         if groups[-1] and groups[-1][-1][1].after is not None and groups[-1][-1][1].after is not sublayer.after:
@@ -148,7 +148,7 @@ def watched_rows(root: nn.Module, inputs: Mapping[str, torch.Tensor], points: Ma
 
 
 def _own_parameters(site: LayerSite, more: Sequence[nn.Module]) -> list[nn.Parameter]:
-    """Return a layer's parameters, without parameters of norms and of modules with a weight matrix."""
+    """Return a layer's parameters, except the parameters of norms and of modules with a weight matrix."""
     parts = [module for sublayer in site.sublayers for _, module in sublayer.modules]
     parts = [module for module in parts if any(parameter.ndim > 1 for parameter in module.parameters())]
     parts += [*more, *(norm.module for sublayer in site.sublayers for norm in sublayer.norms)]
@@ -253,7 +253,7 @@ class _Fit:
         return next((k for k, total in kinds.items() if inside and float((total - 1).abs().max()) < _APART), "none")
 
     def pre_factor(self, number: int, sublayer: SublayerSite) -> torch.Tensor | None:
-        """Return the factor from the pre-norm's output to the module's input, or None if the input is no multiple."""
+        """Return the factor from the pre-norm's output to the module's input, or None if no single factor fits."""
         entry = self.tensors.get((self.site.index, number, "entry"))
         normed = self.tensors.get((self.site.index, number, "pre_norm", "output"))
         norm = next((norm for norm in sublayer.norms if norm.role == "pre_norm"), None)

@@ -72,7 +72,7 @@ class MemoryLayers:
         return [reader.module for reader in self.readers]
 
     def watch(self, points: Mapping[Hashable, Point]) -> Tensors:
-        """Return the tensors at the points. If a layer reads a sum instead of the stream, use the sum as its input."""
+        """Return the tensors at the points. If a layer reads a weighted sum, the sum replaces the layer's input."""
         with self._noted():
             tensors = dict(watched_rows(self.root, self.inputs, points))
         width = self.structure.hidden_size
@@ -88,7 +88,7 @@ class MemoryLayers:
         return tensors
 
     def _part_ways(self, tensors: dict[Hashable, torch.Tensor], layer: int, parts: list[torch.Tensor], w: int) -> None:
-        """If one tensor joins the inputs of queries, keys and values with equal factors, keep the queries' input."""
+        """If the queries, keys and values read equal multiples of one tensor, keep only the input of the queries."""
         entry = tensors.pop((layer, 0, "entry"))
         if entry.shape[-1] != len(parts[:-1]) * w:
             return
@@ -121,7 +121,7 @@ class MemoryLayers:
 
     @contextmanager
     def _noted(self, noise: bool = False) -> Iterator[tuple[_Given, _Made]]:
-        """Record the outputs of the modules that sum hidden states. ``noise`` draws and records random inputs, too."""
+        """Record the outputs of the modules that sum hidden states. ``noise`` replaces and records their inputs."""
         given, made = _Given(), _Made()
         self.made, last = made, self.structure.num_layers
         states: dict[int, torch.Tensor] = {}

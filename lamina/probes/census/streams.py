@@ -110,7 +110,7 @@ def _form(sublayer: Sublayer) -> tuple[object, ...]:
 
 
 def _writes(sublayer: Sublayer, one: StreamSum) -> bool:
-    """Return whether constant write weights equal the plan's weights. Other weights always match."""
+    """Return whether constant write weights equal the plan's weights. Weights that are not constant always match."""
     if one.write != CONSTANT or sublayer.streams is None:
         return True
     expected = [sublayer.out_scale * write for write in sublayer.streams.write]
@@ -193,7 +193,7 @@ class StreamLayers:
 
     @contextmanager
     def _stirred(self) -> Iterator[dict[int, torch.Tensor]]:
-        """Add noise to each layer's streams, so that all streams differ. Yield the streams by layer."""
+        """Add noise to each layer's streams, so that no two streams are equal. Yield the new streams by layer."""
         stirred: dict[int, torch.Tensor] = {}
         generator = torch.Generator().manual_seed(0)
 
@@ -321,7 +321,7 @@ def _norms_apart(x: torch.Tensor, y: torch.Tensor) -> tuple[str, ...] | None:
 def _read(
     hidden: torch.Tensor, streams: torch.Tensor, own: tuple[str, ...]
 ) -> tuple[torch.Tensor | None, tuple[str, ...]]:
-    """Fit a module's input as a weighted sum of streams. Return weights [tokens, n] and the norm on each stream."""
+    """Fit a module's input as a weighted sum of streams. Return the weights [tokens, n] and each stream's norm."""
     weights, error = by_token(hidden, streams)
     if error <= ROUNDING:
         return weights[..., 0], own
@@ -333,7 +333,7 @@ def _read(
 
 
 def _judged(before: tuple[StreamSum, Weights], after: tuple[StreamSum, Weights]) -> StreamSum:
-    """Return the equation from two passes, which marks weights as constant, learned or different by token."""
+    """Compare two passes. Return the equation, with each weight marked as constant, learned or different by token."""
     one, (read, write, mix) = after
     earlier = before[0].skip  # streams that differ may add up to the block's input
     skip = earlier if one.skip == UNSEEN or earlier not in (STREAM, UNSEEN) else one.skip

@@ -80,7 +80,6 @@ class Context:
         return [self.model] if self.base is self.model else [self.model, self.base]
 
     def on_device(self, batch: Mapping[str, torch.Tensor], sequences: int | None = None) -> dict[str, torch.Tensor]:
-        """Return a batch, or its first ``sequences`` inputs, on the model's device."""
         return {name: tensor[:sequences].to(self.device) for name, tensor in batch.items()}
 
     def warn(self) -> None:
@@ -89,7 +88,6 @@ class Context:
             logger.warning(note)
 
     def note(self, text: str) -> None:
-        """Add a note for the page, unless the page already has it."""
         if text not in self.notes:
             self.notes.append(text)
 
@@ -122,15 +120,11 @@ class Context:
         return total
 
     def forward(self, inputs: Mapping[str, torch.Tensor], *, head: bool = True) -> Output:
-        """Run the model, with or without its head, on one batch."""
         return forward(self.model if head else self.base, inputs)
 
     def loss(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the mean cross-entropy of a batch in nats per token, in float32.
-
-        A causal model predicts the next token. A masked model predicts 15 % of the tokens, at the same positions each
-        time. Raises UserError if the model has no language-model head, or if the checkpoint lacks the head's weights.
-        """
+        """Return the mean cross-entropy of a batch in nats per token, in float32. Raises UserError without a head."""
+        # a masked model predicts 15 % of the tokens, at the same positions each time
         return self.token_losses(inputs).mean()
 
     def token_losses(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -66,10 +66,7 @@ def lines(
 
 
 def chart(frame: Frame, title: str, y_title: str, caption: str, **axes: Any) -> list[tuple[Figure, str]]:
-    """Return a line chart with its caption, or an empty list if the table has no rows.
-
-    The caption lists the values that the chart cannot show: NaN, inf and, on a logarithmic axis, 0 or less.
-    """
+    """Return a line chart, or nothing for an empty table. The caption lists the values that the chart cannot show."""
     if not len(frame):
         return []
     x, by = axes.get("x", "layer"), axes.get("color")

@@ -110,7 +110,6 @@ def _length(length: int | None, model: nn.Module) -> int:
 
 
 def _corpus_texts(corpus: str, text_field: str, chars: int | None) -> list[str]:
-    """Return held-out texts from all parts of a corpus, up to ``chars`` characters."""
     from lamina.data.split import count_chars, is_held_out, piece_chars, split_documents
 
     text = single_corpus(corpus, text_field)

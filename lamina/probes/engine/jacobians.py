@@ -165,7 +165,7 @@ def _unit(vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _orthogonal(vectors: torch.Tensor, others: list[torch.Tensor]) -> torch.Tensor:
-    """Make ``vectors`` [problems, n] orthogonal to all ``others``. A single pass would lose precision."""
+    """Make ``vectors`` [problems, n] orthogonal to all ``others``. A second pass restores the precision."""
     if not others:
         return vectors
     basis = torch.stack(others, dim=1)
@@ -213,8 +213,7 @@ def block_factor(wirings: Sequence[Wiring], sigmas: Sequence[torch.Tensor | floa
     A norm on the path multiplies by gain / sigma (FuseNorm Eq 16, where the gain is 1), and a skip multiplies by the
     skip's scale. A Post-LN block has two norms on the path, and a FuseNorm block has one (FuseNorm Eq 10 and 11).
     Lamina returns the largest value over the channels. As in the papers, Lamina ignores that a norm removes one
-    direction. ``sigmas`` holds each sub-layer's standard deviation at the post-norm: numbers, tensors [...], or any
-    value if there is no post-norm.
+    direction. ``sigmas`` has each sub-layer's standard deviation at the post-norm: numbers or tensors [...].
     """
     through = torch.ones(1, dtype=torch.float64)
     for wiring, sigma in zip(wirings, sigmas, strict=True):

@@ -31,9 +31,8 @@ class LayerCall:
     calls: Mapping[nn.Module, int]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Run the layer on ``x`` instead of x^l. Return the residual stream after the layer.
-
-        The shape is [sequences, tokens, channels], or [sequences, tokens, streams, channels] with several streams.
+        """Run the layer on ``x`` instead of x^l. Return the stream [sequences, tokens, (streams,) channels] after the
+        layer.
         """
         args, kwargs = with_argument(self.args, self.kwargs, self.site.input.argument, x)
         layer = self.site.module  # Lamina's first block of several streams is to take them, not to make them
@@ -154,10 +153,7 @@ def rows_of(batch: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
 
 
 def short_inputs(context: Context, sequences: int, tokens: int) -> dict[str, torch.Tensor]:
-    """Return the first ``tokens`` tokens of the first ``sequences`` texts, without padding. Images stay whole.
-
-    Raises UserError if fewer than two tokens remain.
-    """
+    """Return the first tokens of the first texts without padding, or images. Raises UserError for single tokens."""
     if not context.reads_tokens:
         (name,) = list(context.batches[0])[:1]
         pixels = torch.cat([batch[name] for batch in context.batches[:sequences]])

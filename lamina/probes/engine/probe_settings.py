@@ -64,7 +64,6 @@ class ProbeSettings(
     output: str = changed("probe")
 
     def check_names(self) -> None:
-        """Raise UserError for an unknown probe, or for a corpus or a tokenizer that does not exist."""
         super().check_names()
         from lamina.data.corpus import check_corpus
         from lamina.data.tokenizers import validate_spec

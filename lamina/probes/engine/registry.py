@@ -128,10 +128,7 @@ class Probe(ABC):
 
 
 def check_most(name: str, option: str, value: object) -> int | None:
-    """Check an option that limits the number of inputs. 0 means all, and None means the default.
-
-    Raises UserError for an invalid number.
-    """
+    """Check an option that limits the number of inputs (0: all, None: the default). Raises UserError."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
         raise UserError(f"{name}: option {option!r} is {value!r}. Give a whole number, or 0 for all.")
     return value
@@ -157,7 +154,6 @@ def probe(cls: type[Kind]) -> type[Kind]:
 
 
 def options_of(cls: type[Probe]) -> dict[str, object]:
-    """Return a probe's options with their defaults."""
     parameters = {} if cls.__init__ is object.__init__ else inspect.signature(cls).parameters
     kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return {p.name: p.default for p in parameters.values() if p.kind in kinds}
@@ -208,7 +204,6 @@ class Listed:
 
 @cache
 def listed() -> dict[str, Listed]:
-    """Return Lamina's probes by name, in alphabetical order."""
     probes = [probe for path in sorted(PROBES.glob("*.py")) for probe in read(path)]
     return {probe.name: probe for probe in sorted(probes, key=lambda probe: probe.name)}
 

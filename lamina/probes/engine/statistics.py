@@ -24,9 +24,8 @@ def free_layers(values: Frame, errors: Frame) -> list[int]:
 
 
 def ranking(values: Frame, errors: Frame, free: Sequence[int] = ()) -> list[int]:
-    """Return the layers (the index) from the lowest value up.
-
-    A layer in ``free`` comes first, unless the layer's value is more than two standard errors above the lowest value.
+    """Return the layers (the index) from the lowest value up, but first the layers in ``free`` within two standard
+    errors.
     """
     best = values.idxmin()
     error = float(errors[best])
@@ -36,10 +35,8 @@ def ranking(values: Frame, errors: Frame, free: Sequence[int] = ()) -> list[int]
 
 
 def tied(values: Frame, errors: Frame, chosen: Sequence[int], free: Sequence[int] = ()) -> list[int]:
-    """Return the other layers that two standard errors cannot tell apart from the highest chosen layer.
-
-    The layers of ``free`` need no comparison. A layer with an unknown error is not in the result.
-    """
+    """Return the other layers that two standard errors cannot tell apart from the highest chosen layer."""
+    # An increase of exactly 0 needs no comparison, and an unknown error allows none.
     compared = [layer for layer in chosen if layer not in free]
     if not compared:
         return []

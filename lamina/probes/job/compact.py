@@ -18,11 +18,7 @@ _ARRAYS = ("x", "y", "text", "hovertext", "customdata", "ids")
 
 
 def compact(figure: go.Figure) -> tuple[go.Figure, str]:
-    """Return a smaller figure for a page, and a sentence on the omitted data ("" for a complete figure).
-
-    Lamina keeps evenly spaced lines, points, rows and columns, including the first and the last. Lamina also escapes
-    texts such as tokens and module names.
-    """
+    """Return a smaller figure with escaped texts, and a sentence on the omitted data ("" for a complete figure)."""
     traces: list[Json] = [defuse(trace.to_plotly_json()) for trace in cast("Any", figure.data)]
     reduced: list[str] = []
     lines = [trace for trace in traces if trace.get("type", "scatter") in ("scatter", "scattergl", "bar")]

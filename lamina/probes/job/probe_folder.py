@@ -185,7 +185,7 @@ class Measuring:
         return self._write("failed" if failed else "finished", "; ".join(failed))
 
     def _plan(self, seconds: dict[str, float]) -> None:
-        """Print the expected time. If the time is long, also print the flag to measure less text and the new time."""
+        """Print the expected time. If the time is long, also print a flag that shortens the measurement."""
         total, sequences = sum(seconds.values()), registry.sample_of(self.context.batches).sequences
         every = self.context.whole or self.context.requested  # otherwise, probes measure only a few sequences
         few = max(1, int(sequences * LONG / total)) if every and total else 1
@@ -199,14 +199,12 @@ class Measuring:
         self.bars.plan(seconds, less)
 
     def _broken(self, probe: Probe, error: Exception) -> None:
-        """Record a failed probe. Lamina still measures the other probes."""
         if disk_full(error):
             raise error
         logger.debug("%s failed", probe.name, exc_info=error)
         self._note(probe, "failed", reason=one_line(error))
 
     def _done(self, probe: Probe, frame: pd.DataFrame, seconds: float) -> None:
-        """Write a probe's table and figures, then list them in result.json."""
         write_parquet(self.folder / f"{probe.name}.parquet", frame)
         error = probe.standard_error()
         told = self._told()
@@ -264,11 +262,9 @@ class Measuring:
         return result
 
     def _told(self) -> set[str]:
-        """Return the notes of all finished probes, including probes from before the job was resumed."""
         return {note for entry in self.results.values() for note in entry.get("notes") or ()}
 
     def _inputs(self) -> Json:
-        """Return the number and the shape of the inputs that the model ran on."""
         batches = list(self.context.batches)
         count = registry.sample_of(batches[: self.context.forwards] or batches).sequences
         first = next(iter(batches[0].values()))

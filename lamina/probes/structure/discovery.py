@@ -117,7 +117,7 @@ class TracedLayer:
         return False
 
     def _keep_sums_of_the_stream(self) -> None:
-        """Drop the additions that lead neither to the call's output nor to a norm, such as RWKV's token shift."""
+        """Drop the additions that reach neither the call's output nor a norm, such as RWKV's token shift."""
         last = self.tags.get(self.call.output)
         waiting = [last.sum] if last is not None and last.kind != "branch" else []
         waiting += [value for value in self.reads.values() if value in self.sums]
@@ -475,7 +475,7 @@ _ONE_OF_MEMORY = (
 
 
 def _chains(record: Trace) -> list[list[Call]]:
-    """Find sequences of module calls in which each call adds to the output of the previous call."""
+    """Find chains of module calls in which each call adds to the output of the previous call."""
     chains: list[list[Call]] = []
     same = _sources(record.ops)
     for family in _families(record):

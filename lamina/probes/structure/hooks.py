@@ -172,7 +172,6 @@ def forwards(functions: Mapping[nn.Module, Callable[..., Output]]) -> Iterator[N
 
 
 def takes_cache(cls: type[nn.Module]) -> bool:
-    """Return whether the model's forward accepts ``use_cache``."""
     parameters = inspect.signature(cls.forward).parameters
     # Some models accept use_cache in **kwargs, for an inner model that would otherwise keep a cache.
     return "use_cache" in parameters or ("past_key_values" in parameters)
@@ -218,10 +217,7 @@ def eager_attention(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Make a context in which the model runs uncompiled, in evaluation mode, and with cleared gradients.
-
-    At the end, Lamina restores the mode, the gradients and the state of the random number generators.
-    """
+    """Run the model uncompiled, in evaluation mode and without gradients. At the end, restore all states."""
     states = random.getstate(), np.random.get_state()
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     rng = torch.random.fork_rng(devices=[d.index for d in devices])

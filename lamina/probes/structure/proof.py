@@ -143,7 +143,6 @@ def _check_axes(structure: Structure, tensors: Tensors, batch: torch.Tensor) -> 
 
 
 def _check_same(structure: Structure, states: Tensors, others: Tensors, text: str) -> None:
-    """Raise UserError if two passes give different hidden states. The message names the first different layer."""
     for state in structure.states():
         a, b = states[state], others[state]
         same = a.shape == b.shape
@@ -173,8 +172,8 @@ def _check_tokens(structure: Structure, tensors: Tensors, root: nn.Module, input
 def _adds_up(site: LayerSite, tensors: Tensors) -> bool:
     """Return whether each sum on the residual stream equals the skip plus the outputs of the sub-layers.
 
-    The sums are the layer's output and the input of each norm on the stream. Some placements scale the skip, so Lamina
-    fits a factor per channel, which cannot make up for a missing output.
+    The sums are the layer's output and the input of each norm on the stream. Lamina fits one factor per channel to the
+    skip, because some placements scale the skip. These factors cannot replace a missing output.
     """
     x = tensors[site.index].double().flatten(0, -2)
     output = tensors["output", site.index].double()
@@ -275,7 +274,7 @@ def _is_sum(total: torch.Tensor, added: torch.Tensor, skips: Sequence[torch.Tens
 def combination(
     total: torch.Tensor, terms: Sequence[torch.Tensor], by_channel: bool, largest: float | None = None
 ) -> tuple[list[torch.Tensor], float]:
-    """Fit a total as a weighted sum of terms. All tensors have the shape [tokens, channels].
+    """Fit ``total`` as a weighted sum of ``terms``. All tensors have the shape [tokens, channels].
 
     Each term has one weight, or with ``by_channel`` one weight per channel. Return the weights, and the largest
     absolute error divided by ``largest`` (default: the largest absolute value of all tensors).

@@ -108,7 +108,7 @@ class FeedForward:
         return int(down.in_features if hasattr(down, "in_features") else down.weight.shape[0])
 
     def stacked_side(self, module: nn.Module) -> int | None:
-        """Return the axis on which a weight stacks the gate and the up-projection, or None if the weight does not."""
+        """Return the axis along which a weight stacks the gate and the up-projection, or None if it does not."""
         if module is self.down[1] or len(self.up) != 1:
             return None
         weight: Any = module.weight
@@ -119,7 +119,7 @@ class FeedForward:
 
 @dataclass(frozen=True, eq=False)
 class SublayerSite:
-    """A sub-layer, and the tensor that it adds to the residual stream."""
+    """A sub-layer, and the tensor that the sub-layer adds to the residual stream."""
 
     kind: str  # attention | feed_forward | mixer (any other module)
     contribution: Point  # the added tensor, after any out_norm

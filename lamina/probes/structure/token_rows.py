@@ -40,7 +40,7 @@ class _Lookups(TorchFunctionMode):
 
 
 def token_rows(model: nn.Module) -> int | None:
-    """Return the number of token ids in the model's config or embedding table, or None if Lamina cannot tell."""
+    """Return the number of token ids in the model's config or embedding table, or None if both are missing."""
     text = getattr(getattr(model, "config", None), "get_text_config", lambda: None)()
     size = getattr(text, "vocab_size", None)
     if isinstance(size, int) and size > 0:

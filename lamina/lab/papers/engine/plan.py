@@ -31,7 +31,6 @@ class Arm:
     settings: Json
 
     def trial(self, scale: Scale, learning_rate: float | None, seed: int) -> Settings:
-        """Return the settings of a run with this configuration. Raises UserError if a setting is invalid."""
         varied: Json = {} if learning_rate is None else {"learning_rate": learning_rate}
         if scale.tuning is not None and seed in scale.tuning_seeds:
             varied |= scale.tuning.settings
@@ -172,7 +171,7 @@ class StudyPlan:
         return next(n for n, arm in enumerate(self.arms) if {**arm.values, **stage} == trial.first.values)
 
     def _others(self, tuning: Tuning) -> dict[int, float]:
-        """Return the extra learning rate of each configuration that "also" pairs with another configuration."""
+        """For each configuration in a pair of "also", return the learning rate of the pair's other configuration."""
         numbers = {tuple(arm.values.items()): number for number, arm in enumerate(self.arms)}
         pairs = ((number, tuning.other(arm.values)) for number, arm in enumerate(self.arms))
         partners = {number: numbers.get(tuple(other.items()), -1) for number, other in pairs if other is not None}
@@ -283,9 +282,7 @@ def best_rate(known: Mapping[float, list[Json]], rule: Rule) -> Best:
 
 
 def _rank(results: list[Json]) -> tuple[float, float]:
-    """Return a learning rate's sort key: the fraction of failed runs, then the mean loss. Without runs, both are
-    infinite.
-    """
+    """Return the sort key (fraction of failed runs, mean loss). Both numbers are infinite if no run has ended."""
     ended = [result for result in results if result["status"] in ENDED]
     if not ended:
         return math.inf, math.inf

@@ -74,7 +74,6 @@ class StudySettings(StoreSettings, OutputSettings, WorkerSettings, ThreadSetting
     )
 
     def check(self) -> None:
-        """Raise UserError for Ray's settings without --engine ray."""
         super().check()
         if self.engine != "ray":
             self.refuse_unused("address", "gpus", "processes", allowed="with --engine ray")

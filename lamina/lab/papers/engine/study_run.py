@@ -43,13 +43,11 @@ Known = Callable[[StudyTrial], Json | None]
 
 
 def runnable(trials: Iterable[StudyTrial], store: Store, known: Known) -> dict[str, StudyTrial]:
-    """Return the runs that can start now, by key. If an input model is missing, return the run that trains this model.
-
-    Recorded results do not include models. If another run needs a recorded run's model, Lamina trains the model again.
-    """
+    """Return the runs that can start now, by key. For a missing input model, return the run that trains the model."""
     ready: dict[str, StudyTrial] = {}
 
     def visit(trial: StudyTrial) -> None:
+        # a recorded result has no model
         lacking = [source for source in trial.inputs.values() if not store.has_model(source)]
         for source in lacking:
             visit(source)
@@ -372,13 +370,11 @@ def _record(study: StudyDefinition, settings: StudySettings, folder: Path, store
 
 
 def _trained(records: Path, keys: Sequence[str], store: Store) -> list[Json]:
-    """Return the machines that trained the models, with the number of runs on each machine.
-
-    The folder of runs may have lost runs. Lamina therefore returns the recorded list if that list has more runs.
-    """
+    """Return the machines that trained the models, with the number of runs on each machine."""
     machines = [store.machines(keys)]
     if (records / STUDY).is_file() and set(recorded_keys(records)) <= set(keys):
         machines.append(read_mapping(records / STUDY).get("trained", []))
+    # the folder of runs may have lost runs
     return max(machines, key=lambda ones: sum(machine["trials"] for machine in ones))
 
 

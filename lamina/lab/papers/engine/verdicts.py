@@ -83,11 +83,9 @@ def _unjudged(claim: Claim, verdict: Verdict, note: str) -> Json:
 
 
 def looks_of(record: Path, trials: Collection[str]) -> list[int]:
-    """Return the number of runs in each earlier judgment of the claims and in this judgment.
-
-    Lamina ignores a record without any of these runs, because the record belongs to another experiment.
-    """
+    """Return the number of runs in each earlier judgment of the claims, and in this judgment."""
     before: list[int] = []
+    # not the record of another experiment
     if (record / STUDY).is_file() and set(trials) & set(recorded_keys(record)):
         before = [int(each) for each in read_sealed(record / STUDY).get("looks", [])]
     return sorted({*before, len(set(trials))})
@@ -100,11 +98,7 @@ def all_verdicts(records: Path | None = None) -> list[Json]:
 
 
 def verdicts_of(study: StudyDefinition, records: Path) -> list[Json]:
-    """Return a study's claims with the recorded verdicts at every scale. Raises UserError for an unreadable file.
-
-    The words of the claims come from the study's file, because a record may have older words. If one of Lamina's
-    studies has no verdicts at the scale cpu, the claims are `not run yet`. The notes then give the command to run.
-    """
+    """Return a study's claims with the recorded verdicts at every scale. Raises UserError for an unreadable file."""
     listed = study.file.parent == catalog_folder() and study.claims_file.is_file()
     claims = _load(study) if listed else []
     texts = {one.name: {"says": one.says, "paper": one.paper, "quantity": one.quantity} for one in claims}
@@ -125,10 +119,10 @@ def verdicts_of(study: StudyDefinition, records: Path) -> list[Json]:
                     f"records: {str(folder)!r} holds a verdict of {owner[0]}-{owner[1]}. Keep each study's record "
                     "under the study's name."
                 )
+            # the study's file has the latest words
             verdicts.append({**entry, **texts.get(entry["claim"], {})})
     return verdicts
 
 
 def _load(study: StudyDefinition) -> list[Claim]:
-    """Load a study's claims. Lamina warns before it executes a user's file."""
     return load_claims(study.claims_file, trusted=study.file.parent == catalog_folder())

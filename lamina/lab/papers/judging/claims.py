@@ -164,7 +164,7 @@ Check = Callable[[Trials], Finding]
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """A paper's statement, and the code that judges it.
+    """A paper's statement, and the function that judges the statement.
 
     Attributes:
         name: the study's name, or STUDY/PART for a part of the study's claim ("mix-ppl/post-fails").
@@ -242,7 +242,7 @@ def claim(
 def load_claims(path: Path, *, trusted: bool = False) -> list[Claim]:
     """Execute a Python file, and return the file's claims in order. Lamina warns first unless the file is trusted.
 
-    Raises UserError if the code fails, or if the file states a claim of another study.
+    Raises UserError if the file raises an error, or states a claim of another study.
     """
     if not path.is_file():
         raise UserError(f"claims {str(path)!r}: no such file. Write the study's claims to this file.")
@@ -267,14 +267,15 @@ def judge(claims: Sequence[Claim], trials: Trials, *, looks: int = 1) -> list[Ju
     """Judge all claims of a study, and correct the p values for the number of claims.
 
     Holm's method corrects two sets of p values separately: for the claims and against the claims. A claim without a
-    test has p = 1. If a claim's code fails, or reads something that was not measured, the verdict is inconclusive.
+    test has p = 1. If a claim's function raises an error, or reads something that was not measured, the verdict is
+    inconclusive.
 
     Args:
         looks: how often the claims have been judged, each time with more seeds. Lamina multiplies the corrected p
             values by this number (Bonferroni).
 
     Raises:
-        UserError: if no claim can be judged, because the code of each claim fails.
+        UserError: if no claim can be judged, because every claim's function raises an error.
     """
     findings, errors = [], []
     for claim in claims:

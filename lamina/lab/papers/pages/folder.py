@@ -44,7 +44,6 @@ class StudyFolder:
 
     @property
     def definition(self) -> Json:
-        """The content of the study's YAML file when the study ran."""
         return _mapping(self.header.get("definition"))
 
     @property
@@ -57,7 +56,6 @@ class StudyFolder:
 
     @property
     def definition_of_scale(self) -> Json:
-        """The part of the YAML file for this study's scale."""
         return _mapping(_mapping(self.definition.get("scales")).get(self.scale))
 
     @property
@@ -104,10 +102,7 @@ class StudyFolder:
         return sorted(path.stem for path in (self.folder / TABLES).glob("*.parquet"))
 
     def table(self, measure: str) -> Frame:
-        """Return a measurement's rows for all runs, with the compared settings. An unreadable file gives no rows.
-
-        If a column has the name of a compared setting, Lamina adds a prefix (see ``column_of``).
-        """
+        """Return a measurement's rows for all runs, with the compared settings. An unreadable file gives no rows."""
         try:
             rows = read_parquet(self.folder / TABLES / f"{measure}.parquet")
         except (OSError, ValueError):

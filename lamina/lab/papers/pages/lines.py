@@ -61,10 +61,7 @@ def color_axis(study: StudyFolder, x: str = "", wanted: str = "") -> str:
 
 
 def looks_of(study: StudyFolder, axis: str) -> dict[str, Look]:
-    """Return the line style of each value of a compared setting.
-
-    Each placement has its own color. Values with the same placement have different dashes and markers.
-    """
+    """Return the line style of each value of a compared setting. Values with the same placement share a color."""
     if axis not in study.results:
         return {}
     values = list(dict.fromkeys(_text(value) for value in study.results[axis]))
@@ -136,14 +133,12 @@ def joined(values: Iterable[object]) -> bool:
 
 
 def ordered_values(values: Iterable[object]) -> list[Value]:
-    """Return the distinct values of an axis: numbers by size, texts in the study's order.
-
-    Numbers with 0 and with several powers of ten become texts, because neither a linear nor a logarithmic axis fits.
-    """
+    """Return the distinct values of an axis: numbers by size, texts in the study's order."""
     once = list(dict.fromkeys(point(value) for value in values))
     numbers = sorted(value for value in once if isinstance(value, float))
     if len(numbers) < len(once):
         return [_text(value) for value in once]
+    # With 0 and several powers of ten, neither a linear nor a logarithmic axis fits, so the numbers become texts.
     wide = len(numbers) > 2 and numbers[0] == 0 < numbers[1] and numbers[-1] / numbers[1] >= _WIDE
     wide = wide and numbers[2] > 3 * numbers[1]  # layers 0, 1, 2, ... are not powers of ten
     return [_text(value) for value in numbers] if wide else list(numbers)

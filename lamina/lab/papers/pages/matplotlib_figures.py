@@ -59,10 +59,7 @@ _WIDTH, _HEIGHT = 2.5, 2.1  # the size of a panel, in inches
 
 
 def write_all(folder: Path) -> list[Path]:
-    """Write a study's figures as SVG and PDF to the subfolder "figures". Returns the paths.
-
-    Raises UserError if the folder holds no study with claims, or if matplotlib is not installed.
-    """
+    """Write a study's figures as SVG and PDF to the subfolder "figures", and return the paths."""
     if not has_claims(folder):
         raise UserError(f"figures: {str(folder)!r} holds no study with claims. Give the folder of `lamina study run`.")
     shown, left_out = chosen(read_folder(folder))

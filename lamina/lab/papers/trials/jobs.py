@@ -27,10 +27,7 @@ SCORE = "score"
 
 
 def columns_of(result: Json) -> Json:
-    """Convert an evaluation's scores to columns: the mean score, and each task's score, in percent.
-
-    A result that already has these columns stays unchanged.
-    """
+    """Convert an evaluation's scores to columns: the mean score, and each task's score, in percent."""
     if "table" not in result:
         return result
     kept = {name: result[name] for name in ("status", "seconds", "reason") if name in result}
@@ -54,10 +51,7 @@ def columns_of(result: Json) -> Json:
 
 
 def initialize(settings: PretrainSettings, *, resume: Resume = False, bar: bool = True) -> Json:
-    """Write the folder of an untrained model: settings, norm placement, and a result with 0 steps.
-
-    Raises UserError if a setting is invalid, or if the folder has files.
-    """
+    """Write the folder of an untrained model: settings, norm placement, and a result with 0 steps."""
     from lamina.training.resolve import resolve_run  # imports torch
 
     del bar  # the job is too short for a progress bar

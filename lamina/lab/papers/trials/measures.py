@@ -53,7 +53,6 @@ def table(folder: Path, measure: str) -> pd.DataFrame | None:
 
 
 def read_table(path: Path) -> pd.DataFrame:
-    """Read a Parquet file. Raises UserError if the file is unreadable."""
     import pandas as pd
 
     try:

@@ -1,6 +1,6 @@
-"""Describe a study's runs. A run's key is a hash of everything that determines the run's numbers.
+"""Describe a study's runs. A run's key is a hash of everything that determines the run's results.
 
-Two runs with the same key give the same numbers, bit-identical on the same machine. Several studies can therefore share
+Two runs with the same key have the same results, bit-identical on the same machine. Several studies can therefore share
 a run, and a changed run never replaces an old run.
 """
 
@@ -67,7 +67,7 @@ YOUNGER: Json = {
 
 
 def identity(job: str, settings: Settings) -> Json:
-    """Return everything that determines a run's numbers. Raises UserError for an unreadable placement or corpus."""
+    """Return everything that determines a run's results. Raises UserError for an unreadable placement or corpus."""
     values = settings.to_dict()
     placement, layers = str(values.pop("placement")), values.pop("num_layers", None)
     plan, recommended = _plan(placement, layers or _depth(str(values["backbone"])))
@@ -87,10 +87,7 @@ def identity(job: str, settings: Settings) -> Json:
 
 
 def chained(job: TrialJob, settings: Settings, inputs: Mapping[str, str]) -> Json:
-    """Return everything that determines the numbers of a run that starts from other runs' models.
-
-    Raises UserError if Lamina cannot read the data. ``inputs`` has the keys of the other runs.
-    """
+    """Return everything that determines the results of a run that starts from other runs' models (keys ``inputs``)."""
     values, data = settings.to_dict(), {}
     for name in job.files:
         if (value := values.pop(name)) not in (None, ""):
@@ -106,7 +103,7 @@ def chained(job: TrialJob, settings: Settings, inputs: Mapping[str, str]) -> Jso
 
 
 def key(identity: Json) -> str:
-    """Hash everything that determines a run's numbers. Returns 16 hexadecimal digits."""
+    """Hash everything that determines a run's results. Returns 16 hexadecimal digits."""
     return _hash(identity)[:16]
 
 
@@ -117,7 +114,7 @@ def read_again() -> None:
 
 
 def _deciding(values: Json, free: frozenset[str], others: Iterable[str]) -> Json:
-    """Return the settings that change a run's numbers, except the settings in ``others``."""
+    """Return the settings that affect a run's results, except the settings in ``others``."""
     left_out = {*others, *(free - OF_A_ROLLBACK if values.get("rollback") else free)}
     return {
         name: value
@@ -201,7 +198,7 @@ class StudyTrial:
         values: the labels of the compared settings.
         settings: all settings except the folder.
         measures: the names of the run's measurements, as "TIME/NAME".
-        identity: everything that determines the run's numbers.
+        identity: everything that determines the run's results.
         key: a hash of the identity.
         inputs: the runs that train this run's input models, by the setting that takes the model.
         root: the pretraining run from which this run descends, or None for a pretraining run.
@@ -250,7 +247,6 @@ def may_be(trial: StudyTrial, placement: str) -> bool:
 
 
 def make_trial(job: str, values: Mapping[str, str], settings: Settings, measures: tuple[str, ...]) -> StudyTrial:
-    """Create a run with the given settings. Raises UserError if Lamina cannot read the placement or the corpus."""
     decided = identity(job, settings)
     return StudyTrial(job=job, values=values, settings=settings, measures=measures, identity=decided, key=key(decided))
 
