@@ -165,8 +165,8 @@ def section(paper: str, found: Sequence[Difference], links: Mapping[str, str]) -
         f"In {_comparisons(count['cannot tell'])}, we cannot tell whether {name}'s loss is lower."
         if count["cannot tell"]
         else "",
-        f"The table shows all comparisons of {name} with Pre-LN in our studies, if both models learned more than a "
-        "bigram table (how often each token follows another token).",
+        f"The table shows all comparisons of {name} with Pre-LN in our studies in which both losses are below the loss "
+        "of a bigram table (how often each token follows another token).",
         f"A negative difference means that {name}'s loss is lower.",
     ]
     beyond = sorted({one.study for one in own if not one.learned})
@@ -174,18 +174,17 @@ def section(paper: str, found: Sequence[Difference], links: Mapping[str, str]) -
     notes = [
         "- If runs failed, the table shows the median of the paired differences. We did not correct the intervals for "
         "the number of comparisons.",
-        "- Parameter counts exclude the embedding of the input.",
-        "- Std is the standard deviation of the initial weights. With scaled branches, the last weights of each branch "
-        "are smaller in deeper models.",
+        "- Parameter counts exclude the input embedding.",
+        '- "Std" is the standard deviation of the initial weights. "Scaled branches" means that the last weight matrix '
+        "of each branch starts smaller in a deeper model.",
         '- With "best of each", each placement trains at its best learning rate.'
         if any(one.rate for one in shown)
         else "- Each placement trains at its best learning rate.",
-        f"- The table leaves out {_comparisons(left_out)}, because a model's loss is above the loss of a bigram table. "
-        f"These comparisons come from the studies {_listed(beyond, links)}."
+        f"- The table leaves out {_comparisons(left_out)}, because one of the losses is above the loss of a bigram "
+        f"table. These comparisons come from the studies {_listed(beyond, links)}."
         if left_out
         else "",
-        "- The page [Our own comparisons](ours.md) describes the studies whose names begin with `front-page` or "
-        "`ladder`.",
+        "- For the studies `front-page...` and `ladder...`, see [Our own comparisons](ours.md).",
     ]
     headings = ["parameters:", "tokens per parameter:", "layers × width", "initial weights", "learning rate", "text"]
     headings = ["study", f"{name}'s loss is", "difference:", "95 % interval", *headings, "pairs:"]

@@ -25,12 +25,12 @@ REFERENCE = "pre_ln"
 _TREND_AT = 10.0  # tokens per parameter, which all sizes have
 _LEAST_SIZES = 2
 _SAYS = """\
-Each point is a mean over seeds. We chose each placement's learning rate by a sweep at size S1. Each run gives a loss at
-the end. Copies of the run, whose learning rate decays earlier, give three more losses. [The
-registration](../../studies/preregistration/ladder.md) has the design, the primary comparison, and all later changes.
-**The results apply only to the sizes that ran, so the curves end there.** If you extend a trend to 100M parameters, the
-trend's error is as large as most differences. The interval of a trend treats the seeds of one size as independent
-pairs. The interval does not cover other texts and model shapes. Parameter counts exclude the embeddings."""
+Each point is a mean over seeds. We chose each placement's learning rate by a sweep at size S1. Each run gives four
+losses: one loss at its end, and three losses of copies whose learning rate decays earlier. We wrote down the design
+and the primary comparison before the runs. [The plan](../../studies/preregistration/ladder.md) lists later changes.
+**The results apply only to the sizes that we trained, so the curves end there.** A trend says nothing about models with
+100M parameters, where the error of the trend is as large as most differences. The interval of a trend shows how much
+results vary between seeds, not between texts and model shapes. Parameter counts exclude the embeddings."""
 
 
 def losses(records: Path) -> Frame:
@@ -106,7 +106,7 @@ def drawings(trials: Frame) -> list[Drawing]:
         ),
         Drawing(
             name="ladder-gap",
-            title="Loss minus Pre-LN's loss, against compute",
+            title="Difference from Pre-LN's loss, against compute",
             caption="Each curve connects the model sizes. The band around a curve is the 95 % t interval over seeds. "
             "A negative value means a lower loss than Pre-LN.",
             x=compute,
@@ -133,8 +133,8 @@ def section(trials: Frame, figures: Sequence[Drawing]) -> str:
     return "\n\n".join(
         [
             "### ladder",
-            "These figures and tables compare the losses of the placements with the loss of Pre-LN at the model sizes "
-            "of `ladder-s1` to `ladder-s3`.",
+            "These figures and tables compare the losses of the placements with Pre-LN's loss at three model sizes: S1 "
+            "(study `ladder-s1`), S2 and S3.",
             '<details markdown="1">\n<summary>All numbers and figures</summary>',
             _SAYS,
             *(
@@ -171,9 +171,9 @@ def _trends(trials: Frame, arms: Sequence[str]) -> str:
         for size in sizes
     ]
     notes = (
-        f"\n\nWe did not plan the trend at {end:g} tokens per parameter in advance. "
-        f'"{NONE}" means that Pre-LN did not reach this loss at these sizes. Ratios of FLOPs compare means, without an '
-        "interval. We do not compare seconds, because the trials shared one GPU."
+        f"\n\nWe had not planned the trend at {end:g} tokens per parameter before the runs. "
+        f'"{NONE}" means that Pre-LN did not reach this loss at these sizes. The ratios of FLOPs come from mean losses '
+        "and have no intervals. We do not compare seconds, because the trials shared one GPU."
     )
     return table(["placement", *headings], rows) + notes
 

@@ -61,18 +61,18 @@ _BIGRAM = (
 )
 _READ = (
     "The headings below are the names of the studies. Each study has these tables and figures:",
-    "- **Comparisons.** A cell names two settings and their means over the seeds. The difference is the first mean "
-    "minus the second mean. If runs failed, Lamina ranks these runs last, and shows the median of the paired "
-    "differences. If the verdict of a claim is `cannot tell at this size`, all comparisons of the claim show "
-    "this verdict.",
-    '- **p values.** The column "p" shows each test without a correction. We corrected the column "p (Holm)" for the '
-    "number of claims in the study.",
+    "- **Comparisons.** Each row compares two settings and shows each setting's mean over the seeds. The difference is "
+    "the first mean minus the second mean. If runs failed, Lamina ranks these runs last, and shows the median of the "
+    "paired differences. If the models are too small to decide a claim, each comparison for the claim shows the "
+    "verdict `cannot tell at this size`.",
+    '- **p values.** The column "p" shows the p value of each test. In the column "p (Holm)", we corrected these '
+    "values for the number of claims in the study.",
     "- **Settings.** A run is `finished` if the model learned more than token frequencies. Otherwise, the run is "
     "`short` if the loss was still falling at the end, and `stuck` if the loss was not falling. A learning rate is "
     "good if the mean loss is within 0.02 nats of the best mean loss.",
     "- **Figures.** Error bars show the standard deviation over the seeds that trained. Bands show the range over the "
-    "seeds. Marks along the top edge show points at which no seed trained. If a study has several learning rates, most "
-    "figures show each setting at its best learning rate.",
+    "seeds. A mark at the top edge shows that no seed trained at this point. If a study has several learning rates, "
+    "most figures show each setting at its best learning rate.",
 )
 _SAID = (LOST, SPREAD, AT_BEST, RANGE)  # captions that _READ replaces
 WITHIN = 0.02  # nats above the best mean at which a rate still counts as good
@@ -134,8 +134,8 @@ def paper_page(
             *said.counts(own),
             *_claims_table("what we measured", with_result),
             "Main claims are in bold. Below a main claim, the table lists the parts of the claim that our models could "
-            "decide. If a claim has several comparisons, the table shows only the comparison that decided the verdict. "
-            "The details show all comparisons, and what the papers report.",
+            "decide. If a claim needs several comparisons, the table shows only the comparison that decided the "
+            "verdict. The section Details shows all comparisons, and what the papers report.",
             *(["## Claims without a result", f"{_BIGRAM} {_too_short(without, folders)}".strip()] if without else []),
             *(_claims_table("reason", without)),
             *(["## Run a study again", _again(ran[0], not_ran)] if ran else []),
@@ -302,7 +302,7 @@ def _ran(
         earlier: whether the trials are not the trials that the study now asks for.
     """
     now = code(said.command(folder.name, folder.scale))
-    old = f"**These trials used an earlier design.** To train trials of the current design, run {now}."
+    old = f"**These trials come from an earlier version of the study.** To train the current version, run {now}."
     parts = ["" if folder.scale == "cpu" else f"**At scale {folder.scale}**", old if earlier else ""]
     if verdicts:
         parts += [comparisons.claims(verdicts), comparisons.compared(verdicts), comparisons.noted(verdicts)]

@@ -24,14 +24,13 @@ _STOPPED = {
 }
 _CEILINGS = (
     "In each run, the learning rate rises in a straight line from 0 to the ceiling. The run stops when the loss no "
-    "longer falls. A run's highest learning rate is the last learning rate at which the loss still fell. If a run "
-    "reaches the ceiling, we know only that the run's highest learning rate is at least the ceiling."
+    "longer falls. A run's highest learning rate is the last learning rate at which the loss still fell. If the loss "
+    "still falls at the ceiling, we know only that the highest learning rate is at least the ceiling."
 )
 _TWO_RAMPS = (
     "The claims use only the runs with the ceiling {low:g}, because every placement has these runs. With the ceiling "
-    "{high:g}, the learning rate rises {ratio:.0f} times as fast per step, so a model has fewer steps to learn at each "
-    "learning rate. The two ceilings can give opposite orders of the placements, so compare placements only at the "
-    "same ceiling."
+    "{high:g}, the learning rate rises {ratio:.0f} times as fast, so a model has fewer steps to learn at each learning "
+    "rate. The two ceilings can rank the placements in opposite orders, so compare placements only at the same ceiling."
 )
 
 
@@ -115,8 +114,8 @@ def _layers_dropped(folder: StudyFolder) -> list[str]:
             ]
         )
     text = (
-        "We removed each layer in turn and measured the rise of the loss in nats. A share is a part of the total rise "
-        "over all layers. If the loss falls without a layer, the rise counts as 0 in the shares."
+        "We removed each layer in turn and measured the rise of the loss in nats. A layer's share is its rise, divided "
+        "by the sum of the rises of all layers. If the loss falls without a layer, this layer's rise counts as 0."
     )
     headings = ["setting", "loss of the whole model:", "rise without the first layer:"]
     headings += ["mean rise without another layer:", "first layer's share:", "deeper half's share:"]
@@ -137,12 +136,12 @@ def _residual_path(folder: StudyFolder) -> list[str]:
         factors = (10**first, 10 ** (last - first), 10**last)
         cells.append([name, *(_span(factor.min(), factor.max()) for factor in factors)])
     text = (
-        "A factor of 1 leaves the gradient's norm unchanged. The claims leave out the first block. The norm in this "
-        "block divides the small embeddings by their standard deviation, so the first block multiplies the gradient. "
-        "Each cell shows the range over the seeds."
+        "A factor of 1 leaves the gradient's norm unchanged. The claims are about the blocks after the first. The "
+        "first block has other factors: its norm divides the small embeddings by their standard deviation, and so "
+        "enlarges the gradient. Each cell shows the range over the seeds."
     )
     headings = ["setting", "first block", "blocks after the first", "all blocks"]
-    return _titled("By how much the skips change the gradient before training", text, headings, cells)
+    return _titled("Factors by which the skips change the gradient's norm before training", text, headings, cells)
 
 
 def _measured(folder: StudyFolder, start: str) -> Frame:
@@ -175,7 +174,7 @@ def left_out_seeds(rows: Frame, compared: Frame) -> str:
         return ""
     several, names = len(seeds) > 1, listed([str(seed) for seed in seeds])
     return (
-        f"We tuned the learning rates with the seed{'s' * several} {names}. The comparisons leave out the runs with "
-        f"{'these seeds' if several else 'this seed'}, but the table below includes these runs. So the means of the "
-        "comparisons differ from the means below."
+        f"We tuned the learning rates with the seed{'s' * several} {names}. The comparisons above leave out the runs "
+        f"with {'these seeds' if several else 'this seed'}, but the next table includes these runs. So the means "
+        "differ between the two tables."
     )

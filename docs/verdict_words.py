@@ -16,7 +16,7 @@ _SOURCES = (  # a study's source, and its words on the page
     (r"^The ", "the "),
     (r"^Section", "the paper's Section"),
     (r"^Keel's summary", "a summary of the Keel paper"),
-    (r"^KEEL's perplexity after", "the paper's perplexity after"),
+    (r"^KEEL's perplexity after", "the paper's perplexities after"),
     (r"^KEEL ", "the Keel paper, "),
 )
 _ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;", "|": "&#124;", "[": "&#91;", "]": "&#93;", "`": "&#96;"}

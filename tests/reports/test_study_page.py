@@ -167,7 +167,7 @@ def test_the_pages_are_the_same_again_and_what_is_gone_goes(results):
 
 
 def test_a_record_of_an_earlier_design_says_so(results):
-    earlier = "**These trials used an earlier design.** To train trials of the current design, run `lamina study run"
+    earlier = "**These trials come from an earlier version of the study.** To train the current version, run `lamina"
     assert earlier not in page_of(results, "mix-ln")
     write_results(results, looks=3)
     assert earlier in page_of(results, "mix-ln")

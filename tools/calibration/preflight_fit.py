@@ -452,12 +452,12 @@ def details(made: dict[str, Any]) -> str:
 def _groups(made: dict[str, Any]) -> list[str]:
     rule = "below a constant prediction after the burn-in"
     lines = [
-        "On runs that we did not use for the fit, the table counts the verdicts that were right (with 95 % intervals):",
+        "The table counts right verdicts on runs that we did not use for the fit (with 95 % intervals):",
         "",
     ]
     lines += [
         "| runs | number of runs | runs that trained | `fine`: right | `will not train`: right | `undecided` | "
-        "rule of one number: right |",
+        "simpler rule: right |",
         "|---|---:|---:|---|---|---:|---|",
     ]
     for name, found in made["groups"].items():
@@ -474,9 +474,9 @@ def _groups(made: dict[str, Any]) -> list[str]:
         *lines,
         "",
         _wrapped(
-            f"Of the runs with the verdict `fine`, {badly} trained badly. The table's last column shows a simpler rule "
-            "for comparison. This rule of one number calls a run `fine` if, after the first burn-in, the run's "
-            "held-out loss is below a constant prediction's loss."
+            f"Of the runs with the verdict `fine`, {badly} trained badly. For comparison, the last column shows a "
+            "simpler rule: a run is `fine` if its held-out loss after the first burn-in is below a constant "
+            "prediction's loss."
         ),
         "",
     ]
@@ -514,9 +514,9 @@ def _share(found: list[Any]) -> str:
 def _deciding(found: dict[str, int]) -> list[str]:
     return [
         _wrapped(
-            f"{found['undecided']} runs were undecided. For {found['told a step']} of the undecided runs, preflight "
-            f"named a deciding step before the planned end. Of these {found['told a step']} runs, {found['trained']} "
-            f"trained, and {found['shown by it']} had learned by the deciding step."
+            f"{found['undecided']} runs were undecided. For {found['told a step']} of these runs, the named step is "
+            f"before the planned end. {found['trained']} of the {found['told a step']} runs trained in the end, and "
+            f"{found['shown by it']} had learned by the named step."
         ),
         "",
     ]
