@@ -396,6 +396,7 @@ class Samples:
                 if (part := part_of(parameter, value)) is not None:
                     yield index, key, local_part(part) if self.groups.sharded else part
 
+    @torch.no_grad()
     def _take(self, moments: dict[tuple[int, str], torch.Tensor]) -> torch.Tensor | None:
         """Return the sample's current values, with 0 for lost moments, or None for tensors on several devices."""
         parameters = self.groups.parameters

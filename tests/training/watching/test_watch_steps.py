@@ -357,6 +357,15 @@ def test_what_is_written_behind_the_optimizers_step_is_of_this_step(tmp_path, st
     assert [(alarm.step, alarm.layer, alarm.sublayer) for alarm in written] == [(step, 1, "attention")]
 
 
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD, torch.optim.RMSprop])
+def test_weights_in_bfloat16_are_compared_outside_of_autograd(tmp_path, kind):
+    """As on a GPU, torch joins the sample. The optimizer then writes into tensors of which the sample has views."""
+    model = NanoGpt().bfloat16()
+    loop(model, tmp_path / "run", 3, optimizer=kind(model.parameters(), lr=1e-3), every=1)
+    assert found(tmp_path / "run", "update_norm", 3)
+    assert read_alarms(tmp_path / "run") == []
+
+
 class Shrinking(torch.optim.AdamW):
     """An optimizer whose step calls its base's step, whose hooks torch then calls, too."""
 
