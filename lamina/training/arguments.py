@@ -74,7 +74,7 @@ OPTIONS: dict[str, Check] = {
 
 
 def check_value(name: str, value: Any) -> None:
-    """Raise UserError if a run does not support a Trainer argument or the argument's value."""
+    """Raise UserError for a Trainer argument, or a value of the argument, that a run does not support."""
     if name not in OPTIONS:
         raise UserError(f"trainer.{name} has no effect in a run of Lamina (allowed: {', '.join(OPTIONS)})")
     if name == "lr_scheduler_type" and value == "warmup_stable_decay":
@@ -102,7 +102,7 @@ def check_together(options: Mapping[str, Any], schedule: str) -> None:
 
 
 def try_out(arguments: TrainingArguments, options: Mapping[str, Any]) -> None:
-    """Build the optimizer and the schedule, and take one step. Raises UserError if the optimizer or schedule fails."""
+    """Build the optimizer and the schedule, and take one step. Raises UserError if one of the two fails."""
     chosen = "optim" in options or "optim_args" in options
     weight = torch.nn.Parameter(torch.ones(2, 2, device=arguments.device if chosen else None))
     name = str(getattr(arguments.optim, "value", arguments.optim))
@@ -171,7 +171,7 @@ def training_arguments(settings: PretrainSettings, processes: int = 1) -> Traini
 
 
 def check_arguments(trainer: Json, schedule: str, record: type[Settings]) -> None:
-    """Raise UserError for arguments that are unknown, that the job sets, or that would change Lamina's records."""
+    """Raise UserError for arguments that are unknown, that the job sets itself, or that change Lamina's records."""
     for name, value in trainer.items():
         if name in _FIXED:
             if value != _FIXED[name]:

@@ -118,7 +118,6 @@ class Pretraining(TrainingStage[PretrainSettings]):
 
     @property
     def _init(self) -> str:
-        """The name of the initializer, or "checkpoint"."""
         if self.settings.from_model is not None:
             return "checkpoint"
         return recommended(self.resolved.plan) if self.settings.init == "recommended" else self.settings.init
@@ -209,7 +208,7 @@ class Pretraining(TrainingStage[PretrainSettings]):
         return Subset(items, spread(len(items), self.settings.eval_blocks or len(items)))
 
     def _task_measure(self, processes: Processes) -> Callable[[PreTrainedModel], dict[str, float]] | None:
-        """Return a function that scores eval_tasks without an effect on the training, or None without tasks."""
+        """Return a function that scores eval_tasks and leaves the training unchanged, or None if there are no tasks."""
         measure = task_measure(self.settings) if processes.first else None
         if measure is None:
             return None
@@ -300,11 +299,10 @@ MOST_TOKENS = 2**24
 
 
 def entropy_of(splits: Splits, settings: PretrainSettings, order: TrainOrder, steps: int) -> float | None:
-    """Return the held-out loss, in nats, of a bigram table: the counts of all token pairs that the run has read.
+    """Return the held-out loss in nats of a bigram table, which counts all token pairs that the run has read.
 
-    If the model's loss is higher than the table's loss, the model may make no use of its layers. Repeated text counts
-    once. If Lamina streams the corpus, the table counts the text sample that the unigram entropy uses. Returns None if
-    the objective does not predict the next token, or if the run has taken no step (``steps``).
+    If the model's loss is higher, the model may make no use of its layers. Repeated text counts once. A streamed corpus
+    counts only the sample for the unigram entropy. Return None before the first step, or without next-token prediction.
     """
     if not isinstance(splits, Blocks) or steps < 1:
         return None

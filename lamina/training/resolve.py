@@ -254,10 +254,8 @@ def check_modules(
     *,
     trained: bool = True,
 ) -> None:
-    """Raise UserError for errors that show only when Lamina builds modules, such as too little memory.
-
-    Lamina builds one layer of each kind on the meta device. ``trained`` is true if this machine will train the model.
-    """
+    """Raise UserError for errors that show only when Lamina builds modules, such as too little memory."""
+    # one layer of each kind, on the meta device
     # ``sources`` would name layers that do not exist here
     kinds = tuple(replace(layer, sources=None) for layer, _ in plan.kinds()[:4])
     with torch.device("meta"):

@@ -260,10 +260,7 @@ def _claim(held: ExitStack, job: Job[S], stage: TrainingStage[S]) -> bool:
 
 
 def _recorded(run: Callable[[], Json], folder: Path, processes: Processes, *, seconds: float) -> Json:
-    """Execute a run, and write result.json unless a UserError ends the run.
-
-    ``seconds`` is the duration of earlier attempts.
-    """
+    """Execute a run, and write result.json unless a UserError ends the run. ``seconds`` counts the earlier attempts."""
     began = time.monotonic()
 
     def write(result: Json) -> Json:
@@ -296,7 +293,7 @@ def _push(settings: Options) -> None:
 
 
 def _run(stage: TrainingStage[S], processes: Processes, *, resume: bool, bar: bool) -> Json:
-    """Train until the run ends. After a divergence, roll back, at most as often as the settings allow."""
+    """Train until the run ends. After a divergence, roll back, but not more often than the settings allow."""
     settings: Options = stage.settings
     if settings.threads:
         torch.set_num_threads(settings.threads)
@@ -325,7 +322,6 @@ def _run(stage: TrainingStage[S], processes: Processes, *, resume: bool, bar: bo
 
 
 def _roll_back(settings: Options, rollbacks: Rollbacks, diverged: Diverged) -> None:
-    """Choose the checkpoint to return to, and record the rollback."""
     folder = Path(settings.output)
     checkpoints = Checkpoints(folder / "checkpoints")
     checkpoint = checkpoints.newest(
@@ -458,7 +454,6 @@ class TrainingRun:
         return self.processes.by_first(verdict)
 
     def _warn_of_repetition(self) -> None:
-        """Log a warning for each corpus in a mix if the run trains on the corpus more than once."""
         if not self.processes.first or self.checkpoint is not None:
             return
         for name, part in self.stage.realized(self, self.settings.steps).items():

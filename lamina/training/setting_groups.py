@@ -60,7 +60,6 @@ class ModelSettings(Settings, group="model"):
     )
 
     def check_names(self) -> None:
-        """Raise UserError for an unknown placement, initializer or backbone."""
         super().check_names()
         specs = split(str(getattr(self, "placements", "") or getattr(self, "placement", "")), "placement")
         # skip Python files here, because Lamina executes them later
@@ -91,7 +90,6 @@ class BlockSettings(TextSettings, group="data"):
     )
 
     def check_names(self) -> None:
-        """Raise UserError if the corpus or the tokenizer is missing."""
         super().check_names()
         from lamina.data.corpus import check_corpus
         from lamina.data.tokenizers import validate_spec
@@ -121,7 +119,6 @@ class StreamSettings(Settings, group="data"):
     )
 
     def check(self) -> None:
-        """Raise UserError if shuffle_buffer is set without streaming."""
         super().check()
         if not self.streaming:
             self.refuse_unused("shuffle_buffer", allowed="with --streaming")
@@ -203,7 +200,6 @@ class ScheduleSettings(StepSettings, group="steps and learning rate"):
     )
 
     def check(self) -> None:
-        """Raise UserError for a warm-up or decay longer than the run, or for a decay without the wsd schedule."""
         super().check()
         if self.warmup >= 1 and self.warmup > self.steps:
             raise UserError(
@@ -278,7 +274,6 @@ class ScalingSettings(Settings, group="width and depth scaling"):
         return self.base_depth
 
     def check(self) -> None:
-        """Raise UserError for a scaling without a base size, or for options of a scaling that is off."""
         super().check()
         for scheme, base, of_reference, schemes, numbers in (
             ("width_scaling", "base_width", "hidden size", SCHEMES, ("k_embedding", "k_hidden", "k_readout")),
@@ -421,5 +416,5 @@ class TrainerSettings(Settings, group="trackers and the Trainer"):
 
 
 def in_steps(span: float, steps: int) -> int:
-    """Convert a length, given in steps or (below 1) as a fraction of all steps, to steps. Round up."""
+    """Convert a length to steps, rounded up. A length below 1 is a fraction of all steps."""
     return int(span) if span >= 1 else math.ceil(steps * span)

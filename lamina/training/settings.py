@@ -56,7 +56,6 @@ class RunSettings(
     )
 
     def check_names(self) -> None:
-        """Raise UserError for an unknown probe."""
         super().check_names()
         from lamina.probes.engine.registry import check_probes
 
@@ -118,7 +117,7 @@ class RollbackSettings(Settings, group="divergence"):
 
 
 def shares_or_steps(name: str, value: object) -> str | None:
-    """Check comma-separated lengths: each a number of steps, or a fraction of all steps if the number is below 1."""
+    """Check a comma-separated list of lengths. A length below 1 is a fraction of all steps."""
     if value is None:
         return None
     listed = rate_list(name, value)
@@ -181,7 +180,6 @@ class PretrainSettings(
     seed: int = changed(0, help="seed of the weights, the data's order and all other random numbers")
 
     def check(self) -> None:
-        """Raise UserError for settings that do not work together."""
         super().check()
         if self.streaming and (workers := self.trainer.get("dataloader_num_workers")):
             raise UserError(
@@ -211,7 +209,6 @@ class PretrainSettings(
             self._check_graphs()
 
     def _check_graphs(self) -> None:
-        """Raise UserError for settings that do not work with CUDA graphs, or were never tested with CUDA graphs."""
         ruled_out = {
             "compile": self.compile == "on",
             "precision": self.precision == "float8",
@@ -231,7 +228,6 @@ class PretrainSettings(
         return sorted({in_steps(span, self.steps) for span in spans})
 
     def _check_branches(self) -> None:
-        """Raise UserError for branches that start outside the constant phase, or do not work with another setting."""
         if self.branches is None:
             return
         ruled_out = {

@@ -130,10 +130,7 @@ def check_vocabulary(config: PreTrainedConfig, vocab_size: int, source: str) -> 
 
 
 def load(source: str, config: PreTrainedConfig, head: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Load a checkpoint as a Lamina model in training mode, with the number of positions in ``config``.
-
-    Raises UserError if Lamina cannot convert the checkpoint. ``head`` is the name of the model's head.
-    """
+    """Load a checkpoint as a Lamina model in training mode, with the number of positions in ``config``."""
     folder = _folder(source)
     loaded: Any = conversion.load(folder, dtype=dtype, head=head)
     model = loaded if isinstance(loaded.config, LaminaConfig) else conversion.from_transformers(loaded)

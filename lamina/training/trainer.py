@@ -78,7 +78,7 @@ class RunTrainer(MonitoredTrainer):
         return optimizer
 
     def _one_by_one(self, optimizer: torch.optim.Optimizer) -> None:
-        """Turn off fused and foreach updates with tensor parallelism, because weights are on several device meshes."""
+        """Turn off fused and foreach updates under tensor parallelism, where weights are on several device meshes."""
         for group in optimizer.param_groups if self.processes.tensor > 1 else ():
             group.update({name: False for name in ("foreach", "fused") if name in group})
 
@@ -309,15 +309,13 @@ class LaminaTrainer(RunTrainer, Trainer):
         return loss
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Measure the mean loss over all held-out tokens, for any number of processes.
-
-        Trainer's own evaluation counts some items twice, to give all processes full batches.
-        """
+        """Measure the mean loss over all held-out tokens, for any number of processes."""
         second = None if self.second is None else self._measured(self.second)["eval_loss"]
         tasks = None
         if self.measure_tasks is not None and self.processes.first:
             tasks = self.measure_tasks(self.bare_model() if self.average is None else self.average.model)
         self.evaluation = LastEvaluation(second=second, tasks=tasks)
+        # With several processes, Trainer's own evaluation counts some items twice, to fill all batches.
         alone = self.processes.size == 1 and self.scores is None and self.average is None
         # Trainer averages over items, which equals an average over tokens only for items of equal length
         alone = alone and "attention_mask" not in self.eval_dataset[0]  # type: ignore[index]
@@ -334,7 +332,7 @@ class LaminaTrainer(RunTrainer, Trainer):
         return metrics
 
     def _measured(self, held_out: Any) -> dict[str, float]:
-        """Return the mean loss over all predictions and the mean scores over all items, from all processes."""
+        """Return the mean loss over all predictions, and the mean scores over all items, from all processes."""
         model: Any = self.model if self.average is None else self.average.model
         rank, size = self.processes.data_rank, self.processes.data_size
         batch = self.args.per_device_eval_batch_size * size

@@ -39,7 +39,7 @@ RUN_STATE = "run_state.json"
 
 
 class Stateful(Protocol):
-    """An object with a state. Checkpoints store the states of all objects in ``TrainingRun.states``."""
+    """An object whose state is in the checkpoints. ``TrainingRun.states`` lists all such objects."""
 
     def state_dict(self) -> Json:
         """Return this object's state as JSON values. No two objects of a run may use the same key."""
@@ -51,7 +51,6 @@ class Stateful(Protocol):
 
 
 def collected(states: Iterable[Stateful]) -> Json:
-    """Merge the states of several objects."""
     return {name: value for stateful in states for name, value in stateful.state_dict().items()}
 
 
@@ -67,7 +66,9 @@ class Checkpoints:
         return sorted((p for p in children if re.fullmatch(r"checkpoint-(0|[1-9]\d*)", p.name)), key=step_of)
 
     def newest(self, allowed: Callable[[Json], bool] = lambda state: True) -> Path | None:
-        """Return the newest intact checkpoint whose run state passes a test. Log a warning about broken checkpoints."""
+        """Return the newest intact checkpoint whose run state passes the test ``allowed``. Warn about broken
+        checkpoints.
+        """
         for path in reversed(self.paths()):
             broken = what_is_broken(path)
             if broken is not None:
@@ -84,10 +85,8 @@ class Checkpoints:
 
     @contextmanager
     def save(self, step: int, processes: Processes) -> Iterator[Path]:
-        """Yield a folder in which every process writes its part of a new checkpoint.
-
-        After the context, Lamina hashes and syncs the files, then names the checkpoint. After an error, Lamina deletes
-        the folder, and all processes raise the error.
+        """Yield a folder in which every process writes its part of a new checkpoint, then hash, sync and publish the
+        files.
         """
         path, final = self.folder / f".draft-{step}", self.folder / f"checkpoint-{step}"
 
@@ -149,10 +148,7 @@ class Background:
         self._written = self._thread.submit(act)
 
     def look(self) -> None:
-        """Raise the error of a failed thread, once the threads of all processes have ended.
-
-        All processes must call this method after the same step.
-        """
+        """Raise the error of a failed thread when the threads of all processes have ended. Call this in all processes."""
         if self._written is not None and not self._training.anyone(not self._written.done()):
             self.wait()
 
@@ -213,7 +209,7 @@ def _publish(path: Path, final: Path, entries: dict[str, Entry]) -> None:
 
 
 def _of_its_step(path: Path) -> bool:
-    """Return whether the step in a checkpoint's name is right, or True if the run state is unreadable."""
+    """Return whether a checkpoint's name has the right step. Return True if the run state is unreadable."""
     try:
         return run_state(path)["step"] == step_of(path)
     except (OSError, *NOT_A_MANIFEST):

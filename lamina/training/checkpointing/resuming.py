@@ -90,7 +90,7 @@ def known_of(folder: Path) -> Json:
 
 
 def _changed(settings: PretrainSettings, data: Path) -> str:
-    """Return the end of an error message, which lists the corpus files that changed after the run's last start."""
+    """Return the end of an error message: the corpus files that changed after the run's last start."""
     if not data.is_file():
         return ""
     newer = [str(path) for path in Corpus.parse(settings.corpus).changed_since(data.stat().st_mtime)]
@@ -171,7 +171,7 @@ class Rollbacks:
         return self.done[-1].learning_rate_factor if self.done else 1.0
 
     def allows(self, state: RunState) -> bool:
-        """Return whether a checkpoint is still valid. A rollback to an earlier step makes a checkpoint invalid."""
+        """Return whether a checkpoint is still valid. A rollback to an earlier step makes later checkpoints invalid."""
         return all(state["step"] <= entry.step for entry in self.done[int(state["rollbacks"]) :])
 
     def add(self, *, step: int, diverged_at: int, reason: str, factor: float, skip: int | None) -> Rollback:
@@ -202,8 +202,8 @@ class Rollbacks:
 def stored_settings(folder: Path, free: Collection[str]) -> Json | None:
     """Return a run's settings from config.yaml and the newest checkpoint, or None if both are missing.
 
-    If config.yaml is damaged, Lamina logs a warning and uses the checkpoint. Raises UserError if the checkpoint is
-    missing, too, or if a setting that is not in ``free`` differs between config.yaml and the checkpoint.
+    A damaged config.yaml gives a warning. Raises UserError if the checkpoint is missing, too, or if a setting outside
+    ``free`` differs.
     """
     path, known = folder / CONFIG, known_of(folder)
     settings = known.get("settings", {})
@@ -229,10 +229,7 @@ def stored_settings(folder: Path, free: Collection[str]) -> Json | None:
 
 
 def result_to_keep(folder: Path) -> Json | None:
-    """Return the result in a run's folder, or None. Lamina can resume a run without a final result.
-
-    Raises UserError if the run's records were damaged, altered or replaced.
-    """
+    """Return the result to keep in a run's folder, or None. Raises UserError if the records are damaged or altered."""
     result = read_result(folder)
     if result is None or result["status"] not in ENDED:
         RunFolder(folder).require_records()
@@ -246,7 +243,7 @@ def result_to_keep(folder: Path) -> Json | None:
 
 
 def is_model_damaged(folder: Path, *, missing: bool = False) -> bool:
-    """Return whether a run's model is damaged, or missing if ``missing`` is true. Log a warning if so."""
+    """Return whether a run's model is damaged, or missing (only if ``missing``). If so, log a warning."""
     try:
         if (folder / MODEL).is_dir():
             refuse_damaged(folder / MODEL)
@@ -259,16 +256,14 @@ def is_model_damaged(folder: Path, *, missing: bool = False) -> bool:
 
 
 def checkpoint_to_resume(folder: Path, rollbacks: Rollbacks) -> Path | None:
-    """Return the checkpoint from which to resume, or None to begin at step 0.
-
-    Raises UserError if all checkpoints are unusable, because a new beginning would lose the progress.
-    """
+    """Return the checkpoint from which to resume, or None to begin at step 0."""
     checkpoint = Checkpoints(folder).newest(rollbacks.allows)
     if checkpoint is not None:
         rollbacks.load_state_dict(run_state(checkpoint))
         return checkpoint
     existing = Checkpoints(folder).paths()
     abandoned = bool(rollbacks.done) and rollbacks.done[-1].step == 0  # the run was killed during a rollback to step 0
+    # a new beginning would lose the progress
     if existing and not (abandoned and all(what_is_broken(path) is None for path in existing)):
         raise UserError(
             f"resume: {', '.join(path.name for path in existing)} in {str(folder)!r} cannot be resumed (see the "

@@ -175,10 +175,7 @@ def check_repository(name: str) -> None:
 
 
 def push(folder: Path, name: str) -> bool:
-    """Upload a model's folder to a Hub repository, and return whether the upload worked. A new repository is private.
-
-    If the upload fails, Lamina logs the command for a later upload.
-    """
+    """Upload a model's folder to a Hub repository (if new, a private one). Return whether the upload worked."""
     from huggingface_hub import HfApi
 
     api = HfApi()

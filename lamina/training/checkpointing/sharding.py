@@ -98,7 +98,7 @@ def sum_partial(model: nn.Module) -> None:
 
 
 def _blocks(model: PreTrainedModel) -> list[nn.Module]:
-    """Return a Lamina model's blocks, or the modules of the classes in a transformers model's ``_no_split_modules``."""
+    """Return a Lamina model's blocks, or the modules that a transformers model names in ``_no_split_modules``."""
     if isinstance(body := getattr(model, "model", model), LaminaModel):
         return list(body.layers)
     kinds = set(getattr(model, "_no_split_modules", None) or ())
@@ -120,12 +120,10 @@ def _scalars(model: nn.Module) -> frozenset[str]:
 
 
 def _scalar(vector: torch.Tensor) -> torch.Tensor:
-    """Return a copy of a sharded tensor's only element, in every process."""
     return (vector.full_tensor() if isinstance(vector, DTensor) else vector).detach().reshape(())
 
 
 def _set_scalar(vector: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Set a sharded tensor's only element in place."""
     local_part(vector).fill_(value.item())  # the part is empty in most processes
     return vector
 
@@ -221,10 +219,7 @@ def copies(tensors: Mapping[str, torch.Tensor]) -> Tensors:
 
 
 def write_shards(tensors: Mapping[str, torch.Tensor], folder: Path, group: ProcessGroup | None = None) -> None:
-    """Write sharded tensors into a folder, with one safetensors file per process.
-
-    If one process fails, all processes raise the error, such as OSError for a full disk.
-    """
+    """Write sharded tensors, with one safetensors file per process. If one process fails, all raise the same error."""
     storage = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     try:
         save(dict(tensors), storage_writer=storage, process_group=group)

@@ -87,7 +87,7 @@ def write(
 
 
 def _write_rest(trainer: Trainer, folder: Path, rest: Json, state: Json) -> None:
-    """Write the states of run, Trainer, schedule and loss scaler, and ``rest``, the optimizer state without tensors."""
+    """Write the states of run, Trainer, schedule and loss scaler. ``rest`` is the optimizer's state without tensors."""
     torch.save(rest, folder / "optimizer.pt")
     schedule: Any = trainer.lr_scheduler
     torch.save(schedule.state_dict(), folder / "scheduler.pt")

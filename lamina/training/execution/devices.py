@@ -57,11 +57,7 @@ def peak_of(device: str) -> float | None:
 
 
 def decided(settings: S) -> S:
-    """Replace "auto" in the settings for precision and compilation.
-
-    On a GPU that supports bfloat16, Lamina chooses bf16, and compiles runs of at least ``COMPILED_FROM`` steps without
-    CUDA graphs. On other devices, Lamina chooses fp32 without compilation.
-    """
+    """Replace "auto" in the settings for precision and compilation: bf16 on a GPU that supports it, or else fp32."""
     device = device_of(getattr(settings, "device", "auto"))
     fast = device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     changes: dict[str, str] = {}

@@ -54,7 +54,6 @@ class Objective(ABC):
                 )
 
     def uses(self, name: str) -> bool:
-        """Return whether a setting has an effect on this objective."""
         return name in self.own or (name not in all_own() and name not in self.without)
 
     def refuse_for(self, command: str, head: str, backbone: str) -> None:
@@ -133,10 +132,7 @@ def all_own() -> frozenset[str]:
 
 
 def objective_of(config: PreTrainedConfig, requested: str = "auto", backbone: str | None = None) -> Objective:
-    """Return the requested objective, or for "auto" the first objective that fits the model's heads.
-
-    Raises UserError if the objective does not fit.
-    """
+    """Return the requested objective, or for "auto" the first objective that fits the model's heads."""
     fitting = [head for head in adapter_of(config).heads if head in _registry.names()]
     name = backbone or config.model_type
     if not fitting:

@@ -53,7 +53,7 @@ def step_factors(model: PreTrainedModel, scaling: Scaling, optimizer: str = "ada
 
 
 def muon_factors(scaled: ScaledWeight, scaling: Scaling) -> StepFactors:
-    """Return a matrix's learning-rate factors: for Muon inside the blocks, and for AdamW outside the blocks.
+    """Return a weight's learning-rate factors: Muon's for a matrix in the blocks, and AdamW's for any other weight.
 
     The spectral condition (Yang et al. 2023, arXiv 2310.17813, Condition 1) requires updates of norm sqrt(out / in).
     Muon's updates have the norm 0.2 sqrt(max(out, in)) times the learning rate. If in and out both grow by the factor
@@ -91,7 +91,6 @@ class MuonAdamW(torch.optim.Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """Let Muon and AdamW use this optimizer's groups and state."""
         for part, muon in zip(self._parts, (True, False), strict=True):
             part.param_groups = [group for group in self.param_groups if bool(group.get("muon")) == muon]
             part.state = self.state
@@ -233,7 +232,7 @@ class WeightAverage(TrainerCallback):
         self.averaged.update_parameters(self.trained)
 
     def _follow(self) -> None:
-        """Move the average to the trained model's device. Trainer moves the trained model after this object is made."""
+        """Move the average to the trained model's device. (Trainer moves the trained model later than ``__init__``.)"""
         device = next(self.trained.parameters()).device
         if next(self.averaged.parameters()).device != device:
             torch.nn.Module.to(self.averaged, device)
