@@ -148,7 +148,7 @@ class Background:
         self._written = self._thread.submit(act)
 
     def look(self) -> None:
-        """Raise the error of a failed thread when the threads of all processes have ended. Call this in all processes."""
+        """Raise a failed thread's error when the threads of all processes have ended. Call this in all processes."""
         if self._written is not None and not self._training.anyone(not self._written.done()):
             self.wait()
 

@@ -86,7 +86,9 @@ class TrainOrder(Sampler[list[int]]):
         return spans
 
     def total(self, values: np.ndarray, steps: int) -> int:
-        """Sum ``values``, with one entry per block, over the blocks of the first ``steps`` steps. Repeats count again."""
+        """Sum ``values``, one entry per block, over the blocks of the first ``steps`` steps. Repeated blocks count
+        again.
+        """
         whole = int(values.sum())
 
         def upto(position: int) -> int:
