@@ -35,8 +35,8 @@ _UNDECIDED = (  # where no sentence is decided
 _FRONT_PAGE = """## What learns fastest with which initializer?
 
 The table shows each placement at its best learning rate. "Std" is the weights' initial standard deviation. At width
-48, use an std of about 0.09. `small_scaled` has this std and scales branches by depth. `normal(std=0.0924)` scales no
-branch. An std of 0.02 (`scaled`) is 4.5 times too small.
+48, use an std of about 0.09. `small_scaled` has this std and scales branches by depth. `normal(std=0.0924)` does
+not scale branches. An std of 0.02 (`scaled`) is 4.5 times too small.
 
 <!-- front-page -->
 <!-- /front-page -->

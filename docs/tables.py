@@ -74,7 +74,8 @@ def columns_table() -> str:
         shown = f" ({title})" if title != column.name.replace("_", " ") else ""
         columns.append(f"`{column.name}`{_STAR * column.optional}{shown}")
         stars = (
-            "\\* A starred column is absent if no run has a value. Parentheses hold a column's title on report pages"
+            "\\* A starred column is absent if no run has a value. On report pages, the "
+            "name in parentheses is the column's title"
         )
     return f"{', '.join(columns)}.\n\n{stars}"
 
