@@ -413,10 +413,7 @@ def _rate_around(rates: Mapping[int, float], step: int) -> str:
 
 
 def rate_jump(signs: Signs, step: int | None = None) -> tuple[int, float, float] | None:
-    """Return the step at which the learning rate jumped, and the rates before and after the jump, or None.
-
-    The jump must lie near ``step`` (default: the step of the first alarm).
-    """
+    """Return the step at which the learning rate jumped near ``step`` (or the first alarm), and both rates, or None."""
     step = signs.first.step if step is None and signs.first is not None else step
     number = step if step is None or not signs.clock else bisect_right(sorted(signs.clock), step)
     if step is None or number is None or _rate_around(signs.counted.rates, number) != "jumped":
@@ -530,10 +527,7 @@ class Learned:
 
 
 def causes_of(signs: Signs, learned: Learned | None = None) -> list[tuple[str, float]]:
-    """Return one or two likely causes of the first alarm, each with a probability.
-
-    If no cause is likely enough, return only "not known". If there is no alarm, return [].
-    """
+    """Return one or two likely causes of the first alarm with their probabilities, or only "not known"."""
     if signs.first is None:
         return []
     (best, share), *runners_up = possible_causes(signs, learned)

@@ -59,11 +59,7 @@ def _by_all_layers(tables: Sequence[Frame]) -> tuple[pd.Index, list[np.ndarray]]
 
 
 def ends(items: Sequence[Shown], quantity: Quantity) -> Figure | None:
-    """Draw a quantity against the layer, in one panel for the first logged step and one panel for the last logged step.
-
-    If the first run went wrong, a panel in the middle shows the first record after the failure. With several seeds, a
-    line shows the mean (geometric on a logarithmic scale), and a band shows the range.
-    """
+    """Draw a quantity against the layer, in one panel for the first and one panel for the last logged step."""
     tables = [(item, pair) for item in items if (pair := _tables(item, quantity))]
     if not tables:
         return None

@@ -117,10 +117,8 @@ class Evidence(Signs):
 
     @property
     def lead(self) -> int | None:
-        """Return the number of steps from the first anomaly to the rise of the loss.
-
-        The result is None if the loss did not rise, or if an earlier spike explains the rise.
-        """
+        """Return the number of steps from the first anomaly to the rise of the loss, or None."""
+        # an earlier spike explains an earlier rise
         if self.rise is None or self.anomaly is None or (self.passed_spike and self.rise < self.anomaly.step):
             return None
         return self.rise - self.anomaly.step
@@ -359,15 +357,11 @@ def _explained(evidence: Evidence, causes: Sequence[tuple[str, float]], texts: l
 
 
 def _are_equal(causes: Sequence[tuple[str, float]]) -> bool:
-    """Return whether two causes have the same odds in percent."""
     return len(causes) > 1 and round(100 * causes[0][1]) == round(100 * causes[1][1])
 
 
 def _recorded(evidence: Evidence, cause: Cause) -> tuple[str, list[str], str]:
-    """Return the recorded fact that proves a cause, the changes that undo the cause, and a check.
-
-    If the record has no such fact, all three are empty.
-    """
+    """Return the recorded fact that proves a cause, the changes that undo it, and a check, or empty values."""
     first = evidence.first
     if "rate: jumped" in cause.proofs and (jump := _jump(evidence)) is not None:
         return _of_rate(evidence.rates, *jump)
@@ -433,19 +427,17 @@ def _of_rate(rates: Mapping[int, float], step: int, before: float, after: float)
 
 
 def _jump(evidence: Evidence) -> tuple[int, float, float] | None:
-    """Return the jump of the learning rate before the first anomaly, or None. A restart of the schedule is no jump.
-
-    If there is no anomaly, the jump must come before the rise of the loss.
-    """
+    """Return the jump of the learning rate before the first anomaly or, without one, before the rise of the loss."""
     if evidence.first is not None:
         return rate_jump(evidence)
     rose = next(iter(evidence.spikes), None) if evidence.rose is None else evidence.rose
     jump = None if rose is None else rate_jump(evidence, rose)
+    # a restart of the schedule is no jump
     return None if jump is None or jump[0] in restarts(evidence.rates) else jump
 
 
 def _filled(text: str, evidence: Evidence, cause: Cause | None = None) -> str:
-    """Fill the step and location of the first anomaly into a text, or the step at which the learning rate jumped."""
+    """Insert the step and location of the first anomaly into a text, or the step of the learning rate's jump."""
     first, jump = evidence.anomaly, _jump(evidence) if cause is not None and "rate: jumped" in cause.proofs else None
     step = jump[0] if jump is not None else "" if first is None else first.step
     where = "" if first is None else place_in_words(evidence.place or first)
@@ -599,10 +591,7 @@ def _rows(evidence: Evidence) -> list[str]:
 
 
 def epoch_stairs(evidence: Evidence) -> dict[int, int]:
-    """Return the first step of each epoch that begins with a fall of the loss.
-
-    The fall must exceed the trend, the noise and the drift of the loss. The learning rate must not fall at this step.
-    """
+    """Return the first step of each epoch that begins with a fall of the loss."""
     steps = sorted(step for step in evidence.losses if step in evidence.epochs)
     values = [evidence.losses[step] for step in steps]
     whole, epochs = [int(evidence.epochs[step] + 1e-6) for step in steps], {}
@@ -610,9 +599,11 @@ def epoch_stairs(evidence: Evidence) -> dict[int, int]:
     for first, at, last in zip(begins, begins[1:], begins[2:], strict=False):
         count = min(2 * BEFORE, at - first, last - at)
         rates = [evidence.rates.get(step, 0.0) for step in steps[max(0, at - 2) : at + 2]]
+        # the learning rate must not fall at this step
         if count < _STAIR or rates[0] > 1.5 * rates[-1] or not all(map(math.isfinite, values[at - count : at + count])):
             continue
         slope, moved, error = step_in(values[at - count : at + count])
+        # the fall exceeds the noise, the drift and the trend
         if -moved > max(0.02, _ERRORS * error, wander_of(values[:at]), abs(slope) * count):
             epochs[whole[at]] = steps[at]
     return epochs

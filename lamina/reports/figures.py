@@ -32,12 +32,9 @@ _ENDS = {
 def loss_curves(
     items: Sequence[Shown], unit: str = "nats per token", known: Mapping[str, float] | None = None
 ) -> Figure | None:
-    """Draw training loss (thin) and eval loss (points) against tokens. ``known`` maps names to reference losses.
-
-    With several seeds, the eval loss is the mean of the finished seeds, with a band of one standard deviation. On the
-    page, the reader can also choose FLOPs or seconds as the x axis.
-    """
+    """Draw training loss (thin) and eval loss (points) against tokens. ``known`` maps names to reference losses."""
     figure, evaluated, trained = Figure(), [], []
+    # the reader can also choose FLOPs or seconds as the x axis
     factors: list[dict[str, float]] = []
     for item in items:
         for trial in item.trials:
@@ -248,10 +245,8 @@ def u_curves(results: Frame, color: Mapping[str, str], order: Sequence[str]) -> 
 
 
 def _mean_eval(item: Shown, column: str = "eval_loss") -> Frame:
-    """Return the mean and standard deviation of the loss over the seeds, for each number of tokens (one seed: NaN).
-
-    If any seed finished, only finished seeds count, so the figure and the ranking show the same loss.
-    """
+    """Return the mean and standard deviation of the loss over the seeds, for each number of tokens."""
+    # as in the ranking, only finished seeds count
     finished = [trial for trial in item.trials if trial.status == "finished"]
     points = np.concatenate([trial.known("tokens", column) for trial in finished or item.trials], axis=1)
     if not points.size:

@@ -214,7 +214,6 @@ class LayerRows:
         )
 
     def _read(self, parts: Sequence[Path], columns: Sequence[str]) -> Iterator[Columns]:
-        """Yield the columns of each readable file, with texts as positions in ``_names``."""
         for part in parts:
             try:
                 yield self._arrays(part, columns)

@@ -30,11 +30,7 @@ _LEVEL, _TIMES = 1e-4, 3.0  # a loss near 0 that is a level, and how many times 
 
 
 def risen(before: Sequence[float], after: Sequence[float], *, wanders: float = 0.0) -> bool:
-    """Return whether all losses ``after`` exceed the usual level of the losses ``before`` by a margin.
-
-    The usual level is the lower of two medians, one of the last 16 losses and one of the last 5 losses. ``wanders`` is
-    the usual drift of the loss (``wander_of``), and widens the margin.
-    """
+    """Return whether all losses ``after`` exceed the level of the losses ``before`` by at least ``wanders``."""
     if len(after) < AFTER or min(after) <= min(filter(isfinite, before[-BEFORE:]), default=math.inf) + _NATS:
         return False  # at once, as of most losses
     return min(after) > _ceiling(before, _NATS, wanders)
@@ -84,10 +80,7 @@ def spikes_of(losses: Mapping[int, float]) -> dict[int, tuple[float, int | None]
 
 
 def rise_begins(losses: Mapping[int, float], rose: int, *, summed: bool) -> int:
-    """Return the first step of a rise. From this step to the step ``rose``, all losses are high.
-
-    ``summed`` lowers the threshold, for a rise that an alarm found by adding up losses.
-    """
+    """Return the first step of the rise that has begun by the step ``rose``."""
     steps = sorted(losses)
     at = bisect_left(steps, rose)
     before = [
@@ -95,6 +88,7 @@ def rise_begins(losses: Mapping[int, float], rose: int, *, summed: bool) -> int:
     ]
     if len(before) < BEFORE // 2:
         return rose
+    # ``summed``: an alarm found the rise by adding up losses
     ceiling = statistics.median(before[-BEFORE:]) + max(_NATS, (_ABOVE if summed else 2 * _ABOVE) * noise_of(before))
     while at > 0 and losses[steps[at - 1]] > ceiling:
         at -= 1
@@ -104,10 +98,7 @@ def rise_begins(losses: Mapping[int, float], rose: int, *, summed: bool) -> int:
 def rises_of(
     losses: Mapping[int, float], alarms: Sequence[Alarm] = (), rates: Mapping[int, float] | None = None
 ) -> tuple[int | None, tuple[int, ...]]:
-    """Return the step of the main rise of the loss, and the steps of other rises, after which the loss came back down.
-
-    The main rise is the rise that stays. If no rise stays, the main rise is the last rise before the first alarm.
-    """
+    """Return the step of the main rise of the loss, and the steps of other rises, which came back down."""
     found, begin, back = list[int](), min(losses, default=0), None
     while len(found) < _MOST_RISES:
         rest = {step: loss for step, loss in losses.items() if step >= begin}
@@ -120,17 +111,14 @@ def rises_of(
         begin = back
     if not found:
         return None, ()
+    # if no rise stays, the main rise is the last rise before the first alarm
     before = [rose for rose in found if alarms and rose <= alarms[0].step]
     chosen = found.pop(max(0, len(before) - 1) if back is not None else -1)
     return chosen, tuple(found)
 
 
 def back_at(losses: Mapping[int, float], rose: int, *, stays: bool = True) -> int | None:
-    """Return the first step at which the loss is back at the level before the rise, or None.
-
-    The loss at this step and the median of 5 losses from this step on must lie within the noise of this level. With
-    ``stays``, the median of the last 5 losses must also lie within this noise.
-    """
+    """Return the first step at which the loss is back at the level before the rise, or None."""
     steps = sorted(losses)
     at = bisect_left(steps, rose)
     values = [losses[step] for step in steps]
@@ -139,6 +127,7 @@ def back_at(losses: Mapping[int, float], rose: int, *, stays: bool = True) -> in
         return None
     usual = min(statistics.median(before[-BEFORE:]), statistics.median(before[-_CALM:]))
     low = usual + max(_NATS, noise_of(before))
+    # with ``stays``, the last losses must be at this level, too
     if stays and not (all(map(isfinite, values[-_CALM:])) and statistics.median(values[-_CALM:]) <= low):
         return None
     after = (number for number in range(at + 1, len(values) - _CALM + 1) if values[number] <= low)
@@ -227,15 +216,13 @@ def _rise_in(losses: Mapping[int, float], steps: Sequence[int], *, may_wander: b
 
 
 def _rise_near_zero(losses: Sequence[float]) -> int | None:
-    """Return the index from which a loss near 0 stays above three times the usual level, or None.
-
-    The usual level is the lowest maximum of 16 successive losses. If any loss is exactly 0, as at the start of a
-    policy's training, return None.
-    """
+    """Return the index from which a loss near 0 stays above three times the usual level, or None."""
     values = np.asarray(losses)
+    # a policy's loss begins at exactly 0
     if len(values) < BEFORE + _PATIENCE or not (values > 0).all() or not np.isfinite(values).all():
         return None
     highest = np.lib.stride_tricks.sliding_window_view(values, BEFORE).max(axis=1)
+    # the usual level: the lowest maximum of 16 successive losses
     level = float(highest[:-_PATIENCE].min())
     if not _LEVEL <= level <= _NATS:
         return None

@@ -20,14 +20,12 @@ _PLAIN = ("range",)  # properties in which plotly.js reads no packed arrays
 
 
 class Figure:
-    """A plotly figure as traces and a layout. The methods change and return the figure.
-
-    ``across`` is the number of panels in a row, or None for a figure without panels.
-    """
+    """A plotly figure as traces and a layout. The methods change and return the figure."""
 
     def __init__(self, data: Iterable[Json] = (), layout: Json | None = None, across: int | None = None):
         self.data: list[Json] = list(data)
         self.layout: Json = {"xaxis": {}, "yaxis": {}, **(layout or {})}
+        # the number of panels in a row, or None without panels
         self._across = across
 
     def add_scatter(self, row: int | None = None, col: int | None = None, **trace: object) -> Self:

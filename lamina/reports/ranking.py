@@ -110,10 +110,7 @@ def notices(
     recommended: Mapping[str, str] | None = None,
     settings: Mapping[str, object] | None = None,
 ) -> list[str]:
-    """Return the warnings as plain text, for example about different initializers, too few seeds or interrupted trials.
-
-    ``recommended`` maps each placement to the recommended initializer. A page must escape the warnings.
-    """
+    """Return the warnings as plain text, such as too few seeds or interrupted trials. A page must escape them."""
     rows, width = rows_of(summary), _width_of(settings or {})
     misfits = dict.fromkeys(misfit(str(row["init"]), width) for row in rows if width is not None)
     misfits = [f"{each} To suit any width, add --init {SAME}{SUITS}" for each in misfits if each]

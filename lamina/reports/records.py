@@ -118,10 +118,7 @@ class Study:
 
 
 def read_study(folder: Path) -> Study:
-    """Read study.yaml and results.csv.
-
-    Raises UserError if results.csv is missing, damaged or empty, or if a trial did not train with the study's settings.
-    """
+    """Read study.yaml and results.csv. Raises UserError for damaged files, or for a trial with other settings."""
     header = study_header(folder)
     if not (folder / RESULTS).is_file():
         raise UserError(
@@ -201,7 +198,6 @@ def complete(results: Frame) -> Frame:
 
 
 def _numbers(values: list[object]) -> np.ndarray:
-    """Convert values to numbers. A value that is not a number becomes NaN."""
     array = np.array(values) if {type(value) for value in values} <= {int, float} else None
     if array is None or array.dtype == object:
         numbers = pd.Series(pd.to_numeric(pd.Series(values, dtype=object), errors="coerce"))
@@ -270,10 +266,7 @@ def lenient_mapping(path: Path) -> Json:
 
 @contextmanager
 def whole(folder: Path, what: str) -> Iterator[None]:
-    """Turn the errors that damaged records cause into a UserError. ``what`` names the job.
-
-    A UserError stays unchanged, and so does an OSError about a full disk or missing permissions.
-    """
+    """Turn the errors that damaged records cause into a UserError. ``what`` names the job."""
     try:
         yield
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:

@@ -33,10 +33,7 @@ _drawings: dict[str, Drawing] = {}
 
 
 def report_of(kind: str, *, needs: str = "") -> Callable[[Page], Page]:
-    """Register a function that writes the page for one kind of folder.
-
-    If you give ``needs`` (the job's name in messages, such as "coordinate check"), incomplete records raise UserError.
-    """
+    """Register a function that writes the page for one kind of folder. ``needs`` names the job in messages."""
 
     def register(page: Page) -> Page:
         def checked(folder: Path) -> Path:
@@ -50,10 +47,7 @@ def report_of(kind: str, *, needs: str = "") -> Callable[[Page], Page]:
 
 
 def ending_of(*kinds: str, switch: str = "") -> Callable[[Ending], Ending]:
-    """Register a function that returns the text that jobs of these kinds print at the end.
-
-    If you give ``switch`` (a flag, such as "json"), the function serves only jobs with this flag.
-    """
+    """Register a function for the text at the end of these kinds of jobs. ``switch``: only for jobs with this flag."""
 
     def register(ending: Ending) -> Ending:
         _endings.update({(kind, switch): ending for kind in kinds})
@@ -130,11 +124,7 @@ def report(folder: Path) -> Path:
 def follow(
     folder: Path, *, every: float = 10.0, wait: Callable[[float], None] = time.sleep
 ) -> Iterator[tuple[Path | None, str]]:
-    """Rewrite the page of a run or a study each time the records grow, until the job ends.
-
-    Yields the path of the page and an empty text, or None and the reason why there is no page. ``every`` is the number
-    of seconds between two checks. Raises UserError if no job wrote the folder.
-    """
+    """Rewrite a page each time the records grow, until the job ends. Yield the path, or None and the reason."""
     runs = stages_in(folder) or [folder]
     if kind_of(runs[0]) is None:
         report(folder)  # raises

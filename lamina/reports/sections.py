@@ -39,7 +39,7 @@ def prepare(study: Study) -> tuple[pd.DataFrame, list[Shown], dict[str, str]]:
 
 
 def finding(summary: Frame, color: dict[str, str]) -> str:
-    """Return sentences in large letters about the best placement and the placements that failed."""
+    """Return sentences in HTML about the best placement and the placements that failed."""
     return prose(sentences(summary), color, "finding")
 
 
@@ -123,7 +123,6 @@ def _folded(equation: Sequence[str], columns: float) -> str:
 
 
 def _scheme(spec: str) -> placements.Placement | None:
-    """Return the built-in placement that a spec names, or None for a placement from a user's file."""
     name = spec.partition("(")[0].strip()
     return placements.get(name) if name in placements.names() else None
 

@@ -178,11 +178,7 @@ def _together(end: str, rows: list[Json]) -> str:
 
 
 def differences(summary: Frame, gradients: Tables, variances: Tables) -> str:
-    """Describe how the placements differ by layer. These differences need not be the reason for the ranking.
-
-    ``gradients`` and ``variances`` hold one table per placement, with one row per layer (-1: the embedding) and one
-    column per step.
-    """
+    """Describe how the placements differ by layer. These differences need not be the reason for the ranking."""
     rows = [row for row in rows_of(summary) if row["finished"] or row["status"] in ("stuck", "diverged")]
     known = [row for row in rows if any(_ratio(gradients.get(row["placement"]), at) for at in (0, -1))]
     texts = []

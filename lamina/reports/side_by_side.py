@@ -102,10 +102,7 @@ class SideBySide:
 
 
 def side_by_side(first: Path, second: Path) -> SideBySide:
-    """Compare two runs. Each run is a folder from Lamina, or another tool's log.
-
-    Raises UserError if Lamina cannot read a run, or if the runs have no common step or no common series.
-    """
+    """Compare two runs (folders from Lamina, or other tools' logs). Raises UserError without a common series."""
     courses = [_courses(path) for path in (first, second)]
     shared: dict[Place, tuple[Course, Course]] = {}
     for location in courses[0].keys() & courses[1].keys():
@@ -173,10 +170,8 @@ def parting(place: Place, first: Course, second: Course) -> Parting | None:
 
 
 def _distance(first: float, second: float, *, ratio: bool) -> float:
-    """Return ``second - first`` or, with ``ratio``, ``log(second / first)``.
-
-    The result is infinite if only one value is finite or, with ``ratio``, if only one value is positive.
-    """
+    """Return ``second - first`` or, with ``ratio``, ``log(second / first)``."""
+    # only one value is finite or, with ``ratio``, positive
     if math.isfinite(first) != math.isfinite(second) or (ratio and (first > 0) != (second > 0)):
         return math.inf
     if not math.isfinite(first) or (ratio and not first > 0):

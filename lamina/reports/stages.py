@@ -42,12 +42,7 @@ def stages_in(folder: Path) -> list[Path]:
 
 
 def joined(folder: Path) -> Path:
-    """Join the pipeline stages in a folder to one run, and return the run's folder. Without stages, return ``folder``.
-
-    The run's folder is NAME-lamina beside the folder NAME. The gradient norm covers all stages. Any other value outside
-    the layers, such as the loss, comes from the first stage with such a value. Raises UserError for stages of several
-    runs.
-    """
+    """Join the pipeline stages in a folder to one run in NAME-lamina. Without stages, return ``folder``."""
     if not (stages := stages_in(folder)):
         return folder
     for stage in stages:
@@ -64,6 +59,7 @@ def joined(folder: Path) -> Path:
         lines: dict[int, Json] = {}
         for line in (line for stage in stages for line in RunFolder(stage).metrics):
             known = lines.setdefault(line["step"], {})
+            # a value outside the layers comes from the first stage with such a value
             known |= {name: value for name, value in line.items() if value is not None and name not in known}
         write_lines(target / METRICS, [{**lines[step], "grad_norm": norms.get(step)} for step in sorted(lines)])
         told = {(a.step, a.rule, a.layer, a.sublayer, a.role, a.metric): a for s in stages for a in read_alarms(s)}

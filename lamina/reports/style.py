@@ -222,10 +222,7 @@ def to_html(figure: Figure) -> str:
 
 
 def _uncover(figure: Figure) -> bool:
-    """Alternate the dashes of lines that hide each other. Return whether any lines hide each other.
-
-    Two lines of a panel hide each other if at least half of their points are closer than 1.2 % of the axis.
-    """
+    """Alternate the dashes of lines that hide each other. Return whether any lines hide each other."""
     panels: dict[tuple[str, str], list[Json]] = {}
     for trace in figure.data:
         width = trace.get("line", {}).get("width", 2)
@@ -238,6 +235,7 @@ def _uncover(figure: Figure) -> bool:
         finite = np.concatenate(drawn)[np.isfinite(np.concatenate(drawn))]
         near = 0.012 * float(np.ptp(axis.get("range") or (finite if len(finite) else [0])))
         for number, (line, shown) in enumerate(zip(lines, drawn, strict=True)):
+            # at least half of the points are closer than 1.2 % of the axis
             hides = [
                 len(shown) > 2
                 and np.array_equal(line["x"], other["x"])

@@ -137,7 +137,6 @@ def trials_table(results: Frame, colors: Mapping[str, str]) -> str:
 
 
 def _present(columns: Iterable[Column], frame: Frame) -> list[Column]:
-    """Leave out the optional columns that have no value in ``frame``."""
     return [c for c in columns if not c.optional or (c.name in frame and frame[c.name].notna().any())]
 
 

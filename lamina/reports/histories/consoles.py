@@ -155,7 +155,7 @@ def form_of(lines: Iterable[str]) -> Form | None:
 
 
 def _is_header(form: Form, match: re.Match[str]) -> bool:
-    """Return whether a line has only a step. The next lines then have the numbers of this step."""
+    """Return whether a line has a step but no numbers. The next lines then have the numbers of this step."""
     return form.general and "step" in match.groupdict() and _HEADER.match(match.string, match.end()) is not None
 
 
@@ -172,14 +172,11 @@ _BROKEN = re.compile(
 
 
 def records_of(form: Form, lines: Iterable[str]) -> Iterator[Mapping[str, object]]:
-    """Yield the records in the lines, with the step if the form has one.
-
-    If the trainer printed a sentence such as "loss is nan", Lamina adds a record with the loss NaN. If the trainer
-    printed a record twice, Lamina keeps the longer record.
-    """
+    """Yield the records in the lines, with the step if the form has one."""
     kept: Mapping[str, object] = {}
     for record in _printed(form, lines):
         if kept.get("step") == record.get("step") and _is_same(kept, record):
+            # the trainer printed the record twice
             kept = max(kept, record, key=len)
             continue
         if kept:
@@ -190,11 +187,9 @@ def records_of(form: Form, lines: Iterable[str]) -> Iterator[Mapping[str, object
 
 
 def _is_same(one: Mapping[str, object], other: Mapping[str, object]) -> bool:
-    """Return whether two records have the same numbers, apart from rounding and missing names.
-
-    If the records have no steps, two records with the same names count as different.
-    """
+    """Return whether two records have the same numbers, apart from rounding and missing names."""
     names, more = sorted((one.keys() - {"progress bar"}, other.keys() - {"progress bar"}), key=len)
+    # without steps, two records with the same names count as different
     if one.get("epoch") != other.get("epoch") or not names <= more or ("step" not in names and names == more):
         return False
     pairs = ((number_of(one[name]), number_of(other[name])) for name in names)
@@ -242,13 +237,11 @@ def _is_cut(line: str, record: Mapping[str, object], before: Mapping[str, object
 
 
 def _broken(before: Mapping[str, object], last: Mapping[str, object], sentence: str) -> Mapping[str, object]:
-    """Return a record for a sentence such as "loss is nan", with the step in the sentence.
-
-    If the sentence has no step, Lamina adds the distance of the last two records to the last step.
-    """
+    """Return a record for a sentence such as "loss is nan", with the step in the sentence."""
     if (step := _step(str(last.get("step")))) is not None:
         named = re.search(rf"{_RATED}{_TO_STEP}(?P<step>{WHOLE})", sentence)
         earlier = _step(str(before.get("step")))
+        # a sentence without a step is one interval after the last record
         apart = max(1, step - earlier) if earlier is not None else 1
         last = {**last, "step": (named and _step(named["step"])) or step + apart}
     return {**last, **dict.fromkeys(filter(is_whole_loss, last), "nan")}

@@ -358,10 +358,7 @@ def _notes(history: History, odd: Mapping[str, str]) -> list[str]:
 
 
 def judge(history: History) -> tuple[list[Alarm], list[int]]:
-    """Check a record with the layer monitor's rules, which count records instead of steps.
-
-    Returns the alarms and notable batches, and the steps at which the loss fell suddenly.
-    """
+    """Check a record with the monitor's rules. Return the alarms, and the steps at which the loss fell suddenly."""
     alarms, judged = Alarms(), history.steps
     wanted, filling = _worth_judging(history, judged)
     rows: dict[int, list[Row]] = {}
@@ -376,6 +373,7 @@ def judge(history: History) -> tuple[list[Alarm], list[int]]:
         chosen = np.flatnonzero(judged_here)
         for row, value in zip(places[chosen].tolist(), values[chosen].tolist(), strict=True):
             rows.setdefault(row, []).append((row + 1, *key[0], 0, key[1], value))
+    # the rules count records instead of steps
     for row in range(len(judged)):
         alarms.see(rows.pop(row, []))
     alarms.close()
@@ -410,16 +408,13 @@ def _of_policy(history: History) -> list[Alarm]:
 
 
 def _worth_judging(history: History, judged: Sequence[int]) -> tuple[Bools, Bools]:
-    """Choose the records of a long log that the rules check, and mark records that only serve as earlier values.
-
-    To save time, Lamina chooses only records near suspicious steps. At a suspicious step, the loss moves, or a gradient
-    is not finite, zero, far above its earlier median, or unlike the gradients of other layers.
-    """
+    """Choose the records of a long log that the rules check, and mark records that only serve as earlier values."""
     layered = {key: series for key, series in history.series.items() if key[1] == "gradient_norm"}
     count, many = sum(len(steps) for steps, _ in layered.values()), len(judged) > _MANY
     if count <= _LONG and not many:
         return np.ones(len(judged), bool), np.zeros(len(judged), bool)
     odd = np.zeros(len(judged), bool)
+    # to save time, only records near a moving loss or an unusual gradient
     odd[: 2 * WINDOW] = True
     if many and (loss := history.series.get((_MODEL, LOSS))) is not None:
         odd[np.searchsorted(judged, loss[0])[_moves(loss[1])]] = True
@@ -478,14 +473,11 @@ def _rose(alarm: Alarm, losses: Mapping[int, float], calm: Sequence[int]) -> boo
 
 
 def import_history(path: Path, folder: Path, run: str = "") -> History:
-    """Convert another tool's record to the records of a watched run in ``folder``, with the rules' alarms.
-
-    Lamina replaces the files of an earlier import. Raises UserError as ``read_history`` does, or if another job wrote
-    the folder.
-    """
+    """Convert another tool's record to a watched run in ``folder``. Raises UserError for the folder of another job."""
     history = read_history(path, run)
     judged, rates, losses = history.steps, history.values(RATE), history.values(LOSS)
     told, falls = judge(history)
+    # replaces an earlier import
     with hold(folder, resume=False, overwrite=True):
         write_json(folder / ENVIRONMENT, environment(0, Kind.WATCHED))
         write_sealed(folder / CONFIG, {"output": str(folder), "imported": str(path)})

@@ -117,10 +117,7 @@ def are_opposed(name: str, others: Iterable[str]) -> bool:
 
 
 def parts_of(name: str, others: Collection[str]) -> list[str]:
-    """Return the names of a loss's parts, which differ in one word (box_loss, cls_loss, dfl_loss).
-
-    The list is empty for a total loss, a GAN's losses, or fewer than three parts.
-    """
+    """Return the names of a loss's parts, which differ in one word (box_loss, cls_loss, dfl_loss), or []."""
     if (known := whole(name)) is None or known.rank != _PART or are_opposed(name, others):
         return []
     words = words_of(name)
@@ -191,11 +188,7 @@ _SETTING = re.compile(r"(?:.*/)?(?:grad(?:ient)?|weight|param(?:eter)?)s?_[a-z_]
 
 @cache
 def parameter_of(name: str) -> tuple[str, str] | None:
-    """Return the metric and the parameter in a series' name, or None if the name has no parameter.
-
-    The metric may come before the parameter (gradients/NAME, grad/norm/NAME, params/norm/NAME) or after it
-    (NAME/grad_norm, NAME.grad).
-    """
+    """Return the metric and the parameter in a series' name (gradients/NAME, NAME.grad), or None for other names."""
     if _OTHER.match(name):
         return None
     if (match := _AFTER.fullmatch(name)) is not None:

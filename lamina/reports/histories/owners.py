@@ -130,10 +130,7 @@ def _layer(parts: Parts, layers: Container[Parts], lists: Collection[Parts], aro
 
 
 def _counted(paths: Iterable[Parts]) -> dict[Parts, int]:
-    """Assign an index from 0 to each layer, by the numbers in the layers' names.
-
-    If stages have numbers, Lamina counts the layers through all stages in order.
-    """
+    """Assign an index from 0 to each layer, by the numbers in the layers' names and through all stages in order."""
     numbers: dict[Parts, int] = {}
     begin = 0
     for _, stack in groupby(sorted(paths, key=_order), key=lambda path: _order(path)[:2]):

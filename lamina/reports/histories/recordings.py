@@ -137,10 +137,7 @@ def _judged_inside(name: str, inner: Mapping[object, object]) -> Iterator[tuple[
 
 
 def add_commas(columns: Columns, commas: Mapping[str, Sequence[tuple[int, str]]], *, points: bool) -> None:
-    """Add numbers with a comma to the columns.
-
-    Raises UserError if a comma in a loss or a norm can be a decimal comma or a thousands separator.
-    """
+    """Add numbers with a comma to the columns. Raises UserError for a loss or norm with ambiguous commas."""
     if not commas:
         return
     steps = [name for name in commas if step_rank(name) is not None]
@@ -173,11 +170,7 @@ def of_points(points: Iterable[tuple[str, int, float]], form: str) -> Recording:
 
 
 def runs_of(columns: Columns) -> dict[str, Recording]:
-    """Return the runs in a table, by name.
-
-    A new run id, a new prefix of W&B's columns, or a restart of the steps begins another run. Raises UserError for
-    steps that are too large.
-    """
+    """Split a table into runs: by the run id, by W&B's prefix of the columns, or where the steps start again."""
     recordings: dict[str, Recording] = {}
     for name, part in _by_id(columns).items():
         for number, run in enumerate(runs := _by_start(part), start=1):
@@ -207,7 +200,6 @@ def _by_id(columns: Columns) -> dict[str, Columns]:
 
 
 def _of_lines(columns: Columns, chosen: Bools) -> Columns:
-    """Return only the lines where ``chosen`` is true, with new line numbers."""
     count = np.cumsum(chosen) - 1
     values = {name: (count[at[chosen[at]]], of[chosen[at]]) for name, (at, of) in columns.values.items()}
     kept = {name: series for name, series in values.items() if len(series[0])}
@@ -287,13 +279,11 @@ def _one(columns: Columns, steps: Ints, clock: str, notes: Sequence[str], first:
 
 
 def _latest(steps: Ints) -> Bools:
-    """Return which values to keep. A later line with the same step or a smaller step replaces a value.
-
-    If the steps are shuffled, only a later line with the same step replaces a value.
-    """
+    """Return which values to keep. A later line with the same step or a smaller step replaces a value."""
     if len(steps) < 2:
         return np.ones(len(steps), bool)
     back = np.diff(steps) < 0
+    # in shuffled steps, only a later line with the same step replaces a value
     if back.mean() > _SHUFFLED:
         unique = np.zeros(len(steps), bool)
         unique[[len(steps) - 1 - at for at in np.unique(steps[::-1], return_index=True)[1]]] = True
@@ -349,13 +339,11 @@ def _clock(columns: Columns, lines: Ints) -> tuple[str, Ints]:
 
 
 def _on_time(bar: Ints) -> Ints:
-    """Return the true steps of records that a trainer printed beside a progress bar that lags behind.
-
-    The true steps must be multiples of a constant. If the bar does not fit such multiples, return the bar's steps.
-    """
+    """Return the true steps of records that a trainer printed beside a progress bar that lags behind."""
     begun, shown = np.split(bar, [int(len(bar) > 0 and bar[0] == 1)])  # logging_first_step
     if len(shown) < _SHOWN or (apart := round((shown[-1] - shown[0]) / (len(shown) - 1))) < 1:
         return bar
+    # the true steps are multiples of a constant
     steps = apart * (-(-shown[0] // apart) + np.arange(len(shown)))
     lag = steps - shown
     return np.concatenate([begun, steps]) if lag.min() == 0 and lag.max() <= apart else bar
@@ -366,7 +354,6 @@ def _is_whole(values: Floats) -> bool:
 
 
 def _carried(series: Series, rows: int) -> Floats:
-    """Return one value per line. A line without a value gets the last earlier value."""
     at, of = series
     last = np.searchsorted(at, np.arange(rows), side="right") - 1
     return of[np.maximum(last, 0)]

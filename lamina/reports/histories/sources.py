@@ -332,7 +332,7 @@ def _cells(line: str, separator: str) -> list[str]:
 
 
 def _spaced(text: str) -> str | None:
-    """Return a table with tabs instead of spaces between columns (fastai), or None for any other text."""
+    """If a text is a table as fastai prints it, return it with tabs between the columns, otherwise None."""
     lines = [line for line in text.splitlines() if line.strip()]
     lines[:1] = [_TWO_WORDS.sub(r"\1_", line) for line in lines[:1]]
     for gap in (r"\s{2,}", r"\s+"):
@@ -418,7 +418,6 @@ def _wide(path: Path) -> Columns:
 
 
 def _numbers(words: Proto, present: np.ndarray) -> Proto:
-    """Return a column of texts as numbers, with NaN for texts that are not numbers."""
     import pandas as pd
 
     numbers: Proto = pd.to_numeric(words, errors="coerce")
@@ -483,14 +482,12 @@ _WHOLE_RECORD, _LAST_PART = 1, 4
 
 
 def _records_of(data: bytes) -> Iterator[bytes]:
-    """Yield the records of W&B's file, which has LevelDB's log format. An incomplete last record is left out.
-
-    A record consists of parts with a checksum, a length, a kind and bytes. A part never crosses a block.
-    """
+    """Yield the records of W&B's file, which has LevelDB's log format. An incomplete last record is left out."""
     if not data.startswith(b":W&B"):
         raise ValueError("no file of W&B's")
     at, record = _HEAD, b""
     while at + _HEAD <= len(data):
+        # a part (checksum, length, kind, bytes) never crosses a block
         if (left := _BLOCK - at % _BLOCK) < _HEAD:
             at += left
             continue

@@ -44,11 +44,7 @@ def rows_of(lines: Sequence[str]) -> list[list[str]]:
 
 
 def without_names(rows: Sequence[Sequence[object]], stem: str) -> Iterator[Mapping[str, object]]:
-    """Yield the records in rows of numbers without names.
-
-    The file's name must mean a loss, and the rows must have exactly one column apart from times and steps. Raises
-    UserError for any other rows.
-    """
+    """Yield the records in rows without names, if the file is named after a loss. Raises UserError for other rows."""
     columns = [[number_of(cell) for cell in column] for column in zip(*rows, strict=True)]
     count = f"{len(columns)} column{'s' * (len(columns) > 1)} of numbers without names"
     numbers = [[number for number in column if number is not None] for column in columns]

@@ -113,7 +113,6 @@ def loss_chart(evidence: Evidence) -> str:
 
 
 def _course(evidence: Evidence, name: str, values: Mapping[int, float]) -> str:
-    """Draw a recorded series of the whole model, or return "" for fewer than two values."""
     if len(values) < 2:
         return ""
     steps = sorted(values)
@@ -182,7 +181,6 @@ def _series_figure(evidence: Evidence, first: Alarm) -> Figure | None:
 
 
 def _drawn(evidence: Evidence, lines: Sequence[Drawn], quantity: str) -> Figure:
-    """Draw lines, with marks at the rise of the loss and at the first anomaly."""
     steps = ((evidence.anomaly.step if evidence.anomaly else None, _COLORS[1]), (evidence.rise, _COLORS[0]))
     return _lines(lines, quantity, [(step, color) for step, color in steps if step is not None], evidence.unit)
 

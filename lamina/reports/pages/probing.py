@@ -192,7 +192,6 @@ def _prune(result: Json, probes: Json) -> Section:
 
 
 def _removal(probes: Json) -> list[str]:
-    """Return layer_drop's sentences about the layers to remove."""
     texts = [str(text) for text in probes.get("layer_drop", {}).get("sentences") or ()][1:]
     return [text for at, text in enumerate(texts) if at == 0 or "angular distance" in text]
 
@@ -258,7 +257,6 @@ def _cell(name: str, row: Row) -> str:
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """Return the path of a file in the folder. Raises ValueError for a name that leads out of the folder."""
     path = folder / name
     if not real_path(path).is_relative_to(real_path(folder)):
         raise ValueError(f"{name!r} is outside of the folder")

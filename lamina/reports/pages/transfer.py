@@ -20,10 +20,8 @@ from lamina.studies.record import has_study
 
 @report_of(Kind.TRANSFER, needs="transfer")
 def transfer_report(folder: Path) -> Path:
-    """Write the report of a learning-rate transfer study to ``folder/report.html``.
-
-    Before transfer.json exists, the report compares the trials. Raises UserError if results.csv lacks a column.
-    """
+    """Write the report of a learning-rate transfer study to ``folder/report.html``."""
+    # before the study ends, compare the trials
     if not (folder / TRANSFER).exists() and has_study(folder):
         return compare_report(folder)
     study, summary = read_study(folder), read_json(folder / TRANSFER)
