@@ -71,14 +71,11 @@ class Alarm:
 
     @property
     def order(self) -> tuple[float, ...]:
-        """The sort key: the step, then how close the alarm is to the cause.
-
-        The forward pass spreads NaN to later layers, and the backward pass spreads NaN to earlier layers. The value
-        that was computed first is therefore closest to the cause.
-        """
+        """The sort key: the step, then how close the alarm is to the cause."""
         rank = 2 * self.layer + (self.sublayer == "feed_forward")
         forward = self.metric.startswith(("hidden", "attention"))  # computed before the gradients
         weights = self.metric == "weight_norm"  # not finite already before the step
+        # a forward pass spreads NaN to later layers, a backward pass to earlier layers
         arose = [not weights, self.layer < 0, self.sublayer == "block", not forward, rank if forward else -rank]
         late = self.metric == LOSS  # the loss shows a problem last
         return self.step, late, ORDER.index(self.rule), *(arose if self.rule == "not_finite" else ()), -self.distance
@@ -338,10 +335,7 @@ def describe(alarm: Alarm, paths: Mapping[int, str] = MappingProxyType({})) -> s
 
 
 def events(alarms: Iterable[Alarm]) -> list[list[Alarm]]:
-    """Group alarms into events, oldest first. An alarm at most 20 steps after an event's last alarm joins the event.
-
-    The limit is 60 steps if the new alarm is about the loss, or if the last alarm is about the learning rate.
-    """
+    """Group alarms into events, oldest first. An alarm soon after an event's last alarm joins the event."""
     groups: list[list[Alarm]] = []
     for alarm in sorted((alarm for alarm in alarms if alarm.rule != NOTABLE), key=lambda alarm: alarm.order):
         far = alarm.metric == LOSS or (groups and groups[-1][-1].metric == RATE)
@@ -352,10 +346,7 @@ def events(alarms: Iterable[Alarm]) -> list[list[Alarm]]:
 
 
 def first_before(alarms: Iterable[Alarm], rose: float | None) -> Alarm | None:
-    """Return the first alarm of the last event that began before the loss rose (at step ``rose``).
-
-    If no event began before this step, or if the loss did not rise, return the first alarm.
-    """
+    """Return the first alarm of the last event that began before the step ``rose``, or else of the first event."""
     groups = events(alarms)
     before = [group for group in groups if rose is not None and group[0].step <= rose]
     return before[-1][0] if before else groups[0][0] if groups else None
@@ -367,13 +358,10 @@ def says_where(alarm: Alarm) -> bool:
 
 
 def place_of(alarms: Iterable[Alarm], first: Alarm) -> Alarm:
-    """Return the first alarm that shows the failed layer, at most 20 steps after the alarm ``first``.
-
-    The search includes later steps, because Lamina takes most measurements only at some steps. If no alarm shows the
-    failed layer, return the first alarm that names a layer or another part of the model.
-    """
+    """Return the first alarm within ``EVENT`` steps that shows the failed layer, or else any part of the model."""
     if is_hard(first) and (first.sublayer, first.role) == ("model", "all"):
         return first  # a fault of the whole training
+    # later alarms count, because Lamina takes most measurements only at some steps
     near = [alarm for alarm in alarms if first.step <= alarm.step <= first.step + EVENT]
     within = [alarm for alarm in near if alarm.layer >= 0 or alarm.role != "all"] or [first]
     return next(filter(says_where, within), first if first in within else within[0])

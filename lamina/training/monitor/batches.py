@@ -40,13 +40,11 @@ class Tokenizer(Protocol):
 
 
 class KeptBatches:
-    """Keep the batches of the last steps in one process. Only the method ``rows`` waits for the device.
-
-    On a GPU, Lamina checks for alarms only once in ``every`` steps, so the batches of earlier steps must be kept.
-    """
+    """Keep the batches of the last steps in one process. Only the method ``rows`` waits for the device."""
 
     def __init__(self, every: int):
         self.steps: dict[int, list[tuple[torch.Tensor, torch.Tensor | None]]] = {}
+        # on a GPU, Lamina checks for alarms only once in ``every`` steps
         self._most, self._bytes = every + SPARE, 0
         self._open: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # micro-batches of the step that is under way
 

@@ -55,14 +55,11 @@ def first_anomaly(
 
 
 def _lasting(alarms: Iterable[Alarm], losses: Mapping[int, float], norms: Mapping[int, float]) -> list[list[Alarm]]:
-    """Group alarms into events, and leave out spikes that passed.
-
-    An alarm that no passed spike can explain (``outlasts_spikes``) begins a new event.
-    """
+    """Group alarms into events, and leave out spikes that passed."""
     steps = sorted(losses), sorted(norms)
 
     def passed(group: Sequence[Alarm], end: int) -> bool:
-        """Return whether alarms show only a spike, and loss and gradient fell back before the step ``end``."""
+        """Return whether alarms show only a spike, after which loss and gradient fell back before the step ``end``."""
         if not group or not is_spike(group):
             return False
         begin, between = group[0].step, range(group[-1].step + 1, end)
@@ -74,6 +71,7 @@ def _lasting(alarms: Iterable[Alarm], losses: Mapping[int, float], norms: Mappin
     groups: list[list[Alarm]] = []
     for group in events(alarms):
         at = next((number for number, alarm in enumerate(group) if outlasts_spikes(alarm)), 0)
+        # an alarm that no passed spike can explain begins a new event
         groups += (group[:at], group[at:]) if passed(group[:at], group[at].step) else (group,)
     ends = [*(group[0].step for group in groups[1:]), max(losses, default=0) + 1]
     return [group for group, end in zip(groups, ends, strict=True) if not passed(group, end)]
@@ -82,11 +80,7 @@ def _lasting(alarms: Iterable[Alarm], losses: Mapping[int, float], norms: Mappin
 def _calm_steps(
     values: Mapping[int, float], steps: Sequence[int], begin: int, between: range, *, times: float = 1.0
 ) -> set[int]:
-    """Return the steps in ``between`` at which the median of 3 values is back at the usual level.
-
-    The usual level is the median of the 16 values before the step ``begin``. "Back" means at most this level plus the
-    noise, or at most ``times`` this level. With too few values, the result is empty.
-    """
+    """Return the steps in ``between`` at which the median of 3 values is back at the level before ``begin``."""
     at = bisect_left(steps, begin)
     before = [values[step] for step in steps[max(0, at - BEFORE) : at]]
     if len(before) < BEFORE // 2 or not all(map(math.isfinite, before)):

@@ -159,13 +159,11 @@ def _skip(skips: dict[int, Skip], layer: nn.Module, args: tuple, kwargs: dict[st
 
 
 class _Calls(TorchFunctionMode):
-    """Keep the arguments of the first call of each watched function, and all cross-entropies.
-
-    The function ``part`` selects the values to keep from an argument. ``swap`` names the embeddings to replace.
-    """
+    """Keep the arguments of the first call of each watched function, and all cross-entropies."""
 
     def __init__(self, part: Callable[[Output], Output], swap: Swap | None = None) -> None:
         super().__init__()
+        # what to keep of an argument, and the embeddings to replace
         self._part, self._swap = part, swap
         self.first: dict[str, dict[str, Output]] = {}
         self.entropies: list[torch.Tensor] = []
@@ -328,11 +326,8 @@ def first_pass(
     others: Iterable[torch.Tensor] = (),
     blocks: Sequence[tuple[str, Sequence[nn.Module]]] = (),
 ) -> FirstPass | None:
-    """Run a forward and backward pass, then restore gradients, random states and buffers.
-
-    Returns None if there is no loss. ``others`` are trainable tensors that model.parameters() lacks. ``blocks`` are the
-    paths and modules of the model's lists of layers.
-    """
+    """Run a forward and backward pass, then restore the model's state. Return None if there is no loss."""
+    # ``others`` are trainable tensors that model.parameters() lacks
     every, seen, calls = [*model.parameters(), *others], _Seen(), _Calls(_first_rows)
 
     def loss_and_logits(batch: object = batch) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -398,8 +393,6 @@ def _ask(scores: torch.Tensor, classes: int, logits: torch.Tensor | None) -> lis
 
 @dataclass
 class _Seen:
-    """The values that hooks collect in a pass."""
-
     ran: dict[int, set[bool]] = field(default_factory=dict)
     outputs: list[Output] = field(default_factory=list)
     given: dict[int, tuple[tuple, dict[str, Output]]] = field(default_factory=dict)
@@ -545,12 +538,9 @@ class _Repeats:
         return {**found, "offset": offset, "reads": reads, "causal": causal}
 
     def _has_rows(self, before: torch.Tensor) -> bool:
-        """Return whether the logits of a batch are [rows, ...], and not [tokens, rows, classes] or [rows, rows].
-
-        If the inputs are [tokens, rows], flipping the inputs' dimension 1 only flips the logits. In a contrastive loss,
-        the number of classes changes with the number of rows.
-        """
+        """Return whether the logits of a batch are [rows, ...], and not [tokens, rows, classes] or [rows, rows]."""
         if before.ndim == 3:
+            # with inputs [tokens, rows], flipping dimension 1 only flips the logits
             flipped = {at: x.flip(1) for at, x in self._given.items() if x.ndim > 1 and x.shape[1] == before.shape[1]}
             after = self._again(flipped) if flipped else None
             if after is None or after.shape != before.shape:
@@ -559,6 +549,7 @@ class _Repeats:
         size = len(before)
         if before.shape[-1] % size:
             return True
+        # in a contrastive loss, the number of classes changes with the number of rows
         half = self._again({at: x[: size // 2] for at, x in self._given.items() if x.ndim and len(x) == size})
         return half is not None and half.shape[-1] == before.shape[-1]
 

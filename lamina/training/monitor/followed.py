@@ -66,17 +66,14 @@ class Followed:
 def follow(
     model: nn.Module, arguments: Arguments, *, layers: str | None = None, first_layer: int | None = None
 ) -> Followed:
-    """Find a model's layers by passes over a small part of a batch. Raises no error, so that training continues.
-
-    The passes run in evaluation mode without compilation, and leave gradients and random states unchanged. The user's
-    own hooks also run.
-    """
+    """Find a model's layers by passes over a small part of a batch. Raises no error, so that training continues."""
     problem = "" if arguments else "the model was called without arguments"
     eager = torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext()
     flat = nullcontext()
     if any(map(_holds_tensors, arguments.values())):  # the batch is one mapping: its tensors become arguments
         flat = forwards({model: partial(_unflattened, model.forward, arguments)})
         arguments = batch_of(arguments)
+    # gradients and random states stay unchanged, but the user's own hooks also run
     with undisturbed(model), eager, flat:
         try:
             for small in _calls(model, arguments):

@@ -86,13 +86,10 @@ class DivergenceGuard:
                 del values[step]
 
     def see_gradient(self, step: int, norm: float, first: int | None = None, rows: Sequence[Row] = ()) -> None:
-        """Check the total gradient norm before clipping. Raises Diverged.
-
-        If the norm is not finite, first check ``rows`` for alarms. ``first`` is the first step with an infinite or NaN
-        norm.
-        """
+        """Check the total gradient norm before clipping. Raises Diverged if the norm is not finite."""
         if not math.isfinite(norm):
             self.alarms.see(rows)
+            # ``first`` is the first step with such a norm
             at = f"step {step}" if first in (None, step) else f"step {first} (Lamina read the norm at step {step})"
             raise Diverged(step, f"the gradient norm is {norm} at {at}; {self.first_to_leave()}")
 

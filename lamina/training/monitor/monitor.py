@@ -123,7 +123,6 @@ class Monitor:
         self._waiting: list[Row] = []  # the training code's own metrics that are not yet checked
 
     def _end_step(self, step: int, *, skipped: bool = False) -> None:
-        """End a step, after the step's loss and gradient norm were added to ``series``."""
         self.step = step
         self.series.end_step(step, skipped=skipped)
         with contextlib.suppress(RuntimeError):  # the gathered weight of a sharded model
@@ -168,7 +167,6 @@ class Monitor:
             self.records.trackers.log(self.step, rows)
 
     def write(self, record: Json) -> None:
-        """Write a line of metrics.jsonl."""
         self.last_loss = record.get("loss", self.last_loss)
         if self.records is not None:
             self.records.metrics.write(record)

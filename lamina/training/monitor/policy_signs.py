@@ -49,11 +49,9 @@ class Sign(NamedTuple):
 
 
 def metrics_of(names: Iterable[str]) -> dict[str, str]:
-    """Map the names of logged series to a policy's metrics.
-
-    If the names include no rewards, the result is empty, because other trainers also log entropy.
-    """
+    """Map the names of logged series to a policy's metrics."""
     found = {name: LOGGED[plain] for name in names if (plain := name.removeprefix("train/")) in LOGGED}
+    # other trainers log an entropy, too
     return found if {EQUAL, REWARD} & {*found.values()} else {}
 
 

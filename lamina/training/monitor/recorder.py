@@ -102,13 +102,10 @@ class MonitoredTrainer(_Trainer):
         return skipped
 
     def failed_loss(self, loss: torch.Tensor) -> float | None:
-        """Record a micro-batch's loss. Return the processes' mean loss if the mean is not finite, otherwise None.
-
-        On a GPU, Lamina reads losses only at recorded steps, because reading waits for the device. In fp16, the loss
-        scaler skips a step if the loss is not finite.
-        """
+        """Record a micro-batch's loss. Return the processes' mean loss if it is not finite, otherwise None."""
         self.series.add_loss(loss)
         late = reading_waits(loss)
+        # reading waits for the device, and fp16's loss scaler skips such a step itself
         if late and (self.scaler() is not None or not is_recorded(self.state.global_step + 1, self.args)):
             return None
         if math.isfinite(value := self.processes.mean(float(loss))) or (late and self.first_failure.read()[0]):
@@ -354,10 +351,7 @@ class RunRecorder(Monitor, TrainerCallback):
 
 @contextmanager
 def stop_signals(recorder: RunRecorder) -> Iterator[None]:
-    """At the first Ctrl-C, SIGTERM or SIGUSR1, end the run after the current step, with a checkpoint.
-
-    At a second signal, end the run at once. Slurm can send SIGUSR1 before a job's time limit.
-    """
+    """End the run with a checkpoint after the first Ctrl-C, SIGTERM or SIGUSR1, and at once after the second."""
     first = 0.0
 
     def stop(number: int) -> None:
@@ -369,5 +363,6 @@ def stop_signals(recorder: RunRecorder) -> Iterator[None]:
         first = now if not recorder.interrupted else first
         recorder.interrupted = f"stopped by {signal.Signals(number).name}"
 
+    # Slurm can send SIGUSR1 before a job's time limit
     with handled((*STOP_SIGNALS, *WARNING_SIGNALS), stop):
         yield

@@ -13,11 +13,7 @@ from lamina.training.monitor.writers import WatchSettings
 
 
 def processes_of(model: nn.Module, settings: WatchSettings) -> tuple[Processes, distributed.ProcessGroup | None]:
-    """Return the processes that train the same layers as this process, and their process group.
-
-    The group is None if all processes train the same layers. All processes must call this function. Raises UserError if
-    two pipeline stages have the same folder.
-    """
+    """Return the processes that train the same layers, and their group (None if all do). Call this in all processes."""
     if not (distributed.is_available() and distributed.is_initialized() and (size := distributed.get_world_size()) > 1):
         return Processes(), None
     group = None if distributed.get_backend() == "gloo" else distributed.new_group(backend="gloo")
@@ -42,14 +38,11 @@ def processes_of(model: nn.Module, settings: WatchSettings) -> tuple[Processes, 
 
 
 def first_number(model: nn.Module, path: str) -> int:
-    """Return the number in the path of a stage's first layer, or 0 if the path has no number.
-
-    The result is also 0 if the model has layers with smaller numbers. None and Identity do not count as layers, because
-    a stage may use them in place of other stages' layers.
-    """
+    """Return the number in the path of a stage's first layer, or 0 if there is none or a smaller one exists."""
     holder, _, name = path.rpartition(".")
     if not name.isdecimal():
         return 0
+    # stages may use None or Identity in place of other stages' layers
     others = [
         other for other, module in model.get_submodule(holder).named_children() if type(module) is not nn.Identity
     ]

@@ -71,14 +71,11 @@ def named_arguments(model: nn.Module, args: tuple, kwargs: Mapping[str, object])
 
 
 def called(module: nn.Module, args: tuple, kwargs: Mapping[str, object]) -> tuple[nn.Module, Arguments]:
-    """Return the module with a forward method that names the arguments, and the call's arguments by name.
-
-    If a wrapper's forward takes only ``*args``, Lamina looks at the inner module that holds all parameters of the
-    wrapper. If no module names a tensor, Lamina returns the given module.
-    """
+    """Return the module whose forward method names the arguments, and the call's arguments by name."""
     inner = module
     while not tensors_of(arguments := named_arguments(inner, args, kwargs)):
         count = sum(1 for _ in inner.parameters())
+        # a wrapper's forward may take only *args: look at the inner module with all parameters
         holders = [child for child in inner.children() if sum(1 for _ in child.parameters()) == count]
         if len(holders) != 1:
             return module, named_arguments(module, args, kwargs)
@@ -384,17 +381,14 @@ class Instruments:
         self._found(batch_of(arguments))
 
     def note(self, text: str) -> None:
-        """Add a note for the user, but add the same note only once."""
         if self.followed is not None and text not in self.followed.notes:
             self.followed.notes.append(text)
 
     def differentiates(self, loss: torch.Tensor) -> None:
-        """Keep the loss that a loop differentiates, in case neither the model nor the user gives a loss.
-
-        Losses after the optimizer's step do not belong to the step.
-        """
+        """Keep the loss that a loop differentiates, in case neither the model nor the user gives a loss."""
         whole, scaled = self._scaled
         self._scaled = None, None
+        # losses after the optimizer's step do not belong to the step
         stepped = self._began or self.ended
         if self._passed and not stepped and self._inside is None and not self._looking:
             optimizers = self.optimizers if self._zero is None else ()  # ZeRO zeroes gradients itself
@@ -428,7 +422,6 @@ class Instruments:
             self._scale = (scaled.detach().double() / loss.detach().double()).reshape(-1)[0]
 
     def unscales(self) -> None:
-        """Note that a loss scaler has unscaled the gradients."""
         self._scale = None
 
     def tries(self, optimizer: object) -> None:
@@ -524,11 +517,7 @@ class Instruments:
         return not self._began and not GradientState().sync_gradients  # accelerate leaves out the optimizers' steps
 
     def step_loss(self) -> torch.Tensor | None:
-        """Return the step's loss so far: the mean over micro-batches, or the sum of the loss's parts.
-
-        Each part is a loss that the loop differentiated. If the loop differentiates chunks of the loss and then their
-        sum, only the sum counts.
-        """
+        """Return the step's loss so far: the mean over micro-batches, or the sum of the loss's parts."""
         shares = not self.losses
         if not (kept := self._differentiated or self._apart if shares else self.losses):
             return None
@@ -604,7 +593,7 @@ class Instruments:
         return rows
 
     def _batch_rows(self, step: int, mark: float, same: float, following: float, labels: float) -> list[Row]:
-        """Return how many consecutive steps had the same batch, and the fractions of labels that equal input tokens."""
+        """Return how often the batch repeats, and the fractions of labels equal to the same or the next token."""
         self._varied |= mark != self._mark and math.isfinite(self._mark)
         self._repeats, self._mark = self._repeats + 1 if mark == self._mark else 0, mark
         shares = (same / labels, following / labels) if labels > 0 else ()

@@ -289,7 +289,6 @@ class LoopMonitor(Monitor):
                 self.guard.see_gradient(step, value)
 
     def _write_batches(self, series: Iterable[Row]) -> None:
-        """Write the batches of unusual steps. Call this in all processes."""
         if self.batches is not None:
             self.batches.write({alarm.step for alarm in self.alarms.told}, series, self.processes)
 
@@ -519,11 +518,7 @@ def open_monitor(
     on_alarm: OnAlarm | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> LoopMonitor | None:
-    """Begin a monitor: open the folder and attach the hooks. Call this in all processes.
-
-    Raises UserError if Lamina cannot open the folder or continue its records. With ``resume="auto"`` and a ``step``
-    above 0, Lamina instead logs the problem and returns None. Training then continues without records.
-    """
+    """Open the folder and attach the hooks, in all processes. Return None if the records cannot continue."""
     processes, stage = processes_of(model, settings)
     instruments = Instruments(model, optimizers, settings)  # rejects invalid arguments before Lamina changes the folder
     instruments.group = stage

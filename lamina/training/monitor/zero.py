@@ -121,12 +121,10 @@ def _stage_3(zero: Zero, parameter: Marked) -> ZeroPart:
 
 
 class ZeroGroups:
-    """The groups and the state of ZeRO's torch optimizer, with one flat tensor per parameter.
-
-    ZeRO's stage 3 empties the optimizer's groups between updates, so Lamina reads this object instead.
-    """
+    """The groups and the state of ZeRO's torch optimizer, with one flat tensor per parameter."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, parts: Mapping[int, ZeroPart]):
+        # stage 3 empties the optimizer's own groups between updates
         self._optimizer, self._parts = optimizer, list(parts.values())
 
     @property

@@ -107,10 +107,7 @@ def _quiet(parameters: Iterable[nn.Parameter], sizes: Mapping[int, float]) -> se
 
 
 def _parts(named: Mapping[str, nn.Parameter], none: Collection[int]) -> list[list[nn.Parameter]]:
-    """Group parameters without a gradient by the largest enclosing module that gets no gradient.
-
-    The same module in different layers forms one group.
-    """
+    """Group parameters without a gradient by the largest enclosing module that gets no gradient."""
 
     def around(name: str) -> list[str]:
         return [name[:at] for at, letter in enumerate(f"{name}.") if letter == "."]
@@ -120,6 +117,7 @@ def _parts(named: Mapping[str, nn.Parameter], none: Collection[int]) -> list[lis
     for name, p in named.items():
         if id(p) in none:
             largest = next(part for part in around(name) if part not in learning)
+            # the same module in different layers forms one group
             parts.setdefault(re.sub(r"\d+", "", largest), []).append(p)
     return list(parts.values())
 
