@@ -34,6 +34,7 @@ from lamina.evaluation.perplexity import Perplexity, documents_of, perplexity
 from lamina.evaluation.scores import PERPLEXITY, Score, from_rows, item_table, number_of, scores_of, table, to_rows
 from lamina.evaluation.settings import EvalSettings
 from lamina.evaluation.task_files import Tasks
+from lamina.evaluation.task_names import OWN_FILES
 from lamina.evaluation.task_sets import GENERATED, SETS, Wanted, columns_of
 from lamina.jobs.files import (
     disk_full,
@@ -120,8 +121,7 @@ def what_to_run(settings: EvalSettings) -> tuple[list[Wanted], Tasks | None]:
     wanted = columns_of(settings.task_list(), settings.num_fewshot)
     ours = generated.cached() if any(column.task in generated.NAMES for column in wanted) else None
     tasks = Tasks.find(settings.data_dir, generated=ours, run_code=settings.run_code)
-    source = "DIR/tasks/*.yaml in --data-dir"
-    tasks.require([column.task for column in wanted], source=source, others=[*SETS, GENERATED])
+    tasks.require([column.task for column in wanted], source=OWN_FILES, others=[*SETS, GENERATED])
     for column in wanted:
         members = tasks.tagged(column.task)
         columns += [replace(column, task=task, heading="") for task in members] if members else [column]

@@ -140,11 +140,16 @@ class EvalSettings(PerplexitySettings, DeviceSettings, SeedSettings, ThreadSetti
         super().check_names()
         from lamina.data.corpus import check_corpus
         from lamina.data.tokenizers import validate_spec
+        from lamina.evaluation import generated, task_sets
+        from lamina.evaluation.task_names import refuse_absent
 
         if self.corpus is not None:
             check_corpus(self.corpus)
         if self.tokenizer is not None:
             validate_spec(self.tokenizer)
+        if self.task_list():
+            tasks = [column.task for column in task_sets.columns_of(self.task_list())]
+            refuse_absent(tasks, self.data_dir, [*task_sets.SETS, task_sets.GENERATED], generated.NAMES)
 
     def require(self, *names: str) -> None:
         """Raise UserError if there is no model, or nothing to evaluate."""

@@ -21,8 +21,9 @@ from lamina.core.extras import install
 from lamina.core.hub_access import local_when_unreachable
 from lamina.core.json_types import Json
 from lamina.core.values import home, real_path
-from lamina.errors import UserError, nearest, one_line, shortened
+from lamina.errors import UserError, nearest, one_line
 from lamina.evaluation.harness import quiet_harness
+from lamina.evaluation.task_names import TASKS, unknown_task
 from lamina.jobs.files import disk_full
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
 READERS = {".jsonl": "json", ".json": "json", ".arrow": "arrow", ".parquet": "parquet"}
 DEFAULT = "default"
-TASKS = "tasks"  # the user's own task files in a folder of data
 _CODE_ERRORS = (ImportError, AttributeError, NameError, SyntaxError, SystemExit, yaml.YAMLError)  # not caused by data
 _SPLITS = ("training_split", "validation_split", "test_split", "fewshot_split")
 
@@ -91,9 +91,7 @@ class Tasks:
                 continue
             self._refuse_unreadable()
             every = sorted({*self.added.task_index, *_shipped().task_index})
-            near = nearest(name, [*others, *every])
-            allowed = ", ".join([f"{len(every)} tasks, groups and tags of lm-evaluation-harness", source, *others])
-            raise UserError(f"tasks: unknown task {shortened(repr(name), 200)}{near} (allowed: {allowed})")
+            raise unknown_task(name, [*others, *every], [source, *others])
 
     def _refuse_unreadable(self) -> None:
         """Raise UserError for a user's file that is not a YAML mapping. The harness would silently skip this file."""

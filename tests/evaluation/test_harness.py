@@ -1,26 +1,30 @@
 """Tasks by name, with data from a folder, scored as lm-evaluation-harness itself scores them."""
 
+import inspect
 import json
 import os
 import re
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pandas as pd
 import pytest
 import yaml
 from evaluation.conftest import QUIZ, loaded
 
+import lamina
 from lamina.core.extras import install
 from lamina.errors import UserError
-from lamina.evaluation import task_files
+from lamina.evaluation import task_files, task_names
 from lamina.evaluation.harness import Runner
 from lamina.evaluation.scores import item_table, scores_of
+from lamina.evaluation.settings import EvalSettings
 from lamina.evaluation.task_files import Tasks
 from lamina.evaluation.task_sets import GENERATED, SETS, columns_of, listing
 
-pytest.importorskip("lm_eval")
+lm_eval = pytest.importorskip("lm_eval")
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +56,25 @@ def test_an_unknown_task_names_the_nearest(shipped):
         shipped.require(["helaswag"], source="", others=list(SETS))
     with pytest.raises(UserError, match="did you mean 'fusenorm'"):
         shipped.require(["fusenom"], source="", others=list(SETS))
+
+
+def test_an_unknown_task_is_rejected_before_the_output_folder_and_the_harness_s_index(tmp_path, monkeypatch):
+    monkeypatch.setattr(task_files, "_shipped", None)  # the index takes many seconds
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks/own.yaml").write_text("task: own_quiz\n")
+    for name, near in (("helaswag", "hellaswag"), ("generatd", "generated"), ("own_quis", "own_quiz")):
+        with pytest.raises(UserError, match=f"unknown task '{name}'; did you mean '{near}'"):
+            lamina.evaluate(models="m", tasks=name, data_dir=str(tmp_path), output=str(tmp_path), overwrite=False)
+    EvalSettings(models="m", tasks="own_quiz,glue,generated,mmlu@5", data_dir=str(tmp_path)).check_names()
+    (tmp_path / "tasks/own.yaml").write_text("include: elsewhere.yaml\n")  # the harness decides
+    EvalSettings(models="m", tasks="own_quis", data_dir=str(tmp_path)).check_names()
+
+
+def test_every_name_in_the_harness_s_index_occurs_in_a_task_file(shipped):
+    whole = b"\n".join(task_names._task_files([Path(inspect.getfile(lm_eval)).parent / "tasks"], ()))
+    words = set(re.findall(rb"[\w-]+", whole))  # a search for each of 14,000 names takes minutes
+    names = [name for name in task_files._shipped().task_index if name.encode() not in words]
+    task_names.refuse_absent(names, None, [], [])
 
 
 def test_examples_before_a_question_are_part_of_a_name():
