@@ -50,12 +50,13 @@ class Progress:
             self._advance(trial, self.trials[trial].steps)
             self.count, self.ended_here = self.count + 1, self.ended_here + 1
         self.bar.set_description(f"{self.count}/{self.all} trials")
+        if goes_on:  # the command's last line tells that the study was interrupted
+            return
         if self.show:
             loss = result.get("eval_loss")
             text = f"eval loss {loss:.3f}" if loss is not None else result.get("reason", "")
             self.bar.write(printable(f"{result['status']:>11}  {trial}  {text}"))
-        if not goes_on:
-            self._write_line()
+        self._write_line()
 
     def close(self) -> None:
         self.bar.close()

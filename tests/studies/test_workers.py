@@ -127,5 +127,6 @@ def test_an_interrupted_trial_is_not_done(tmp_path, capsys):
     progress.close()
     printed = capsys.readouterr()
     assert progress.count == 1
+    assert "interrupted" not in printed.out + printed.err  # the command says so once, after the last trial
     assert "trials done 2/2" not in printed.out + printed.err
     assert "(100%)" not in printed.out + printed.err
