@@ -189,12 +189,12 @@ class DirectPreferences(PairStage[DpoSettings]):
     def token_ids(self, row: Fields) -> list[int]:
         return [*row["prompt_ids"], *row["chosen_ids"]][: self.start.longest]
 
-    def counts(self, *parts: Dataset | None) -> Json:
+    def counts(self, train: Dataset, held_out: Dataset) -> Json:
         """Count the pairs with an answer that TRL cuts."""
         lengths = (
             len(row["prompt_ids"]) + max(len(row["chosen_ids"]), len(row["rejected_ids"]))
-            for part in parts
-            for row in cast("list[Json]", part or ())
+            for part in (train, held_out)
+            for row in cast("list[Json]", part)
         )
         return {"truncated": sum(length > self.start.longest for length in lengths)}
 

@@ -102,10 +102,11 @@ class SupervisedFineTuning(TuningStage[SftSettings]):
             logger.warning("eval_data: %s, so Lamina leaves out these examples", why)
         return prepared
 
-    def counts(self, *parts: Dataset | None) -> Json:
+    def counts(self, train: Dataset, held_out: Dataset) -> Json:
         answers = sum(label != IGNORED for labels in self.train["labels"] for label in labels)
-        cut = sum(len(ids) > self.start.longest for part in parts if part for ids in part["input_ids"])
-        return {"sequences": len(self.train), "answer_tokens": answers, "truncated": 0 if self.splits else cut}
+        parts = [held_out] if self.splits else [train, held_out]  # held-out rows are never packed, so TRL cuts them
+        cut = sum(len(ids) > self.start.longest for part in parts for ids in part["input_ids"])
+        return {"sequences": len(self.train), "answer_tokens": answers, "truncated": cut}
 
     def fields(self, run: TrainingRun) -> Json:
         packed = self.settings.packing and self.config.packing_strategy != "wrapped"

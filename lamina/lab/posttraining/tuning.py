@@ -307,7 +307,7 @@ class TuningStage(TrainingStage[S]):
     def conform(self, rows: Dataset, *, turns: bool) -> tuple[Dataset, tuple[str, ...]]:
         return conform(rows, self.forms, turns=turns)
 
-    def counts(self, *parts: Dataset | None) -> Json:
+    def counts(self, train: Dataset, held_out: Dataset) -> Json:
         """Return further counts for result.json. Lamina has not yet cut the rows to the maximum length."""
         return {}
 
@@ -367,7 +367,7 @@ class TuningStage(TrainingStage[S]):
         train, held_out = split(rows, settings, apart)
         self.train, self.held_out = self.dataset(train, train=True), self.dataset(held_out, train=False)
         self.inputs = monitored([self.token_ids(row) for row in cast("Iterator[Json]", self.held_out)])
-        self.notes = {"examples": len(train), **self.counts(rows, apart), "held_out": len(self.held_out)}
+        self.notes = {"examples": len(train), **self.counts(train, held_out), "held_out": len(self.held_out)}
         self.notes["skipped"] = skipped + others
         data = fingerprint(train, held_out)
         if settings.eval_corpus is not None:

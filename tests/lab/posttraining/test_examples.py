@@ -277,6 +277,14 @@ def test_what_is_too_long_is_cut_and_counted(base, tmp_path):
     assert stage.notes["truncated"] == 4
 
 
+@pytest.mark.parametrize("strategy", ["bfd_split", "wrapped"])
+def test_packs_that_split_long_rows_still_cut_the_held_out_rows(base, tmp_path, strategy):
+    rows = [{"prompt": "abc", "completion": "defgh"}] * 4
+    stage = stage_of(base, rows, tmp_path, sequence_length=6, packing=True, trl={"packing_strategy": strategy})
+    assert len(stage.held_out[0]["input_ids"]) == 6
+    assert stage.notes["truncated"] == stage.notes["held_out"] == 1
+
+
 def test_the_first_rows_with_turns_decide_the_template(base, tmp_path):
     assert stage_of(base, sorting(4), tmp_path).start.tokenizer.chat_template == TEMPLATES["alpaca"]
     assert stage_of(base, [ASKED] * 4, tmp_path).start.tokenizer.chat_template == TEMPLATES["chat"]
