@@ -184,7 +184,7 @@ def section(paper: str, found: Sequence[Difference], links: Mapping[str, str]) -
         f"table. These comparisons come from the studies {_listed(beyond, links)}."
         if left_out
         else "",
-        "- For the studies `front-page...` and `ladder...`, see [Our own comparisons](ours.md).",
+        "- The studies `front-page...` and `ladder...` are on the page with [our own comparisons](ours.md).",
     ]
     headings = ["parameters:", "tokens per parameter:", "layers × width", "initial weights", "learning rate", "text"]
     headings = ["study", f"{name}'s loss is", "difference:", "95 % interval", *headings, "pairs:"]

@@ -68,7 +68,7 @@ lamina compare --corpus my_texts/ --placements pre_ln,peri_ln,keel,fusenorm --le
 ```
 
 Use this advice to decide what to compare, not what to ship. {scale} The papers' models are
-hundreds to thousands of times larger ([how we judge](evidence/methods.md)). Do not compare losses per byte with losses
+hundreds to thousands of times larger ([methods](evidence/methods.md)). Do not compare losses per byte with losses
 per token."""
 
 
@@ -106,6 +106,8 @@ def _undecided(question: Question, known: dict[str, Json]) -> str:
 
 
 def _evidence(claims: list[Json]) -> str:
-    """A link to each study that the claims are about."""
+    """A link to each study that the claims are about. Several links have the studies' names."""
     links = list(dict.fromkeys(str(one["link"]) for one in claims))
-    return ", ".join(f"[evidence]({link})" for link in links)
+    if len(links) == 1:
+        return f"[evidence]({links[0]})"
+    return "evidence: " + ", ".join(f"[{link.rpartition('#')[2]}]({link})" for link in links)

@@ -31,7 +31,7 @@ def history_odds_table() -> str:
         lines.append(f"| {words} | {right} | {cells[NOT_KNOWN][0]} |")
     runs = record["runs"]
     counted = (
-        f"We fitted the odds on {runs['fitted']} broken runs, and judged the odds on {runs['judged']} broken runs with "
+        f"We fitted the odds on {runs['fitted']} broken runs, and tested the odds on {runs['judged']} broken runs with "
         "other seeds."
     )
     return "\n".join([*lines, "", f"{counted} After we had seen the results, we chose the limit of 70 %."])
@@ -124,7 +124,7 @@ def _alarm_counts(counts: dict[str, Any]) -> str:
         f"{counts['diverged']} of {counts['healthy_runs']} runs diverged. "
     )
     heard = (
-        f". In {counts['heard_before']} failures, Lamina also raised an alarm before the rise"
+        f". In {counts['heard_before']} of these failures, Lamina had also raised an alarm by then"
         if "heard_before" in counts
         else ""
     )

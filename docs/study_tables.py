@@ -114,8 +114,9 @@ def _layers_dropped(folder: StudyFolder) -> list[str]:
             ]
         )
     text = (
-        "We removed each layer in turn and measured the rise of the loss in nats. A layer's share is its rise, divided "
-        "by the sum of the rises of all layers. If the loss falls without a layer, this layer's rise counts as 0."
+        "We removed each layer in turn and measured the rise of the loss in nats. A layer's share is the rise without "
+        "this layer, divided by the sum of all layers' rises. If the loss falls without a layer, this layer's rise "
+        "counts as 0."
     )
     headings = ["setting", "loss of the whole model:", "rise without the first layer:"]
     headings += ["mean rise without another layer:", "first layer's share:", "deeper half's share:"]

@@ -371,8 +371,8 @@ def test_advice_is_on_the_page_only_with_its_verdict(advice):
 def test_advice_that_rests_on_two_claims_needs_the_verdicts_of_both(advice):
     two = {"claims": ("a/b", "c"), "rule": {"reversed": "Take B."}}
     held, reversed_ = advice("holds", "holds", **two), advice("reversed", "reversed", **two)
-    assert "Take A. ([evidence](results/ours.md#a), [evidence](results/ours.md#c))" in held
-    assert "Take B. ([evidence](results/ours.md#a), [evidence](results/ours.md#c))" in reversed_
+    assert "Take A. (evidence: [a](results/ours.md#a), [c](results/ours.md#c))" in held
+    assert "Take B. (evidence: [a](results/ours.md#a), [c](results/ours.md#c))" in reversed_
     for second in ("inconclusive", "reversed"):  # a sentence outlives neither verdict
         assert not any(text in advice("holds", second, **two) for text in ("Take A.", "Take B."))
 
