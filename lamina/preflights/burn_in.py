@@ -129,10 +129,10 @@ class Snapshot:
     unigram: float  # the loss of a model that predicts only token frequencies
     error: float  # the standard error of loss - unigram over the sequences (infinite for one sequence)
     context: float  # nats by which the loss is lower than for the mean prediction over all positions
-    rows: list[Row]  # (step, layer, sublayer, role, index, metric, value); layers from 0, -1: the embedding's output
+    rows: list[Row]  # layer -1 is the embedding's output
 
     def series(self, metric: str, sublayer: str = "block") -> dict[int, float]:
-        return {row[1]: row[6] for row in self.rows if row[5] == metric and row[2] == sublayer}
+        return {row.layer: row.value for row in self.rows if row.metric == metric and row.sublayer == sublayer}
 
 
 def take_snapshot(
@@ -239,7 +239,9 @@ class _LayerNumbers:
 
     def rows(self, step: int) -> list[Row]:
         order = sorted(self.values, key=lambda key: key[0])
-        return [(step, layer, sub, "all", 0, name, float(self.values[layer, sub, name])) for layer, sub, name in order]
+        return [
+            Row(step, layer, sub, "all", 0, name, float(self.values[layer, sub, name])) for layer, sub, name in order
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)

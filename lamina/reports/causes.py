@@ -18,7 +18,8 @@ from lamina.core.json_types import Json
 from lamina.jobs.files import read_json
 from lamina.reports.signs import Signs
 from lamina.training.monitor.alarms import EVENT, FOLLOWS, Alarm
-from lamina.training.monitor.rules import calibration, noise_of
+from lamina.training.monitor.loss_chart import noise_of
+from lamina.training.monitor.rules import calibration
 
 NOT_KNOWN = "not known"
 VIEWS = ("loss", "norm", "layers")

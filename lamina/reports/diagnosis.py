@@ -141,7 +141,7 @@ def gather(folder: Path) -> Evidence:
     about, rows = read_about(folder), partial(read_rows, folder)
     history = about.get("history") or {}
     every = rows([LOSS, NORM, RATE, *([EPOCH] if history else [])])
-    if not history and not any(row[5] in (LOSS, NORM) for row in every):
+    if not history and not any(row.metric in (LOSS, NORM) for row in every):
         every += rows(["gradient_norm", "hidden_variance"])
     if not every:
         raise _no_records(folder)
@@ -150,7 +150,7 @@ def gather(folder: Path) -> Evidence:
         settings = read_config(folder)
     told, logged = sorted(read_alarms(folder), key=lambda alarm: alarm.order), RunFolder(folder).metrics
     losses, rates = (
-        {row[0]: row[6] for row in every if row[5] == metric}
+        {row.step: row.value for row in every if row.metric == metric}
         or {record["step"]: float(record[name]) for record in logged if isinstance(record.get(name), int | float)}
         for metric, name in ((LOSS, "loss"), (RATE, RATE))
     )
@@ -162,7 +162,7 @@ def gather(folder: Path) -> Evidence:
     rose, passed_rises = rises_of(judged, alarms, rates if history else None)
     if rose is None and status == Status.DIVERGED:  # as the guard saw it
         rose = next((record["step"] for record in logged if "diverged" in record), None)
-    steps, batches = sorted({row[0] for row in every if row[5] in (LOSS, NORM)}), dict[int, list[Json]]()
+    steps, batches = sorted({row.step for row in every if row.metric in (LOSS, NORM)}), dict[int, list[Json]]()
     for line in read_batches(folder):
         batches.setdefault(line["step"], []).append(line)
     apart = statistics.median(later - step for step, later in pairwise(steps)) if len(steps) > 1 else 1
@@ -171,7 +171,7 @@ def gather(folder: Path) -> Evidence:
         view=_view(history.get("metrics", ())) if history else "",
         falls=tuple(history.get("falls", ())),
         opposed=opposed,
-        epochs={row[0]: row[6] for row in every if row[5] == EPOCH},
+        epochs={row.step: row.value for row in every if row.metric == EPOCH},
         rows=rows,
         batches=batches,
         watched=kind_of(folder) == Kind.WATCHED,
@@ -179,13 +179,13 @@ def gather(folder: Path) -> Evidence:
         lags=bool(history.get("lags")),
         losses=losses,
         rates=rates,
-        norms={row[0]: row[6] for row in every if row[5] == NORM},
+        norms={row.step: row.value for row in every if row.metric == NORM},
         alarms=alarms,
         notable=tuple(alarm for alarm in told if alarm.rule == NOTABLE),
         rose=rose,
         passed_rises=passed_rises,
         status=status,
-        steps=max(row[0] for row in every),
+        steps=max(row.step for row in every),
         names={index: str(layer.get("path", "")) for index, layer in enumerate(about.get("layers", ()), begin)},
         half=None if history else bool(about.get("half")) or settings.get("precision") == "fp16",
         settings={**(seen if isinstance(seen := about.get("settings"), dict) else {}), **settings},

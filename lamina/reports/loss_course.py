@@ -14,7 +14,7 @@ import numpy as np
 from lamina.training.monitor.alarms import Alarm
 from lamina.training.monitor.first_anomaly import AFTER, BEFORE, NOISES
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
-from lamina.training.monitor.rules import LAG, noise_of
+from lamina.training.monitor.loss_chart import LAG, noise_of
 from lamina.training.monitor.writers import LOSS
 
 _EARLY = 1.5  # times the first losses

@@ -12,7 +12,7 @@ from lamina.core.text import ranges
 from lamina.errors import UserError
 from lamina.reports.histories import is_history, read_history
 from lamina.training.monitor.alarms import Alarm, in_words, place_in_words
-from lamina.training.monitor.rules import noise_of
+from lamina.training.monitor.loss_chart import noise_of
 from lamina.training.monitor.writers import LOSS, NORM, RATE, Row, read_about, read_rows
 
 Place: TypeAlias = tuple[int, str, str, str]

@@ -26,6 +26,7 @@ from lamina.training.monitor.writers import (
     VERSION,
     WATCHED,
     LayersWriter,
+    Row,
     read_about,
     read_rows,
     spike_columns,
@@ -55,7 +56,7 @@ def joined(folder: Path) -> Path:
         write_json(target / ENVIRONMENT, environment(0, Kind.WATCHED))
         write_sealed(target / CONFIG, {**read_config(stages[0]), "output": str(target)})
         steps = _write_rows(target, stages)
-        norms = {row[0]: row[6] for row in read_rows(target, [NORM])}
+        norms = {row.step: row.value for row in read_rows(target, [NORM])}
         lines: dict[int, Json] = {}
         for line in (line for stage in stages for line in RunFolder(stage).metrics):
             known = lines.setdefault(line["step"], {})
@@ -87,8 +88,8 @@ def _write_rows(target: Path, stages: Sequence[Path]) -> dict[Path, set[int]]:
     outside: dict[tuple[int, str, str, int, str], list[float]] = {}
     for stage in stages:
         rows = read_rows(stage)
-        steps[stage] = {row[0] for row in rows}
-        writer.add(row for row in rows if row[1] >= 0)
+        steps[stage] = {row.step for row in rows}
+        writer.add(row for row in rows if row.layer >= 0)
         for step, layer, sublayer, role, index, metric, value in rows:
             if layer < 0:
                 outside.setdefault((step, sublayer, role, index, metric), []).append(value)
@@ -96,7 +97,7 @@ def _write_rows(target: Path, stages: Sequence[Path]) -> dict[Path, set[int]]:
     for (step, sublayer, role, index, metric), values in sorted(outside.items()):
         if metric != NORM or len(values) == all_of:  # the norm of only some stages would look like a fall
             value = math.hypot(*values) if metric == NORM else values[0]
-            writer.add([(step, -1, sublayer, role, index, metric, value)])
+            writer.add([Row(step, -1, sublayer, role, index, metric, value)])
     writer.flush()
     return steps
 

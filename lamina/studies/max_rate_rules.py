@@ -173,7 +173,7 @@ class MaxRateGuard(DivergenceGuard):
     def see_steps(self, rows: Iterable[Row]) -> None:
         rows = list(rows)
         super().see_steps(rows)
-        self.losses += [value for _, _, _, _, _, metric, value in rows if metric == LOSS]
+        self.losses += [row.value for row in rows if row.metric == LOSS]
 
     def see_loss(self, step: int, loss: float, rows: Sequence[Row] = ()) -> None:
         """Raise Diverged if a rule holds at a recorded step, or if the loss is not finite."""

@@ -15,6 +15,7 @@ from lamina.reports.pages.diagnosis import loss_chart
 from lamina.reports.signs import Signs
 from lamina.training.monitor.alarms import Alarm, Alarms, describe
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
+from lamina.training.monitor.writers import Row
 
 SPIKE = 100
 WHOLE = {"layer": -1, "sublayer": "model", "role": "all"}
@@ -110,8 +111,8 @@ def test_the_message_of_a_divergence_names_the_same_alarm_as_the_page(name):
     found = later(name, SPIKE + 12)
     seen = signs(GRADIENT, LOSS, found)
     first = DivergenceGuard(margin=1.0, patience=20, alarms=Alarms(told=list(seen.alarms)))
-    first.see_steps([(step, -1, "model", "all", 0, "step_loss", loss) for step, loss in seen.losses.items()])
-    first.see_steps([(step, -1, "model", "all", 0, "step_gradient_norm", norm) for step, norm in seen.norms.items()])
+    first.see_steps([Row(step, -1, "model", "all", 0, "step_loss", loss) for step, loss in seen.losses.items()])
+    first.see_steps([Row(step, -1, "model", "all", 0, "step_gradient_norm", norm) for step, norm in seen.norms.items()])
     resumed = DivergenceGuard(margin=1.0, patience=20, alarms=Alarms(told=list(seen.alarms)))
     resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
     for guard in (first, resumed):

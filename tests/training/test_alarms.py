@@ -13,12 +13,13 @@ from lamina.reports.diagnosis import gather
 from lamina.training.monitor.alarms import Alarms, describe, events, place_of, read_alarms
 from lamina.training.monitor.pasts import PASTS
 from lamina.training.monitor.rules import calibration, limits
+from lamina.training.monitor.writers import Row
 
 LASTS = math.floor(limits()["rise/gradient_norm"]) + 1  # steps in a row at which a gradient is told
 
 
 def row(step, value, *, layer=1, sublayer="attention", metric="gradient_norm", role="all"):
-    return (step, layer, sublayer, role, 0, metric, value)
+    return Row(step, layer, sublayer, role, 0, metric, value)
 
 
 def outside(step, value, role="model", **place):
@@ -587,7 +588,7 @@ def test_steps_that_a_loss_scaler_leaves_out_again_and_again_are_told():
 
 
 def loads(step, shares):
-    return [(step, 1, "feed_forward", "expert", at, "expert_load", share) for at, share in enumerate(shares)]
+    return [Row(step, 1, "feed_forward", "expert", at, "expert_load", share) for at, share in enumerate(shares)]
 
 
 def test_experts_that_are_no_longer_chosen_are_told():

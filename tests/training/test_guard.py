@@ -15,6 +15,7 @@ from lamina.training import run as training
 from lamina.training.checkpointing.resuming import Rollbacks
 from lamina.training.monitor import recorder
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
+from lamina.training.monitor.writers import Row
 from lamina.training.optimization.order import TrainOrder
 from lamina.training.trainer import LaminaTrainer
 
@@ -72,11 +73,11 @@ def test_a_layer_that_broke_is_named_although_another_one_grew_harmlessly_long_b
     """Variances of Pre-LN grow by ten early in every healthy run."""
     watch = guard()
     for step in range(1, 5):
-        watch.alarms.see([(step, 0, "attention", "all", 0, "hidden_variance", 0.001)])
+        watch.alarms.see([Row(step, 0, "attention", "all", 0, "hidden_variance", 0.001)])
     for step in range(5, 100):
-        watch.alarms.see([(step, 0, "attention", "all", 0, "hidden_variance", 0.02)])
+        watch.alarms.see([Row(step, 0, "attention", "all", 0, "hidden_variance", 0.02)])
         watch.see_loss(step, 2.0)
-    watch.alarms.see([(100, 3, "feed_forward", "all", 0, "hidden_variance", math.nan)])
+    watch.alarms.see([Row(100, 3, "feed_forward", "all", 0, "hidden_variance", math.nan)])
     with pytest.raises(Diverged, match=named(3, "feed_forward")):
         watch.see_loss(100, math.nan)
 

@@ -16,7 +16,7 @@ from training.watching.loops import llama, loop
 from lamina.reports.signs import Signs
 from lamina.training.monitor.alarms import Alarms, read_alarms
 from lamina.training.monitor.gain_measures import rows_of_gains
-from lamina.training.monitor.writers import BETWEEN
+from lamina.training.monitor.writers import BETWEEN, Row
 
 EMBEDDING = (-1, "block", "embedding", 0)
 GAIN = (1, "attention", "pre_norm", 0)
@@ -27,7 +27,7 @@ def told(values, place=GAIN, metric="gain_mean", every=20, rates=None, more=None
     alarms, found = Alarms(), []
     for step, value in enumerate(values, 1):
         name = metric if step == 1 or step % every == 0 else f"{BETWEEN}{metric}"
-        rows = [(step, *place, name, value), *(more(step) if more else [])]
+        rows = [Row(step, *place, name, value), *(more(step) if more else [])]
         found += alarms.see(rows, rates and rates(step))
     return found, alarms
 
@@ -81,7 +81,7 @@ def test_weights_that_shrink_are_no_consequence_of_a_gradient_shortly_before(tol
 
     def more(step):
         gradient = 30.0 if step == at - 3 else 1.0
-        return [(step, -1, "model", "all", 0, "step_gradient_norm", gradient)]
+        return [Row(step, -1, "model", "all", 0, "step_gradient_norm", gradient)]
 
     at = 120 if told_at == "a record" else 108
     values = [0.9] * 119 + [0.5] * 5 if told_at == "a record" else falling(0.05)
@@ -95,8 +95,8 @@ def test_a_stream_behind_layers_that_are_left_out_by_chance_is_compared_with_its
     """An OLMo 2's variance at its records: it depends on the layers that ran before it."""
     alarms, found = Alarms(), []
     for at, value in enumerate([0.03, 0.028, 1.17, 0.031, 0.03, 11.3, 0.03, 10.2, 0.03, 5000.0], 1):
-        rows = [(20 * at, 2, "attention", "all", 0, "hidden_variance", value)]
-        rows += [(20 * at, 1, "block", "all", 0, "not_called", 1.0)] * skips
+        rows = [Row(20 * at, 2, "attention", "all", 0, "hidden_variance", value)]
+        rows += [Row(20 * at, 1, "block", "all", 0, "not_called", 1.0)] * skips
         found += alarms.see(rows)
     assert [alarm.step for alarm in found] == ([200] if skips else [120, 160, 200])
 

@@ -29,6 +29,7 @@ from lamina.training.monitor.guard import Diverged, DivergenceGuard
 from lamina.training.monitor.monitor import StepSeries
 from lamina.training.monitor.stream_measures import hidden_state_rows
 from lamina.training.monitor.training_hooks import is_compiled
+from lamina.training.monitor.writers import Row
 from lamina.training.pretrain import pretrain
 from lamina.training.resolve import resolve_run
 from lamina.training.settings import PretrainSettings
@@ -297,7 +298,7 @@ class Norms:
         return torch.stack([p.grad.square().sum() for p in self.model.parameters()])
 
     def rows(self, step, squares):
-        return [(step, i, "attention", "all", 0, "gradient_norm", s.sqrt().item()) for i, s in enumerate(squares)]
+        return [Row(step, i, "attention", "all", 0, "gradient_norm", s.sqrt().item()) for i, s in enumerate(squares)]
 
 
 class Scaled(MonitoredTrainer, Base):

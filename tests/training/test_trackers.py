@@ -12,14 +12,15 @@ from lamina.errors import UserError
 from lamina.training.monitor import trackers
 from lamina.training.monitor.stream_measures import TOP
 from lamina.training.monitor.trackers import STEP, Trackers, series_of
+from lamina.training.monitor.writers import Row
 
 ROWS = [
-    (3, -1, "embedding", "all", 0, "gradient_norm", 0.5),
-    (3, 0, "attention", "all", 0, "gradient_norm", 1.0),
-    (3, 9, "feed_forward", "expert", 12, "load", 2.0),
-    (3, 9, "attention", "all", 1, "hidden_top_abs", 3.0),
-    (3, 9, "attention", "all", TOP - 1, "hidden_top_abs", 4.0),
-    (2, 0, "attention", "all", 0, "gradient_norm", 9.0),
+    Row(3, -1, "embedding", "all", 0, "gradient_norm", 0.5),
+    Row(3, 0, "attention", "all", 0, "gradient_norm", 1.0),
+    Row(3, 9, "feed_forward", "expert", 12, "load", 2.0),
+    Row(3, 9, "attention", "all", 1, "hidden_top_abs", 3.0),
+    Row(3, 9, "attention", "all", TOP - 1, "hidden_top_abs", 4.0),
+    Row(2, 0, "attention", "all", 0, "gradient_norm", 9.0),
 ]
 
 

@@ -36,7 +36,7 @@ from lamina.reports.signs import Signs
 from lamina.training.monitor.alarms import NOTABLE, Alarm, Alarms
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
 from lamina.training.monitor.rules import GRADIENTS, LIMITS, calibration
-from lamina.training.monitor.writers import LOSS, NORM
+from lamina.training.monitor.writers import LOSS, NORM, Row
 from tools.calibration.alarm_runs import COLUMNS, DRAWN, FRESH, HELD_EVERY, KINDS, OTHER, SEEN, SETUPS, path_of, wanted
 
 NATS, STAYS = 0.15, 3
@@ -98,11 +98,12 @@ class Recorded:
         return "judged" if seed >= FRESH else "seen" if apart or (self.kind and seed >= SEEN[0]) else "fitted"
 
     @cached_property
-    def calls(self) -> list[tuple[float | None, bool, list[tuple[Any, ...]]]]:
+    def calls(self) -> list[tuple[float | None, bool, list[Row]]]:
         """Return the calls to the alarms: the learning rate, whether the model is in float16, and the rows."""
-        columns = pq.read_table(self.path).to_pydict()
-        rows = list(zip(*(columns[name] for name in COLUMNS), strict=True))
-        by_call = {call: [row[1:] for row in group] for call, group in groupby(rows, key=lambda row: row[0])}
+        table = pq.read_table(self.path).to_pydict()
+        calls, *columns = (table[name] for name in COLUMNS)
+        rows = zip(calls, map(Row, *columns), strict=True)
+        by_call = {call: [row for _, row in group] for call, group in groupby(rows, key=lambda pair: pair[0])}
         return [(rate, half, by_call.get(call, [])) for call, (rate, half) in enumerate(self.about["calls"])]
 
     def replay(self, limits: Mapping[str, float] | None = None, heard: list[tuple[int, Alarm]] | None = None) -> Alarms:
@@ -116,12 +117,12 @@ class Recorded:
             alarms.half = half
             told = alarms.see(rows, rate)
             if heard is not None and told:
-                heard += [(max(row[0] for row in rows), alarm) for alarm in told]
+                heard += [(max(row.step for row in rows), alarm) for alarm in told]
         alarms.close()
         return alarms
 
     def by_step(self, metric: str) -> dict[int, float]:
-        return {row[0]: row[6] for _, _, rows in self.calls for row in rows if row[5] == metric}
+        return {row.step: row.value for _, _, rows in self.calls for row in rows if row.metric == metric}
 
     @cached_property
     def losses(self) -> dict[int, float]:

@@ -39,10 +39,11 @@ from lamina.reports.histories.recordings import Bools, Floats, Ints, Recording, 
 from lamina.reports.histories.sources import read_runs, recorded_in, runs_in
 from lamina.reports.loss_course import BEFORE, restarts, wander_of
 from lamina.training.monitor.alarms import Alarm, Alarms, events, write_alarms
+from lamina.training.monitor.loss_chart import LAG, LEAST_NOISE
 from lamina.training.monitor.pasts import DEVIATIONS, WINDOW
 from lamina.training.monitor.policy_signs import METRICS as POLICY
 from lamina.training.monitor.policy_signs import metrics_of
-from lamina.training.monitor.rules import LAG, LEAST_NOISE, STANDS_OUT, limits
+from lamina.training.monitor.rules import STANDS_OUT, limits
 from lamina.training.monitor.writers import LOSS, NORM, VERSION, WATCHED, LayersWriter, Row
 
 Key: TypeAlias = tuple[Owner, str]
@@ -98,7 +99,7 @@ class History:
 
     def rows_of(self, key: Key) -> Iterator[Row]:
         (owner, metric), (steps, values) = key, self.series[key]
-        yield from zip(steps.tolist(), *map(repeat, (*owner, 0, metric)), values.tolist(), strict=False)
+        yield from map(Row, steps.tolist(), *map(repeat, (*owner, 0, metric)), values.tolist())
 
     def values(self, metric: str) -> dict[int, float]:
         """Return a metric of the whole model by step, or {} if the record does not have the metric."""
@@ -372,7 +373,7 @@ def judge(history: History) -> tuple[list[Alarm], list[int]]:
             judged_here &= wanted[np.minimum(places, len(judged) - 1)]
         chosen = np.flatnonzero(judged_here)
         for row, value in zip(places[chosen].tolist(), values[chosen].tolist(), strict=True):
-            rows.setdefault(row, []).append((row + 1, *key[0], 0, key[1], value))
+            rows.setdefault(row, []).append(Row(row + 1, *key[0], 0, key[1], value))
     # the rules count records instead of steps
     for row in range(len(judged)):
         alarms.see(rows.pop(row, []))
@@ -399,7 +400,7 @@ def _of_policy(history: History) -> list[Alarm]:
     rows: dict[int, list[Row]] = {}
     for key in history.series:
         for row in history.rows_of(key) if key[1] in POLICY else ():
-            rows.setdefault(row[0], []).append(row)
+            rows.setdefault(row.step, []).append(row)
     alarms = Alarms()
     for step in sorted(rows):
         alarms.see(rows[step])

@@ -64,7 +64,7 @@ def watched_report(folder: Path) -> Path:
 def _course(evidence: Evidence | None) -> str:
     if evidence is None:
         return ""
-    norms = {row[0]: row[6] for row in evidence.rows([NORM])}
+    norms = {row.step: row.value for row in evidence.rows([NORM])}
     panels = {}
     for name, values in (("learning rate", evidence.rates), ("gradient norm", norms)):
         if values:

@@ -113,7 +113,7 @@ class Alarms(Rules):
         """Check, write and return new alarms. Lamina divides updates by the learning rate ``rate``."""
         by_step: dict[int, list[Row]] = {}
         for row in rows:
-            by_step.setdefault(row[0], []).append(row)
+            by_step.setdefault(row.step, []).append(row)
         alarms: list[Alarm] = []
         self.marked = set()
         for step, group in sorted(by_step.items()):
@@ -203,8 +203,8 @@ class Alarms(Rules):
         """Return an alarm if a metric leaves its usual range, or if a gradient stays outside for several steps."""
         if not (found.left or found.name or self._out):
             return []
-        rule, (step, layer, sublayer, role, _, metric, value), usual = found.rule, found.row, found.usual
-        key = (rule, series_of(found.row))
+        rule, row, metric = found.rule, found.row, found.row.metric
+        key = (rule, series_of(row))
         waits = rule in ("rise", "apart", "low") and metric in GRADIENTS
         lasts = waits and rule == "rise"
         if lasts:
@@ -219,11 +219,11 @@ class Alarms(Rules):
             self._out.discard(key)
             self._single += [alarm for alarm in self._high.pop(key, []) if alarm.excess > MARKED]
         elif key not in self._out:
-            location = {"layer": layer, "sublayer": sublayer, "role": role, "metric": metric}
+            location = {"layer": row.layer, "sublayer": row.sublayer, "role": row.role, "metric": metric}
             high = self._high.setdefault(key, [])
-            high.append(Alarm(step=step, rule=rule, **location, value=value, usual=usual))
+            high.append(Alarm(step=row.step, rule=rule, **location, value=row.value, usual=found.usual))
             if high[-1].excess > MARKED or not waits:
-                self.marked.add(step)
+                self.marked.add(row.step)
             if not waits or (len(high) > self.limits[found.name] if lasts else len(high) == STAYS):
                 self._out.add(key)
                 return self._high.pop(key)[:1]

@@ -103,7 +103,7 @@ class BatchRecords:
 
     def write(self, steps: Iterable[int], series: Iterable[Row], processes: Processes) -> None:
         """Write the batches of the given steps and of steps with an unusually high loss. Call this in all processes."""
-        steps = {*steps, *(row[0] for row in series if row[5] == LOSS and self._high.see(LOSS, row[6]))}
+        steps = {*steps, *(row.step for row in series if row.metric == LOSS and self._high.see(LOSS, row.value))}
         written = {line["step"] for line in self._lines}
         new = sorted(step for step in set(steps) - written if self.kept.steps.get(step))
         new = new[: max(0, MOST_STEPS - len(written))]

@@ -135,7 +135,7 @@ class ExpertBalance(TrainerCallback):
     def rows(self, step: int) -> list[Row]:
         """Return each expert's load (its tokens / all tokens). A balanced load is top_k / num_experts."""
         return [
-            (step, layer, "feed_forward", "expert", expert, "expert_load", value)
+            Row(step, layer, "feed_forward", "expert", expert, "expert_load", value)
             for layer, load in self.load.items()
             for expert, value in enumerate(load.tolist())
         ]

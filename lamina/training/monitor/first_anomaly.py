@@ -17,7 +17,8 @@ from lamina.training.monitor.alarms import (
     is_spike,
     outlasts_spikes,
 )
-from lamina.training.monitor.rules import GRADIENTS, noise_of
+from lamina.training.monitor.loss_chart import noise_of
+from lamina.training.monitor.rules import GRADIENTS
 
 BEFORE, AFTER = 16, 3  # the number of earlier losses, and the number of later losses that are compared with them
 NOISES = 6.0  # a loss is different if it differs by this many times the noise of the earlier losses

@@ -15,8 +15,7 @@ from lamina.modeling.parts import body_of, sublayers
 from lamina.modeling.wiring_lamina import SCALES, LaminaNorm
 from lamina.probes.structure.sites import Structure, effective_gain
 from lamina.training.checkpointing.sharding import reshard
-from lamina.training.monitor.parameter_measures import Owner
-from lamina.training.monitor.writers import BETWEEN, Row
+from lamina.training.monitor.writers import BETWEEN, Location, Row
 
 Gain: TypeAlias = tuple[int, str, str, int, float, torch.Tensor]
 """The layer (-1 outside the layers), sub-layer, role, number within the role, the norm's offset, and the gain."""
@@ -44,7 +43,7 @@ def lamina_gains(model: nn.Module) -> list[Gain]:
 def gains_of(structure: Structure) -> list[Gain]:
     """List the learned gains of a model's norms, and the weights of its embedding and output head."""
     gains: list[Gain] = []
-    counts: Counter[Owner] = Counter()
+    counts: Counter[Location] = Counter()
     for layer, sublayer, norm in structure.norms():
         if isinstance(weight := getattr(norm.module, "weight", None), torch.Tensor) and weight.ndim == 1:
             owner = (layer, "block" if layer < 0 else sublayer, norm.role)
@@ -167,7 +166,7 @@ class GainSeries:
             return []
         names = ["row_norm" if parameter.ndim == 2 else "gain" for *_, parameter in self.gains]
         return [
-            (step, layer, sublayer, role, index, f"{prefix}{name}_{of}", value)
+            Row(step, layer, sublayer, role, index, f"{prefix}{name}_{of}", value)
             for step, *both in zip(steps, means.tolist(), largest.tolist(), strict=True)
             for (layer, sublayer, role, index, *_), name, *pair in zip(self.gains, names, *both, strict=True)
             for of, value in zip(("mean", "abs_max"), pair, strict=True)

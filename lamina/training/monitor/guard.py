@@ -14,7 +14,7 @@ from lamina.errors import OneLine
 from lamina.jobs.status import Status
 from lamina.training.monitor.alarms import Alarms, describe
 from lamina.training.monitor.first_anomaly import first_anomaly
-from lamina.training.monitor.rules import noise_of
+from lamina.training.monitor.loss_chart import noise_of
 from lamina.training.monitor.writers import LOSS, NORM, Row
 from lamina.training.setting_groups import GuardSettings
 
@@ -79,8 +79,8 @@ class DivergenceGuard:
 
     def see_steps(self, rows: Iterable[Row]) -> None:
         """Store the loss and the gradient norm of each step since the last record."""
-        for step, *_, metric, value in rows:
-            self._course[metric][step] = value
+        for row in rows:
+            self._course[row.metric][row.step] = row.value
         for values in self._course.values():
             for step in [*values][:-_COURSE]:
                 del values[step]

@@ -72,7 +72,7 @@ class IdleParts:
 
     def _lasts(self, row: Row, idle: bool) -> int:
         """Return the number of consecutive idle values of a part, including the value in ``row``."""
-        part = (row[1], row[2], row[4], row[5])
+        part = _part(row)
         self.runs[part] = self.runs.get(part, 0) + 1 if idle else 0
         return self.runs[part]
 
@@ -80,32 +80,32 @@ class IdleParts:
         self, members: Sequence[Row], recent: Mapping[tuple[int, str, str, str], Sequence[float]]
     ) -> Iterator[Part]:
         """Yield the layers with a value that fell by the factor ``BEHIND`` relative to the layers' median."""
-        usual = statistics.median(row[6] for row in members) if len(members) > 2 else 0.0
+        usual = statistics.median(row.value for row in members) if len(members) > 2 else 0.0
         past: list[float] = []  # each member's median, computed only if a member is small
         before = 0.0
         for at, row in enumerate(members):
-            idle = 0 < row[6] < usual / 2
+            idle = 0 < row.value < usual / 2
             if idle:
                 if not past:
-                    past = [statistics.median(recent.get((*each[1:4], each[5])) or [0.0]) for each in members]
+                    past = [statistics.median(recent.get((*each.location, each.metric)) or [0.0]) for each in members]
                     before = statistics.median(past)
-                idle = row[6] * before * BEHIND < past[at] * usual
-            if self._lasts(row, idle) >= LASTS[row[5]]:
-                yield row[1], row[2], row[4], row[5]
+                idle = row.value * before * BEHIND < past[at] * usual
+            if self._lasts(row, idle) >= LASTS[row.metric]:
+                yield _part(row)
 
     def _without_tokens(self, loads: Iterable[Row]) -> set[Part]:
         """Return the experts that got no tokens for longer than chance explains."""
         idle, rows = set[Part](), list(loads)
         for row in rows:
-            before = self.runs.get((row[1], row[2], row[4], row[5]), 0)
-            if not self._lasts(row, row[6] == 0.0):
-                count = self.counts.setdefault(row[1], [0, 0])
+            before = self.runs.get(_part(row), 0)
+            if not self._lasts(row, row.value == 0.0):
+                count = self.counts.setdefault(row.layer, [0, 0])
                 count[:] = [count[0] + before, count[1] + before + 1]
-        for _, layer, sublayer, _, number, metric, _ in rows:
-            zeros, seen = self.counts.get(layer, (0, 0))
-            run = self.runs[layer, sublayer, number, metric]
-            if run >= LASTS[metric] and run * math.log((zeros + 1) / (seen + 2)) < math.log(CERTAIN):
-                idle.add((layer, sublayer, number, metric))
+        for row in rows:
+            zeros, seen = self.counts.get(row.layer, (0, 0))
+            run = self.runs[_part(row)]
+            if run >= LASTS[row.metric] and run * math.log((zeros + 1) / (seen + 2)) < math.log(CERTAIN):
+                idle.add(_part(row))
         return idle
 
     def state_dict(self) -> Json:
@@ -123,3 +123,7 @@ class IdleParts:
         self.named = {(layer, sublayer, number, metric) for layer, sublayer, number, metric in state.get("named", [])}
         self.counts = {layer: counts for layer, *counts in state.get("counts", [])}
         self.told = dict(state.get("told", {}))
+
+
+def _part(row: Row) -> Part:
+    return row.layer, row.sublayer, row.number, row.metric

@@ -16,8 +16,8 @@ from torch.utils.hooks import RemovableHandle
 from lamina.probes.structure.sites import Structure
 from lamina.training.checkpointing.sharding import local_part
 from lamina.training.monitor.held_parts import HeldPart
-from lamina.training.monitor.parameter_measures import GradientNorms, Owner
-from lamina.training.monitor.writers import Row
+from lamina.training.monitor.parameter_measures import GradientNorms
+from lamina.training.monitor.writers import Location, Row
 
 CHANGES = 3  # notes about changes of the trained parameters
 _SHOWN = 4  # names in a note
@@ -33,13 +33,13 @@ class StepSigns:
         changed: the number of parameters that the loop froze or unfroze in each part (1 for replaced parameters).
     """
 
-    trained: frozenset[Owner] = frozenset()
+    trained: frozenset[Location] = frozenset()
     left_out: tuple[tuple[int, str], ...] = ()
-    changed: Mapping[Owner, int] = field(default_factory=dict)
+    changed: Mapping[Location, int] = field(default_factory=dict)
 
     def rows(self, step: int) -> list[Row]:
-        rows: list[Row] = [(step, layer, sublayer, "all", 0, "not_called", 1.0) for layer, sublayer in self.left_out]
-        return rows + [(step, *owner, 0, "trained_changed", float(count)) for owner, count in self.changed.items()]
+        rows = [Row(step, layer, sublayer, "all", 0, "not_called", 1.0) for layer, sublayer in self.left_out]
+        return rows + [Row(step, *owner, 0, "trained_changed", float(count)) for owner, count in self.changed.items()]
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,10 +65,10 @@ class LoopSigns:
     def __init__(self, norms: GradientNorms, structure: Structure | None, *, hooks: bool, note: Callable[[str], None]):
         self.norms, self.note = norms, note
         self._mask: tuple[bool, ...] = ()
-        self._trained: dict[tuple[bool, ...], frozenset[Owner]] = {}
+        self._trained: dict[tuple[bool, ...], frozenset[Location]] = {}
         self._called: set[tuple[int, str]] = set()
         self._ever: set[tuple[int, str]] = set()
-        self._replaced: set[Owner] = set()
+        self._replaced: set[Location] = set()
         self._noted = False  # whether a note named skipped layers
         self._changes = 0
         self._handles: list[RemovableHandle] = []
@@ -83,7 +83,7 @@ class LoopSigns:
         for handle in self._handles:
             handle.remove()
 
-    def replaced(self, owners: Iterable[Owner]) -> None:
+    def replaced(self, owners: Iterable[Location]) -> None:
         """Mark parts with new parameters, for the next call of ``end_step``."""
         self._replaced |= set(owners)
 
@@ -118,7 +118,7 @@ class LoopSigns:
             self._trained = {mask: frozenset(self.norms.trained())}
         return StepSigns(trained=self._trained[mask], left_out=left_out, changed=changed)
 
-    def _tell(self, step: int, unfrozen: int, frozen: int, owners: Iterable[Owner]) -> None:
+    def _tell(self, step: int, unfrozen: int, frozen: int, owners: Iterable[Location]) -> None:
         self._changes += 1
         if self._changes > CHANGES:
             return
@@ -132,7 +132,7 @@ class LoopSigns:
         )
 
 
-def places(owners: Iterable[Owner]) -> str:
+def places(owners: Iterable[Location]) -> str:
     """List layers and other parts of a model in a short form, such as "layers 0 to 3, embedding"."""
     owners = list(owners)
     layers = sorted({layer for layer, _, _ in owners if layer >= 0})

@@ -22,7 +22,7 @@ from lamina.training.monitor.alarms import Alarm
 from lamina.training.monitor.gain_measures import GainSeries
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
 from lamina.training.monitor.trackers import Trackers
-from lamina.training.monitor.writers import LOSS, NORM, LayersWriter, MetricsWriter, Row
+from lamina.training.monitor.writers import LOSS, MODEL, NORM, LayersWriter, MetricsWriter, Row
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class StepSeries:
             if name == LOSS:
                 values = torch.stack(self.processes.everyones(values)).double().mean(0)
             rows += [
-                (step, -1, "model", "all", 0, name, value)
+                Row(step, *MODEL, 0, name, value)
                 for step, value in zip(self._steps[name], values.tolist(), strict=True)
             ]
             self._steps[name], self._values[name] = [], []
@@ -141,11 +141,11 @@ class Monitor:
         """
         unwritten = self.new_steps()
         series, self._unjudged = [*self._unjudged, *unwritten], []
-        between = (row for row in self.gains.rows() if not due or row[0] != self.step)
+        between = (row for row in self.gains.rows() if not due or row.step != self.step)
         self._judge([*series, *self._waiting, *rows, *between], rate)
         self._waiting = []
         recorded = self.alarms.marked | ({self.step} if due else set())
-        self._add([*unwritten, *(row for row in rows if row[0] in recorded)])
+        self._add([*unwritten, *(row for row in rows if row.step in recorded)])
         self.guard.see_steps(series)
         return series
 

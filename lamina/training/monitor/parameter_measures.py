@@ -29,15 +29,10 @@ from lamina.training.checkpointing.sharding import local_part
 from lamina.training.monitor.flat_parameters import FlatParameters
 from lamina.training.monitor.held_parts import part_of, stored
 from lamina.training.monitor.silent_parameters import SilentParameters
-from lamina.training.monitor.writers import Row
+from lamina.training.monitor.writers import MODEL, Location, Row
 from lamina.training.monitor.zero import ZeroGroups
 
-Owner: TypeAlias = tuple[int, str, str]
-"""The part of the model that contains a parameter: layer (-1 outside the layers), sub-layer, role.
-
-In a sub-layer, the only role is "all". A layer's parameters outside its sub-layers have the role "other".
-"""
-Owned: TypeAlias = list[tuple[Owner, torch.Tensor]]
+Owned: TypeAlias = list[tuple[Location, torch.Tensor]]
 
 MOMENTS = {"first_moment": "exp_avg", "second_moment": "exp_avg_sq"}
 """The metrics of Adam's moments, and the names of the moments in the state of torch's optimizers."""
@@ -65,10 +60,10 @@ def found_parameters(model: nn.Module, structure: Structure | None, flat: FlatPa
     """
     flat = flat or FlatParameters(model)
     if structure is None:
-        return [((-1, "model", "all"), parameter) for parameter in flat.parameters(model)]
-    owners: dict[int, Owner] = {}
+        return [(MODEL, parameter) for parameter in flat.parameters(model)]
+    owners: dict[int, Location] = {}
 
-    def claim(owner: Owner, *modules: nn.Module | None) -> None:
+    def claim(owner: Location, *modules: nn.Module | None) -> None:
         for module in modules:
             for parameter in () if module is None else flat.parameters(module):
                 owners.setdefault(id(parameter), owner)
@@ -133,7 +128,7 @@ class GradientNorms:
         group: ProcessGroup | None = None,
     ):
         self._exact, self.group = exact, group
-        keys: dict[Owner, int] = {}
+        keys: dict[Location, int] = {}
         self.parameters: list[torch.Tensor] = []
         self.groups: list[int] = []
         for key, parameter in owned_parameters(model) if owned is None else owned:
@@ -217,13 +212,13 @@ class GradientNorms:
             torch.distributed.all_reduce(sums, group=self.group)
         return sums
 
-    def trained(self) -> set[Owner]:
+    def trained(self) -> set[Location]:
         """Return the parts of the model with a parameter that requires a gradient now."""
         groups = {group for group, p in zip(self.groups, self.parameters, strict=True) if p.requires_grad}
         owners = {self.keys[group] for group in groups}
         return owners | {(layer, "block", "all") for layer, _, _ in owners if layer >= 0}
 
-    def totals(self, sums: Sequence[float]) -> Iterator[tuple[Owner, float]]:
+    def totals(self, sums: Sequence[float]) -> Iterator[tuple[Location, float]]:
         """Yield the sum of each part of the model, then the sum of each whole block."""
         blocks: dict[int, float] = {}
         for (layer, sublayer, role), value in zip(self.keys, sums, strict=True):
@@ -234,7 +229,7 @@ class GradientNorms:
             yield (layer, "block", "all"), total
 
     def rows(self, step: int, squares: torch.Tensor) -> list[Row]:
-        return [(step, *owner, 0, "gradient_norm", total**0.5) for owner, total in self.totals(squares.tolist())]
+        return [Row(step, *owner, 0, "gradient_norm", total**0.5) for owner, total in self.totals(squares.tolist())]
 
 
 def reading_waits(tensor: torch.Tensor) -> bool:
@@ -442,7 +437,7 @@ class Samples:
             "forgotten_share": lost.tolist(),
         }
         return [
-            (step, *owner, 0, metric, value)
+            Row(step, *owner, 0, metric, value)
             for metric, values in found.items()
             for owner, value in zip(self.groups.keys, values, strict=True)
             if 0 < value < math.inf
@@ -491,7 +486,7 @@ class UpdateRatios(TrainerCallback):
         self.groups = groups
         self._silent = SilentParameters(structure, self.groups.parameters, self.groups.groups)
         self.samples = Samples(self.groups)
-        self._ratios: dict[Owner, float] = {}
+        self._ratios: dict[Location, float] = {}
         self._estimates: list[float] = []
         self._before: list[torch.Tensor] = []
         self._frozen: set[int] = set()  # the places of weights that stay as they are, such as LoRA's base
@@ -615,11 +610,11 @@ class UpdateRatios(TrainerCallback):
     def close(self) -> None:
         self._silent.close()
 
-    def _rate_ratios(self, optimizers: Optimizers) -> dict[Owner, float]:
-        owners: dict[int, list[Owner]] = {}
+    def _rate_ratios(self, optimizers: Optimizers) -> dict[Location, float]:
+        owners: dict[int, list[Location]] = {}
         for parameter, group in zip(self.groups.parameters, self.groups.groups, strict=True):
             owners.setdefault(id(stored(parameter)), []).append(self.groups.keys[group])
-        ratios: dict[Owner, float] = {}
+        ratios: dict[Location, float] = {}
         for optimizer in optimizers:
             groups = [group for group in optimizer.param_groups if group.get("lr") is not None]
             usual = statistics.median_low([float(group["lr"]) for group in groups for _ in group["params"]] or [0.0])
@@ -637,8 +632,8 @@ class UpdateRatios(TrainerCallback):
         self._sums, self.still = {}, []
         if not any(values["update_norm"]):
             return rows
-        rows += [(step, *owner, 0, "rate_ratio", ratio) for owner, ratio in self._ratios.items()]
-        rows += [(step, -1, "model", "all", 0, "rate_estimate", max(self._estimates))] if self._estimates else []
+        rows += [Row(step, *owner, 0, "rate_ratio", ratio) for owner, ratio in self._ratios.items()]
+        rows += [Row(step, *MODEL, 0, "rate_estimate", max(self._estimates))] if self._estimates else []
         places = self._unmoved()
         self.still = [self.groups.parameters[place] for place in places]
         self.missing = not any(id(stored(parameter)) in self._group_of for parameter in self.still)
@@ -646,10 +641,11 @@ class UpdateRatios(TrainerCallback):
         self.silent = [self.groups.parameters[place] for place in silent]
         for metric, found in (("unmoved_parameters", places), ("without_gradient", silent)):
             counts = Counter(self.groups.keys[self.groups.groups[place]] for place in found)
-            rows += [(step, *owner, 0, metric, float(count)) for owner, count in counts.items()]
+            rows += [Row(step, *owner, 0, metric, float(count)) for owner, count in counts.items()]
         for totals in zip(*(self.groups.totals(sums) for sums in values.values()), strict=True):
-            owner, by_metric = totals[0][0], dict(zip(values, (total for _, total in totals), strict=True))
-            rows += [(step, *owner, 0, metric, total**0.5) for metric, total in by_metric.items()]
+            by_metric = dict(zip(values, (total for _, total in totals), strict=True))
+            owner: Location = totals[0][0]
+            rows += [Row(step, *owner, 0, metric, total**0.5) for metric, total in by_metric.items()]
             if weight := by_metric["weight_norm"]:
-                rows.append((step, *owner, 0, "update_ratio", (by_metric["update_norm"] / weight) ** 0.5))
+                rows.append(Row(step, *owner, 0, "update_ratio", (by_metric["update_norm"] / weight) ** 0.5))
         return rows

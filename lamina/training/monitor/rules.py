@@ -19,6 +19,7 @@ from typing import NamedTuple, TypeAlias
 from lamina.core.json_types import Json
 from lamina.jobs.files import read_json
 from lamina.training.monitor.idle_parts import IdleParts
+from lamina.training.monitor.loss_chart import LossChart
 from lamina.training.monitor.pasts import (
     COURSES,
     EVERY_STEP,
@@ -35,41 +36,34 @@ from lamina.training.monitor.pasts import (
 )
 from lamina.training.monitor.policy_signs import METRICS as POLICY
 from lamina.training.monitor.policy_signs import PolicyCourse
-from lamina.training.monitor.writers import BETWEEN, LOSS, NORM, RATE, Row
-from lamina.training.monitor.written_weights import HANDS, WrittenWeights
+from lamina.training.monitor.writers import BETWEEN, LOSS, MODEL, NORM, RATE, Location, Row
+from lamina.training.monitor.written_weights import HANDS, LastWeights, WrittenWeights
 
 Series: TypeAlias = tuple[int, str, str, str]
 """A layer, a sub-layer, a role and a metric."""
-Place: TypeAlias = tuple[int, str, str]
-"""A layer, a sub-layer and a role."""
 LIMITS = Path(__file__).parent / "limits.json"
-LEAST_FALL = 0.5  # nats: a loss of few classes falls from 0.7 in some steps; also how near to chance it may begin
 LOGIT = 50.0  # an attention logit of this size makes all others negligible
 FROM_FIRST = 8.0  # times a layer's first logit, which is large under query and key norms without a scale (Gemma 4)
 FP16_MAX = 65504.0
 FEW = 0.25  # share of the layers whose weights may stand apart; more of them are another kind of layer
 BEGINS = 10.0  # near chance, a sub-layer's gradient may rise to this multiple of the model's usual gradient
 CERTAIN, ZEROS = 1e-7, 5  # zero gradients are no chance below this probability, with at least so many in a row
-KEPT = 0.1  # share of a gradient that earlier steps left in it
+LEFTOVER = 0.1  # share of a gradient that earlier steps left in it
 RECENT, SAME_WAY = 10, 5  # a course is judged by so many records, so many of which must go the same way
 GROWS = 1.1  # an optimizer's own estimate of its rate still grows if it does by this factor between two records
 RAISED = 4.0  # multiple of a schedule's highest rate,
 LEVEL = 32  # which the schedule has reached after so many steps without a rise
-HIGHER = 16.0  # multiple of the others' rate; LoRA+ (arXiv 2402.12354) uses up to this on purpose
+HIGH_RATE = 16.0  # multiple of the others' rate; LoRA+ (arXiv 2402.12354) uses up to this on purpose
 MATCH, NO_MATCH = 0.99, 0.95  # share of labels that equal the batch's tokens: while they fit, and once they do not
 REPEATS = 6  # steps with the same batch that are too many: GRPO and PPO take fewer
-LAG, CALM_LOSSES = 8, 16  # how many of the latest losses are judged, and how many before them are needed
-LARGEST = 8.0  # a single loss adds at most so many noises, so that no single batch counts as a rise
-SLACK = {"rise": 1.0, "fall": 3.0}  # noises that each step may add: more for a fall, as a healthy loss falls
-HIGHEST = 10  # where parts are left out by chance, or weights averaged, one in so many losses may be higher
-LEAST_NOISE = 0.02  # a loss's noise counts as at least so many nats
 STAYS = 3  # a gradient must stand apart for so many values in a row; the first so many values are the start
 STANDS_OUT = math.log(2.0)  # a gradient stands out from this score; its limit is how often in a row it may
 GRADIENTS = ("gradient_norm", "step_gradient_norm", "first_moment")
 
 
-_KEPT = {"update_ratio", "rate_ratio", "expert_load", "batch_repeats", "label_match", "kept_gradient", LOSS, *HANDS}
-JUDGED = {*PASTS, *_KEPT}
+JUDGED = {
+    *PASTS, "update_ratio", "rate_ratio", "expert_load", "batch_repeats", "label_match", "kept_gradient", LOSS, *HANDS
+}  # fmt: skip
 _LAGS = ("gradient_norm", "update_norm")
 _UPDATES = ("update_norm", "update_ratio", "weight_norm", "unmoved_parameters", "without_gradient")
 _OF_WEIGHTS = {*_UPDATES, "gain_mean", "gain_abs_max", "row_norm_mean", "row_norm_abs_max"}
@@ -105,6 +99,18 @@ class Found(NamedTuple):
     score: float = 0.0
 
 
+class Peak(NamedTuple):
+    """The learning rate's highest value, and the step at which the rate rose to this value.
+
+    Attributes:
+        before: the highest value before the latest rise, or 0 during the warm-up.
+    """
+
+    before: float = 0.0
+    highest: float = 0.0
+    step: int = 0
+
+
 @cache
 def calibration() -> Json:
     """Read limits.json: the fitted limits, and how they were fitted."""
@@ -116,16 +122,10 @@ def limits() -> Mapping[str, float]:
     return calibration()["limits"]
 
 
-def noise_of(losses: Sequence[float]) -> float:
-    """Estimate the standard deviation of the losses' noise from the differences of successive losses."""
-    moved = [abs(later - earlier) for earlier, later in pairwise(losses)]
-    return 1.4826 * statistics.median(moved) / math.sqrt(2) if moved else 0.0
-
-
 def series_of(row: Row) -> Series:
     """Return the layer, sub-layer, role and metric of a measurement. Query and key norms get separate roles."""
-    _, layer, sublayer, role, index, metric, _ = row
-    return layer, sublayer, f"{role} {index + 1}" if index else role, metric
+    role = f"{row.role} {row.number + 1}" if row.number else row.role
+    return row.layer, row.sublayer, role, row.metric
 
 
 @dataclass(kw_only=True)
@@ -151,21 +151,22 @@ class Rules:
     notes: list[str] = field(default_factory=list)
     _recent: dict[Series, deque[float]] = field(default_factory=dict)
     _seen: dict[Series, tuple[int, int]] = field(default_factory=dict)  # the steps of a series' last two values
-    _weights: dict[Place, tuple[int, float, float]] = field(default_factory=dict)  # step, norm, update of a record
-    _losses: deque[float] = field(default_factory=lambda: deque(maxlen=2 * WINDOW))
-    _sums: dict[str, float] = field(default_factory=dict)  # of the loss' control charts
+    _weights: dict[Location, LastWeights] = field(default_factory=dict)
+    _loss_chart: LossChart = field(default_factory=LossChart)
     _logits: dict[int, float] = field(default_factory=dict)  # each layer's first attention logit
     _skipped: int = 0  # steps in a row that a loss scaler left out
     _writes: WrittenWeights = field(default_factory=WrittenWeights)
-    _peak: tuple[float, float, int] = (0.0, 0.0, 0)  # the rate's highest before, and at all, and when it rose to that
+    _peak: Peak = field(default_factory=Peak)
     _estimate: tuple[float, int] = (0.0, -INTERVAL)  # the highest rate that an optimizer estimated, and when it grew
-    _changed: dict[Place, int] = field(default_factory=dict)  # the last step at which others were trained
-    _harmful: set[Place] = field(default_factory=set)  # parts whose own learning rate did harm
+    _changed: dict[Location, int] = field(default_factory=dict)  # the last step at which others were trained
+    _harmful: set[Location] = field(default_factory=set)  # parts whose own learning rate did harm
     _policy: PolicyCourse = field(default_factory=PolicyCourse)
     _idle: IdleParts = field(default_factory=IdleParts)
     _chance: bool = False  # whether layers are left out at times, so that the stream varies more
-    _silent: dict[Place, tuple[int, int]] = field(default_factory=dict)  # ``without_gradient``: records in a row, from
-    _zeros: dict[Place, list[int]] = field(default_factory=dict)  # zero gradients: in a row, from step, before, of all
+    # records in a row with the metric "without_gradient", and the first of these steps
+    _silent: dict[Location, tuple[int, int]] = field(default_factory=dict)
+    # gradients of 0: the number in a row, the first of these steps, the number before, and the number of all gradients
+    _zeros: dict[Location, list[int]] = field(default_factory=dict)
 
     def judge(self, step: int, rows: Sequence[Row], rate: float | None, *, latest: bool) -> Iterator[Found]:
         """Judge the measurements of a step. Lamina divides updates by ``rate``, the latest learning rate."""
@@ -174,37 +175,37 @@ class Rules:
         yield from self._rates(rows, found)
 
     def _found(self, step: int, rows: Sequence[Row], rate: float | None, latest: bool) -> Iterator[Found]:
-        policy = [row for row in rows if row[5] in POLICY]
+        policy = [row for row in rows if row.metric in POLICY]
         yield from self._rewarded(step, policy)
         if policy and len(policy) == len(rows):
             return
         if self._policy.idle:
-            rows = [row for row in rows if row[5] not in _STILL or not math.isfinite(row[6])]
-        changed = {row[1:4] for row in rows if row[5] == "trained_changed"}
+            rows = [row for row in rows if row.metric not in _STILL or not math.isfinite(row.value)]
+        changed = {row.location for row in rows if row.metric == "trained_changed"}
         self._changed |= dict.fromkeys(changed, step)
         self._restart(changed)
         yield from self._schedule(step, rate if latest else None)
         new = {owner for owner, at in self._changed.items() if step < at + INTERVAL}  # Adam's first steps are large
         starts = self._estimated(step, rows)
-        rows = [row for row in rows if row[5] != "update_ratio" or not (starts or row[1:4] in new)]
-        left_out = {row[1] for row in rows if row[5] == "not_called"}
+        rows = [row for row in rows if row.metric != "update_ratio" or not (starts or row.location in new)]
+        left_out = {row.layer for row in rows if row.metric == "not_called"}
         self._chance |= bool(left_out)
-        rows = [row for row in rows if row[6] != 0.0 or row[1] not in left_out or row[5] not in _IDLE]
+        rows = [row for row in rows if row.value != 0.0 or row.layer not in left_out or row.metric not in _IDLE]
         rows = [*rows, *_experts_used(step, rows)]
-        compares = bool(self._weights) or any(row[2] != "model" for row in rows)  # else there is nothing to compare
+        compares = bool(self._weights) or any(row.sublayer != "model" for row in rows)
         if compares:
             yield from self._written(step, rows, rate if latest else None)
         for row in rows:
-            if row[5] in PACES:
+            if row.metric in PACES:
                 yield from self._pace(row)
-            if row[5] not in JUDGED or row[5] == "expert_load":
+            if row.metric not in JUDGED or row.metric == "expert_load":
                 continue
-            if not math.isfinite(row[6]):
+            if not math.isfinite(row.value):
                 yield Found("not_finite", row, 0.0, left=True)
                 continue
             yield Found("not_finite", row, 0.0, left=False)
             yield from self._hard(row)
-            if (past := PASTS.get(row[5])) is not None:
+            if (past := PASTS.get(row.metric)) is not None:
                 yield from self._past(row, past, rate)
         if compares:
             yield from self._peers(rows)
@@ -212,17 +213,17 @@ class Rules:
             yield from self._updates(step, rows)
         yield from self._batch(rows)
         for row in rows:
-            if row[5] == LOSS and math.isfinite(row[6]):
+            if row.metric == LOSS and math.isfinite(row.value):
                 yield from self._loss(row)
         yield from self._scaler(rows)
         groups = [members for metric in _LAGS for members in self._groups(rows, metric)]
-        self.notes += self._idle.see(step, groups, (row for row in rows if row[5] == "expert_load"), self._recent)
+        self.notes += self._idle.see(step, groups, (row for row in rows if row.metric == "expert_load"), self._recent)
 
     def _rewarded(self, step: int, rows: Sequence[Row]) -> Iterator[Found]:
         """Judge a policy's logged numbers. Forget past gradients once all rewards are equal and gradients vanish."""
         was_idle = self._policy.idle
-        for sign in self._policy.see(step, {row[5]: row[6] for row in rows}) if rows else ():
-            yield Found(sign.rule, (sign.step, -1, "model", "all", 0, sign.metric, sign.value), sign.usual, sign.left)
+        for sign in self._policy.see(step, {row.metric: row.value for row in rows}) if rows else ():
+            yield Found(sign.rule, Row(sign.step, *MODEL, 0, sign.metric, sign.value), sign.usual, sign.left)
         if self._policy.idle and not was_idle:
             self._zeros = {}
             self._forget(lambda series: series[3] in _STILL)
@@ -233,7 +234,10 @@ class Rules:
         Prodigy and D-Adaptation begin with a far too low estimate. When the estimate grows, Lamina forgets past updates
         and weights.
         """
-        value, (highest, grew) = max((row[6] for row in rows if row[5] == "rate_estimate"), default=0.0), self._estimate
+        value, (highest, grew) = (
+            max((row.value for row in rows if row.metric == "rate_estimate"), default=0.0),
+            self._estimate,
+        )
         if value > GROWS * highest > 0:
             grew = step
             self._forget(lambda series: series[3] in PASTS and series[3] not in _EVERY_STEP)
@@ -251,11 +255,11 @@ class Rules:
             highest, at = rate, step
         elif rate < highest or step >= at + LEVEL:
             before = highest
-        self._peak = before, highest, at
-        row = (step, -1, "model", "all", 0, RATE, rate)
+        self._peak = Peak(before, highest, at)
+        row = Row(step, *MODEL, 0, RATE, rate)
         yield Found("rise", row, before, left=0 < RAISED * before < rate)
 
-    def _restart(self, owners: Collection[Place]) -> None:
+    def _restart(self, owners: Collection[Location]) -> None:
         """Forget past measurements of the whole model, and of parts with a change in the trained parameters.
 
         If many parts have changed, forget all past measurements and the highest learning rate.
@@ -276,7 +280,7 @@ class Rules:
             self._weights.pop(owner, None)
             self._zeros.pop(owner, None)
         if several:
-            self._sums, self._losses, self._peak = {}, deque(maxlen=2 * WINDOW), (0.0, 0.0, 0)
+            self._loss_chart, self._peak = LossChart(), Peak()
 
     def _forget(self, which: Callable[[Series], bool]) -> None:
         for series in [*filter(which, self._recent)]:
@@ -291,27 +295,27 @@ class Rules:
         self.worst[name] = max(self.worst.get(name, -math.inf), score)
 
     def _fitted(self, rule: str, row: Row, usual: float, score: float, part: str = "") -> Found:
-        name = f"{rule}/{row[5]}{part}"
+        name = f"{rule}/{row.metric}{part}"
         return Found(rule, row, usual, left=score > self.limits[name], name=name, score=score)
 
     def _hard(self, row: Row) -> Iterator[Found]:
-        if row[5] == "attention_logit":
+        if row.metric == "attention_logit":
             limit = LOGIT * math.exp(self.limits["logit/attention_logit"])
-            first = self._logits.setdefault(row[1], row[6])
+            first = self._logits.setdefault(row.layer, row.value)
             above = max(1.0, FROM_FIRST * first / limit) if first <= limit else 1.0
-            yield self._fitted("logit", row, above * limit, math.log(max(row[6], 1e-30) / above / LOGIT))
-        if row[5] == "hidden_abs_max" and self.half:
-            yield Found("fp16", row, FP16_MAX, left=row[6] > FP16_MAX / 4)
-        if row[5] == "kept_gradient":
-            yield Found("kept", row, 0.0, left=row[6] > KEPT)
+            yield self._fitted("logit", row, above * limit, math.log(max(row.value, 1e-30) / above / LOGIT))
+        if row.metric == "hidden_abs_max" and self.half:
+            yield Found("fp16", row, FP16_MAX, left=row.value > FP16_MAX / 4)
+        if row.metric == "kept_gradient":
+            yield Found("kept", row, 0.0, left=row.value > LEFTOVER)
 
     def _past(self, row: Row, past: Past, rate: float | None) -> Iterator[Found]:
-        step, _, _, _, _, metric, value = row
+        step, metric, value = row.step, row.metric, row.value
         scaled = value / rate if metric == "update_norm" and rate else value
         recent = self._past_of(row)
         before, last = self._seen.get(series_of(row), (step - 2, step - 1))
         gaps = max(1.0, (step - last) / max(1, last - before))  # a history may have a step twice
-        warms_up = self._peak[0] == 0 and self._peak[2] == step
+        warms_up = self._peak.before == 0 and self._peak.step == step
         for rule, sign in (("rise", 1.0), ("fall", -1.0)):
             if not (past.rises if rule == "rise" else past.falls) or len(recent) < past.fewest:
                 continue
@@ -339,21 +343,20 @@ class Rules:
         A value counts only if it has also moved away from the median of the records. A rise during warm-up does not
         count, because row norms of embeddings then grow with the learning rate.
         """
-        metric = row[5].removeprefix(BETWEEN)
-        row, past = (*row[:5], metric, row[6]), PASTS[metric]
-        key = series_of(row)
+        metric = row.metric.removeprefix(BETWEEN)
+        past, key = PASTS[metric], (*series_of(row)[:3], metric)
         recent, (before, last) = self._recent.get(key, deque[float]()), self._seen.get(key, (0, 0))
-        steps = row[0] - last
+        steps = row.step - last
         if len(recent) < past.fewest or steps < SOON:
             return
-        rule, sign = ("rise", 1.0) if row[6] > recent[-1] else ("fall", -1.0)
+        rule, sign = ("rise", 1.0) if row.value > recent[-1] else ("fall", -1.0)
         if not (past.rises if rule == "rise" else past.falls):
             return
-        usual, score = pace_of(row[6], recent, sign, steps, last - before)
-        warms_up = self._peak[0] == 0 and self._peak[2] >= last
-        if rule == "rise" and (warms_up or row[6] <= max(past.calm, COURSES[metric])):
+        usual, score = pace_of(row.value, recent, sign, steps, last - before)
+        warms_up = self._peak.before == 0 and self._peak.step >= last
+        if rule == "rise" and (warms_up or row.value <= max(past.calm, COURSES[metric])):
             score = 0.0
-        found = self._fitted(rule, row, usual, score, "/pace")
+        found = self._fitted(rule, row._replace(metric=metric), usual, score, "/pace")
         if found.left:
             yield found
         else:  # only a record shows that the series is back in its usual range
@@ -369,13 +372,13 @@ class Rules:
             return None
         recent = recent[-RECENT:]
         begin = min(range(len(recent)), key=lambda at: sign * recent[at])
-        course, least = [*recent[begin:], row[6]], COURSES[row[5]] if rule == "rise" else 0.0
+        course, least = [*recent[begin:], row.value], COURSES[row.metric] if rule == "rise" else 0.0
         back = sum(sign * (later - earlier) <= 0 for earlier, later in pairwise(course))
         back += SAME_WAY if len(course) < SAME_WAY else 0
         usual = max(least, recent[begin])
-        _, last = self._seen.get(series_of(row), (row[0] - 2, row[0] - 1))
-        away = sign * math.log(max(row[6], 1e-30) / usual) if usual > 0 and back <= 1 else 0.0
-        return self._fitted(rule, row, usual, max(0.0, away) / max(1.0, (row[0] - last) / INTERVAL), "/course")
+        _, last = self._seen.get(series_of(row), (row.step - 2, row.step - 1))
+        away = sign * math.log(max(row.value, 1e-30) / usual) if usual > 0 and back <= 1 else 0.0
+        return self._fitted(rule, row, usual, max(0.0, away) / max(1.0, (row.step - last) / INTERVAL), "/course")
 
     def _calm(self, row: Row, past: Past) -> float:
         """Return the value that a rise must exceed to count.
@@ -384,21 +387,18 @@ class Rules:
         tenfold without an effect. If the model skips layers at random, a gradient must also exceed its earlier peak.
         Near the loss of guessing, a gradient may rise to 10 times the usual norm, because learning begins.
         """
-        if row[5] not in GRADIENTS:
+        if row.metric not in GRADIENTS:
             return past.calm
         earlier = earlier_peak(self._past_of(row)) if self._chance else 0.0
-        if row[2] == "model":
+        if row.sublayer == "model":
             return earlier
         parts = [
             statistics.median(recent)
             for (layer, sublayer, role, name), recent in self._recent.items()
-            if name == row[5] and sublayer == "block" and (layer < 0 or role == "all") and recent
+            if name == row.metric and sublayer == "block" and (layer < 0 or role == "all") and recent
         ]
-        return max(earlier, math.hypot(*parts) * (BEGINS if self._near_chance() else 1.0))
-
-    def _near_chance(self) -> bool:
-        level = statistics.median([*self._losses][-LAG:] or [math.inf])
-        return abs(level - math.log(self.vocabulary or math.inf)) < LEAST_FALL
+        near = self._loss_chart.is_near(math.log(self.vocabulary or math.inf))
+        return max(earlier, math.hypot(*parts) * (BEGINS if near else 1.0))
 
     def _rates(self, rows: Sequence[Row], found: Sequence[Found]) -> Iterator[Found]:
         """Judge parts of the model with a far higher learning rate than other parts.
@@ -407,24 +407,27 @@ class Rules:
         may be intentional (muP, Muon, fine-tuning). An alarm then needs unusual values in these parts, and usual
         weights in all other parts.
         """
-        rates = [row for row in rows if row[5] == "rate_ratio"]
+        rates = [row for row in rows if row.metric == "rate_ratio"]
         if not rates:
             return
-        high = [row for row in rates if row[6] > HIGHER]
-        layers = {row[1] for row in rows if row[5] in _MOVES and row[1] >= 0}
-        several = len({row[1] for row in high if row[1] >= 0}) > max(1, FEW * len(layers))
-        left = [each.row for each in found if each.left and each.row[5] not in GRADIENTS]
-        on_purpose = [row for row in high if row[1] < 0 or several]
-        owners = {row[1:4] for row in high}
-        if all(row[1:4] in owners for row in left if row[5] in _OF_WEIGHTS):  # else the rate is not what they share
-            self._harmful |= owners & {row[1:4] for row in left}
+        high = [row for row in rates if row.value > HIGH_RATE]
+        layers = {row.layer for row in rows if row.metric in _MOVES and row.layer >= 0}
+        several = len({row.layer for row in high if row.layer >= 0}) > max(1, FEW * len(layers))
+        left = [each.row for each in found if each.left and each.row.metric not in GRADIENTS]
+        on_purpose = [row for row in high if row.layer < 0 or several]
+        owners = {row.location for row in high}
+        if all(
+            row.location in owners for row in left if row.metric in _OF_WEIGHTS
+        ):  # else the rate is not what they share
+            self._harmful |= owners & {row.location for row in left}
         for row in rates:
-            alarming = row[6] > HIGHER and (row not in on_purpose or row[1:4] in self._harmful)
+            alarming = row.value > HIGH_RATE and (row not in on_purpose or row.location in self._harmful)
             yield Found("apart", row, 1.0, left=alarming)
         if on_purpose and not any(RATES in note for note in self.notes):
+            largest = max(row.value for row in high)
             self.notes.append(
-                f"step {high[0][0]}: {RATES}. The learning rates are up to {max(row[6] for row in high):.3g} times the "
-                "other parts' learning rate"
+                f"step {high[0].step}: {RATES}. The learning rates are up to {largest:.3g} times the other parts' "
+                "learning rate"
             )
 
     def _peers(self, rows: Sequence[Row]) -> Iterator[Found]:
@@ -433,86 +436,88 @@ class Rules:
         The first layer's gradients and updates do not count, because they differ in most models.
         """
         for members in self._groups(rows, "weight_norm"):
-            usual = statistics.median(row[6] for row in members)
+            usual = statistics.median(row.value for row in members)
             if len(members) < 3 or not usual > 0:
                 continue
-            courses = [self._fitted("apart", row, usual, abs(math.log(max(row[6], 1e-30) / usual))) for row in members]
+            courses = [
+                self._fitted("apart", row, usual, abs(math.log(max(row.value, 1e-30) / usual))) for row in members
+            ]
             few = sum(course.left for course in courses) <= max(1, FEW * len(members))
             yield from (course if few else course._replace(left=False, score=0.0) for course in courses)
         groups = list(self._groups(rows, "gradient_norm"))
         for members in groups:
             if len(members) > 2 and len(self._recent.get(series_of(members[0]), ())) <= STAYS:
                 yield from self._low(members)
-        left_out = {row[1:4] for row in rows if row[5] == "gradient_norm" and row[6] == 0.0}
-        ratios = self._groups((row for row in rows if row[1:4] not in left_out), "update_ratio")
-        lowest = min((row[1] for members in (*groups, *ratios) for row in members), default=0)
+        left_out = {row.location for row in rows if row.metric == "gradient_norm" and row.value == 0.0}
+        ratios = self._groups((row for row in rows if row.location not in left_out), "update_ratio")
+        lowest = min((row.layer for members in (*groups, *ratios) for row in members), default=0)
         for members in (*groups, *ratios):
-            peers = [row for row in members if row[1] > lowest and row[1] not in self.starts]
-            usual = statistics.median([row[6] for row in peers] or [0.0])
+            peers = [row for row in members if row.layer > lowest and row.layer not in self.starts]
+            usual = statistics.median([row.value for row in peers] or [0.0])
             for row in peers if len(peers) >= 3 and usual > 0 else ():  # who is above it leaves it no higher
-                yield self._fitted("apart", row, usual, math.log(max(row[6], 1e-30) / usual))
+                yield self._fitted("apart", row, usual, math.log(max(row.value, 1e-30) / usual))
 
     def _dead(self, rows: Sequence[Row]) -> Iterator[Found]:
         """Judge gradients that stay 0 in a sub-layer. The limit depends on how often gradients were 0 so far."""
-        if not any(row[5] == "gradient_norm" and row[6] > 0 for row in rows):
+        if not any(row.metric == "gradient_norm" and row.value > 0 for row in rows):
             return  # a loss that is the same whatever the weights are: there is nothing to learn at this step
         groups, dead = list(self._groups(rows, "gradient_norm")), list[tuple[Row, float, bool]]()
         for members in groups:
-            usual, counts = statistics.median(row[6] for row in members), dict[Row, list[int]]()
+            usual, counts = statistics.median(row.value for row in members), dict[Row, list[int]]()
             for row in members:
-                run, _, before, count = counts[row] = self._zeros.setdefault(row[1:4], [0, row[0], 0, 0])
-                if row[6] == 0.0:
-                    counts[row][:] = [run + 1, counts[row][1] if run else row[0], before, count]
+                run, _, before, count = counts[row] = self._zeros.setdefault(row.location, [0, row.step, 0, 0])
+                if row.value == 0.0:
+                    counts[row][:] = [run + 1, counts[row][1] if run else row.step, before, count]
                 else:
-                    counts[row][:] = [0, row[0], before + run, count + run + 1]
+                    counts[row][:] = [0, row.step, before + run, count + run + 1]
             self._chance |= any(before for _, _, before, _ in counts.values())
             zeros, seen = (sum(count[at] for count in counts.values()) for at in (2, 3))
             chance = (zeros + 1) / (seen + 2)
             for row, (run, begun, before, count) in counts.items():
                 own = max(chance, (before + 2 * chance) / (count + 2))
                 sure = run >= ZEROS and run * math.log(own) < math.log(CERTAIN)
-                dead.append(((begun, *row[1:]) if sure else row, usual, sure))
+                dead.append((row._replace(step=begun) if sure else row, usual, sure))
         many = sum(sure for _, _, sure in dead) > len(dead) / 2 and len(dead) > 2
         if dead:
-            first = min((row[0] for row, _, sure in dead if sure), default=rows[0][0])
-            yield Found("dead", (first, -1, "model", "all", 0, "gradient_norm", 0.0), 0.0, left=many)
+            first = min((row.step for row, _, sure in dead if sure), default=rows[0].step)
+            yield Found("dead", Row(first, *MODEL, 0, "gradient_norm", 0.0), 0.0, left=many)
         yield from (Found("dead", row, usual, left=sure and not many) for row, usual, sure in dead)
 
     def _low(self, members: Sequence[Row]) -> Iterator[Found]:
         """Compare each layer's gradient with the gradients of the two neighboring layers."""
         for index in range(1, len(members)):
             beside = (index - 1, index + 1) if index + 1 < len(members) else (index - 2, index - 1)
-            usual, row = min(members[at][6] for at in beside), members[index]
-            if usual > 0 and row[6] > 0:
-                yield self._fitted("low", row, usual, math.log(usual / row[6]))
+            usual, row = min(members[at].value for at in beside), members[index]
+            if usual > 0 and row.value > 0:
+                yield self._fitted("low", row, usual, math.log(usual / row.value))
 
     def _updates(self, step: int, rows: Sequence[Row]) -> Iterator[Found]:
         """Judge a recorded step's updates: updates that are too large or 0, and parameters without a gradient."""
-        places: dict[Place, dict[str, Row]] = {}
-        for row in rows if any(row[5] in _UPDATES for row in rows) else ():
-            inside = row[1] >= 0 and row[2] != "block"
-            if (inside or row[3] in _WHOLE[1:]) and row[3] in _WHOLE and math.isfinite(row[6]):
-                places.setdefault((row[1], row[2], row[3]), {})[row[5]] = row
-        updates = [of["update_norm"][6] for of in places.values() if "update_norm" in of]
+        places: dict[Location, dict[str, Row]] = {}
+        for row in rows if any(row.metric in _UPDATES for row in rows) else ():
+            inside = row.layer >= 0 and row.sublayer != "block"
+            if (inside or row.role in _WHOLE[1:]) and row.role in _WHOLE and math.isfinite(row.value):
+                places.setdefault(row.location, {})[row.metric] = row
+        updates = [of["update_norm"].value for of in places.values() if "update_norm" in of]
         moving = sum(update > 0 for update in updates) > len(updates) / 2
         for location, of in places.items():
             before = self._weights.get(location)
             born = 0.0 not in self._recent.get((*location, "weight_norm"), ())  # else a gain about 1, or LoRA's B
             ratio = of.get("update_ratio")
             if ratio is not None and before is not None and born:  # Adam's first step is the largest
-                part = "" if ratio[1] >= 0 else "/outside"
+                part = "" if ratio.layer >= 0 else "/outside"
                 limit = self.limits[f"rewritten/update_ratio{part}"]
-                yield self._fitted("rewritten", ratio, math.exp(limit), math.log(max(ratio[6], 1e-30)), part)
+                yield self._fitted("rewritten", ratio, math.exp(limit), math.log(max(ratio.value, 1e-30)), part)
             if (update := of.get("update_norm")) is not None:
-                moved = update[6] > 0 or (before is not None and before[2] > 0)  # else, in most parts, the loop's way
+                moved = update.value > 0 or (before is not None and before.update > 0)
                 yield Found("unmoved", update, 0.0, left="unmoved_parameters" in of and (moved or moving))
                 run, begun = self._silent.get(location, (0, step))
                 run, begun = (run + 1, begun if run else step) if "without_gradient" in of else (0, step)
                 self._silent[location] = run, begun
-                silent = (begun, *location, 0, "without_gradient", of.get("without_gradient", update)[6])
+                silent = Row(begun, *location, 0, "without_gradient", of.get("without_gradient", update).value)
                 yield Found("dead", silent, 0.0, left=run >= STAYS)
             if (weights := of.get("weight_norm")) is not None:
-                self._weights[location] = (step, weights[6], 0.0 if update is None else update[6])
+                self._weights[location] = LastWeights(step, weights.value, 0.0 if update is None else update.value)
 
     def _written(self, step: int, rows: Sequence[Row], rate: float | None) -> Iterator[Found]:
         """Judge changes to weights and moments that no optimizer made."""
@@ -522,69 +527,53 @@ class Rules:
             yield Found(rule, row, usual, left=left)
         if judge.elsewhere:
             self._forget(lambda series: series[3] != "written_ratio")
-            self._sums, self._losses = {}, deque(maxlen=2 * WINDOW)
+            self._loss_chart = LossChart()
         if judge.note and not any(judge.note in note for note in self.notes):
             self.notes.append(f"step {step}: {judge.note}")
 
     def _batch(self, rows: Sequence[Row]) -> Iterator[Found]:
         """Judge how often a batch repeats, and whether labels no longer match the batch's tokens."""
-        again = next((row[6] for row in rows if row[5] == "batch_repeats"), 0.0)
+        again = next((row.value for row in rows if row.metric == "batch_repeats"), 0.0)
         for row in rows:
-            if row[5] == "label_match":
+            if row.metric == "label_match":
                 past = self._past_of(row)
                 usual = statistics.median(past or [0.0])
-                yield Found("fall", row, usual, left=len(past) >= EVERY_STEP and usual > MATCH and row[6] < NO_MATCH)
-                past.append(row[6])
-            elif row[5] == LOSS:
-                yield Found("repeated", (*row[:5], "batch_repeats", again), 0.0, left=again >= REPEATS)
+                yield Found("fall", row, usual, left=len(past) >= EVERY_STEP and usual > MATCH and row.value < NO_MATCH)
+                past.append(row.value)
+            elif row.metric == LOSS:
+                yield Found("repeated", row._replace(metric="batch_repeats", value=again), 0.0, left=again >= REPEATS)
 
     def _loss(self, row: Row) -> Iterator[Found]:
-        """Judge the loss's rises and falls by two control charts (CUSUM), in units of the loss's noise."""
+        """Judge the first loss, and the loss's rises and falls."""
         if self._skipped:
             return
-        losses, value = self._losses, row[6]
-        if not losses and self.vocabulary and row[0] <= STAYS:
-            guess = math.log(self.vocabulary)  # the logits are too large: what makes them is the readout
-            yield self._fitted("guess", (*row[:2], "block", "readout", *row[4:]), guess, value / guess)
-        before = list(losses)[:-LAG]
-        if len(before) >= CALM_LOSSES:
-            noise = max(noise_of(before), LEAST_NOISE)
-            level, earlier = statistics.median(before[-LAG:]), statistics.median(before[-3 * LAG : -LAG] or before)
-            freed = row[0] < max(self._changed.values(), default=-2 * WINDOW) + 2 * WINDOW  # what begins to learn helps
-            at_chance = level > math.log(self.vocabulary or math.inf) - LEAST_FALL  # learning begins
-            latest = sorted(before[-WINDOW:])  # it is higher where parts are left out, or after a way back
-            varies = self._chance or self._writes.means
-            usual = latest[-1 - len(latest) // HIGHEST] if varies else statistics.median(latest)
-            usually = {"rise": usual, "fall": level + min(0.0, level - earlier)}
-            for rule, sign in (("rise", 1.0), ("fall", -1.0)):
-                usual, noise = usually[rule], max(noise, abs(level - earlier) if rule == "fall" else 0.0)
-                distance = min(LARGEST, sign * (value - usual) / noise) - SLACK[rule]
-                distance = 0.0 if rule == "fall" and (freed or at_chance) else distance
-                self._sums[rule] = max(0.0, self._sums.get(rule, 0.0) + distance)
-                course = self._fitted(rule, row, usual, self._sums[rule])
-                left = course.left or (self._sums.get(f"{rule} told", 0.0) > 0 and course.score > 0)
-                left = left and (rule == "rise" or usual - value > LEAST_FALL)
-                self._sums[f"{rule} told"] = float(left)  # a chart that has told starts anew at 0
-                yield course._replace(left=left)
-        losses.append(value)
+        guess = math.log(self.vocabulary or math.inf)
+        if not self._loss_chart.losses and self.vocabulary and row.step <= STAYS:  # the readout makes too large logits
+            yield self._fitted("guess", row._replace(sublayer="block", role="readout"), guess, row.value / guess)
+        learns = row.step < max(self._changed.values(), default=-2 * WINDOW) + 2 * WINDOW
+        varies = self._chance or self._writes.means > 0
+        for rule, usual, total, left in self._loss_chart.see(
+            row.value, self.limits, guess, varies=varies, learns=learns
+        ):
+            yield self._fitted(rule, row, usual, total)._replace(left=left)
 
     def _scaler(self, rows: Sequence[Row]) -> Iterator[Found]:
         """Count consecutive steps that a loss scaler skipped. Skipped steps have a loss but no gradient."""
-        loss = next((row for row in rows if row[5] == LOSS), None)
-        if any(row[5] == NORM for row in rows):
+        loss = next((row for row in rows if row.metric == LOSS), None)
+        if any(row.metric == NORM for row in rows):
             self._skipped = 0
         elif loss is not None and self.half:
             self._skipped += 1
         if loss is not None and self.half:
-            row = (*loss[:5], "skipped_steps", float(self._skipped))
+            row = loss._replace(metric="skipped_steps", value=float(self._skipped))
             yield self._fitted("skipped", row, self.limits["skipped/skipped_steps"], self._skipped)
 
     def _groups(self, rows: Iterable[Row], metric: str) -> list[list[Row]]:
         """Group a metric's finite values by kind of sub-layer, stack of layers, and kind of layer."""
         groups: dict[tuple[str, int, str], list[Row]] = {}
-        for row in rows:
-            if row[5] == metric and row[1] >= 0 and row[2] != "block" and row[3] == "all" and math.isfinite(row[6]):
-                key = row[2], bisect_right(self.starts, row[1]), self.kinds.get(row[1], "")
+        for row in (row for row in rows if row.metric == metric):
+            if row.layer >= 0 and row.sublayer != "block" and row.role == "all" and math.isfinite(row.value):
+                key = row.sublayer, bisect_right(self.starts, row.layer), self.kinds.get(row.layer, "")
                 groups.setdefault(key, []).append(row)
         return list(groups.values())
 
@@ -593,7 +582,7 @@ class Rules:
             "recent": [[*series, list(values)] for series, values in self._recent.items()],
             "seen": [[*series, *steps] for series, steps in self._seen.items()],
             "weights": [[*location, list(values)] for location, values in self._weights.items()],
-            "course": [list(self._losses), self._sums, self._skipped],
+            "course": [*self._loss_chart.state(), self._skipped],
             "changed": [[*location, step] for location, step in self._changed.items()],
             "ways": [self._chance, self._writes.means, self._writes.total],
             "carried": [[*location, way] for location, way in self._writes.carried.items()],
@@ -617,7 +606,7 @@ class Rules:
             for layer, sublayer, role, metric, before, last in state.get("seen", [])
         }
         self._weights = {
-            (layer, sublayer, role): (int(step), norm, update)
+            (layer, sublayer, role): LastWeights(int(step), norm, update)
             for layer, sublayer, role, (step, norm, update) in state.get("weights", [])
         }
         self._changed = {(layer, sublayer, role): at for layer, sublayer, role, at in state.get("changed", [])}
@@ -630,22 +619,21 @@ class Rules:
         self._logits = dict(state.get("logits", []))
         highest, grew = state.get("estimate", self._estimate)
         self._estimate, self._policy = (highest, grew), PolicyCourse(**state.get("policy", {}))
-        before, highest, at = state.get("peak", self._peak)
-        self._peak = before, highest, at
+        self._peak = Peak(*state.get("peak", Peak()))
         self._idle.load_state_dict(state.get("idle", {}))
         losses, sums, self._skipped = state.get("course", [[], {}, 0])
-        self._losses, self._sums = deque(losses, maxlen=2 * WINDOW), dict(sums)
+        self._loss_chart.load_state(losses, sums)
 
 
 def _experts_used(step: int, rows: Iterable[Row]) -> list[Row]:
     """Return each layer's effective number of experts: the exponential of the entropy of the experts' loads."""
     loads: dict[tuple[int, str], list[float]] = {}
     for row in rows:
-        if row[5] == "expert_load" and math.isfinite(row[6]):
-            loads.setdefault((row[1], row[2]), []).append(row[6])
+        if row.metric == "expert_load" and math.isfinite(row.value):
+            loads.setdefault((row.layer, row.sublayer), []).append(row.value)
     used: list[Row] = []
     for (layer, sublayer), values in loads.items():
         if total := sum(values):
             entropy = -sum(value / total * math.log(value / total) for value in values if value > 0)
-            used.append((step, layer, sublayer, "all", 0, "experts_used", math.exp(entropy)))
+            used.append(Row(step, layer, sublayer, "all", 0, "experts_used", math.exp(entropy)))
     return used

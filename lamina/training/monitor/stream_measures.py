@@ -20,7 +20,7 @@ from lamina.probes.engine.statistics import stream_figures
 from lamina.probes.structure.hooks import Args, Kwargs, Output, evaluating, layers_running, observe
 from lamina.probes.structure.sites import Point, Structure
 from lamina.training.monitor.graph_hooks import GraphHooks
-from lamina.training.monitor.writers import Row
+from lamina.training.monitor.writers import MODEL, Row
 
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
@@ -225,23 +225,23 @@ def rows_of(step: int, parts: Sequence[PassNumbers]) -> list[Row]:
     rows: list[Row] = []
     for (layer, sublayer, index), seen in _by_key(part.states for part in parts).items():
         named = zip(STATE_METRICS, _pooled(seen), strict=True)
-        rows += [(step, layer, sublayer, "all", index, metric, value) for metric, value in named]
+        rows += [Row(step, layer, sublayer, "all", index, metric, value) for metric, value in named]
     for (layer, sublayer, _), seen in _by_key(part.streams for part in parts).items():
         total = sum(count for count, _ in seen)
         each = zip(*(values for _, values in seen), strict=True)
         cosine, *squares = (sum(n * v for (n, _), v in zip(seen, vs, strict=True)) / total for vs in each)
-        rows.append((step, layer, sublayer, "all", 0, "stream_cosine", cosine))
-        rows += [(step, layer, sublayer, "all", i, "stream_rms", square**0.5) for i, square in enumerate(squares)]
+        rows.append(Row(step, layer, sublayer, "all", 0, "stream_cosine", cosine))
+        rows += [Row(step, layer, sublayer, "all", i, "stream_rms", square**0.5) for i, square in enumerate(squares)]
     for layer, logits in _by_key(part.logits for part in parts).items():
         if (largest := max(logits)) != -math.inf:  # else a mask left no key to any query
-            rows.append((step, layer, "attention", "all", 0, "attention_logit", largest))
+            rows.append(Row(step, layer, "attention", "all", 0, "attention_logit", largest))
     for layer, loads in _by_key(part.loads for part in parts).items():
         tokens = sum(count for count, _ in loads)
         for expert, values in enumerate(zip(*(load for _, load in loads), strict=True)):
             load = sum(count / tokens * value for (count, _), value in zip(loads, values, strict=True))
-            rows.append((step, layer, "feed_forward", "expert", expert, "expert_load", load))
+            rows.append(Row(step, layer, "feed_forward", "expert", expert, "expert_load", load))
     largest = [value for part in parts for value in part.largest]  # only a single process measures this
-    return rows + [(step, -1, "model", "all", rank, "hidden_top_abs", value) for rank, value in enumerate(largest)]
+    return rows + [Row(step, *MODEL, rank, "hidden_top_abs", value) for rank, value in enumerate(largest)]
 
 
 def _by_key(parts: Iterable[Mapping[Key, Value]]) -> dict[Key, list[Value]]:

@@ -77,8 +77,9 @@ class Trackers:
         """Log one step's measurements. Of the 100 values of ``hidden_top_abs``, log only the largest and smallest."""
         if not self.names:
             return
-        shown = [row for row in rows if row[0] == step and (row[5] != "hidden_top_abs" or row[4] in (0, TOP - 1))]
-        values = {series_of(row): row[6] for row in shown}
+        now = (row for row in rows if row.step == step)
+        shown = (row for row in now if row.metric != "hidden_top_abs" or row.number in (0, TOP - 1))
+        values = {series_of(row): row.value for row in shown}
         if (writer := self.writer()) is not None:
             for name, value in values.items():
                 writer.add_scalar(name, value, step)

@@ -40,7 +40,7 @@ from lamina.training.monitor.stream_measures import (
     in_half,
     rows_of,
 )
-from lamina.training.monitor.writers import Row, WatchSettings
+from lamina.training.monitor.writers import MODEL, Row, WatchSettings
 from lamina.training.monitor.zero import ZeroGroups, is_deepspeeds, steps_of, zero_optimizer
 
 _MARKED = 8192  # elements that tell one batch from another
@@ -582,14 +582,14 @@ class Instruments:
             rows += signs.rows(step)
             if math.isfinite(norm := float(sums[:count].sum().sqrt())) or (stepped and not self.scales_losses):
                 self.last_norm = norm
-                rows += [row for row in self._norms.rows(step, sums[:count]) if row[1:4] in signs.trained]
+                rows += [row for row in self._norms.rows(step, sums[:count]) if row.location in signs.trained]
             weights = dict(zip(self._norms.keys, sums[count:-5].tolist(), strict=True))
             spoiled = [owner for owner, of in weights.items() if not math.isfinite(of)]
             if len(spoiled) < len(weights):  # else nothing says where it began
-                rows += [(step, *owner, 0, "weight_norm", math.nan) for owner in spoiled]
+                rows += [Row(step, *owner, 0, "weight_norm", math.nan) for owner in spoiled]
             rows += self._batch_rows(step, *sums[-5:-1].tolist())
             kept = float(sums[-1])
-            rows += [(step, -1, "model", "all", 0, "kept_gradient", kept)] if 0 < kept < math.inf else []
+            rows += [Row(step, *MODEL, 0, "kept_gradient", kept)] if 0 < kept < math.inf else []
         return rows
 
     def _batch_rows(self, step: int, mark: float, same: float, following: float, labels: float) -> list[Row]:
@@ -597,8 +597,8 @@ class Instruments:
         self._varied |= mark != self._mark and math.isfinite(self._mark)
         self._repeats, self._mark = self._repeats + 1 if mark == self._mark else 0, mark
         shares = (same / labels, following / labels) if labels > 0 else ()
-        rows = [(step, -1, "model", "all", offset, "label_match", share) for offset, share in enumerate(shares)]
-        again = [(step, -1, "model", "all", 0, "batch_repeats", float(self._repeats))]
+        rows = [Row(step, *MODEL, offset, "label_match", share) for offset, share in enumerate(shares)]
+        again = [Row(step, *MODEL, 0, "batch_repeats", float(self._repeats))]
         return rows + (again if self._repeats and self._varied else [])
 
     def written_rows(self, step: int) -> list[Row]:

@@ -43,6 +43,7 @@ from lamina.training.monitor.trackers import installed
 from lamina.training.monitor.training_hooks import GROWTH, Instruments
 from lamina.training.monitor.writers import (
     LOSS,
+    MODEL,
     NORM,
     RATE,
     VERSION,
@@ -252,7 +253,7 @@ class LoopMonitor(Monitor):
         (before, recorded), (rate, self._rate) = self._rate, (taken.rate, (taken.rate, due))
         if rate and before and not 1 / GROWTH <= rate / before <= GROWTH:  # a sudden change, between two records
             rates = ((step - 1, before, recorded), (step, rate, due))
-            self._add([(at, -1, "model", "all", 0, RATE, value) for at, value, done in rates if not done])
+            self._add([Row(at, *MODEL, 0, RATE, value) for at, value, done in rates if not done])
             self._rate = rate, True
         try:
             if due or (self.processes.size == 1 and self.instruments.on_cpu):
@@ -266,15 +267,15 @@ class LoopMonitor(Monitor):
         """Read the measurements since the last call, and record the last step if a record is due. Raises Diverged."""
         rows = self.instruments.gradient_rows()
         rows += self.instruments.rows(self.step, self.processes) if due else self.instruments.written_rows(self.step)
-        rows += [(self.step, -1, "model", "all", 0, RATE, rate)] if due and rate is not None else []
+        rows += [Row(self.step, *MODEL, 0, RATE, rate)] if due and rate is not None else []
         self.alarms.half = self.instruments.half  # a forward pass may have shown autocast
         series = self.look(rows, rate, due=due)
-        self._losses += [row[6] for row in series if row[5] == LOSS]
+        self._losses += [row.value for row in series if row.metric == LOSS]
         self._write_batches(series)
         if due:
             self._describe()
             self._write_record(rate)
-        for step, _, _, _, _, metric, value in series:
+        for step, *_, metric, value in series:
             if step in self._passed and not self._passed.issuperset(range(step - _IN_A_ROW, step)):
                 continue  # the skipped step changed no weight
             if math.isfinite(value):
@@ -301,7 +302,7 @@ class LoopMonitor(Monitor):
     def new_steps(self) -> list[Row]:
         """Return the loss and gradient norm of each new step. A step that a loss scaler skipped has no norm."""
         scaled = self.instruments.scales_losses
-        return [row for row in super().new_steps() if not scaled or row[5] != NORM or math.isfinite(row[6])]
+        return [row for row in super().new_steps() if not scaled or row.metric != NORM or math.isfinite(row.value)]
 
     def flush(self) -> None:
         """Write all measurements so far to disk while the monitor is open. Call this in all processes."""

@@ -10,7 +10,7 @@ import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from lamina.core.extras import missing_extra
 from lamina.core.json_types import Json, RunState
@@ -27,8 +27,35 @@ from lamina.training.setting_groups import GuardSettings, trackers
 
 logger = logging.getLogger(__name__)
 
-Row: TypeAlias = tuple[int, int, str, str, int, str, float]
-"""A measurement: step, layer (-1 outside the layers), sub-layer, role, index, metric, value."""
+Location: TypeAlias = tuple[int, str, str]
+"""A part of the model: layer (-1 outside the layers), sub-layer, role.
+
+In a sub-layer, the role of the weights is "all". A layer's weights outside its sub-layers have the role "other".
+"""
+MODEL: Location = (-1, "model", "all")
+"""The whole model."""
+
+
+class Row(NamedTuple):
+    """A measurement.
+
+    Attributes:
+        layer: the layer's number from 0, or -1 outside the layers.
+        number: the index among the values with the same metric and location, such as an expert's number.
+    """
+
+    step: int
+    layer: int
+    sublayer: str
+    role: str
+    number: int
+    metric: str
+    value: float
+
+    @property
+    def location(self) -> Location:
+        return self[1:4]
+
 
 LOSS, NORM, RATE = "step_loss", "step_gradient_norm", "learning_rate"
 """The metrics of a whole step: the loss, the norm of the model's gradient, and the learning rate."""
@@ -139,7 +166,7 @@ def read_rows(folder: Path, metrics: Sequence[str] | None = None, sublayer: str 
             raise missing_extra(str(part), error) or error from None
         else:
             columns["value"] = [math.nan if value is None else value for value in columns["value"]]
-            rows += zip(*columns.values(), strict=True)
+            rows += map(Row, *columns.values())
     return rows
 
 
@@ -242,8 +269,8 @@ class LayersWriter:
             return
         for part in layer_parts(self.folder.parent):
             if "layer_parts" not in state:
-                rows = list(zip(*read_part(part).values(), strict=True))
-                kept = [row for row in rows if row[0] <= state["step"]]
+                rows = list(map(Row, *read_part(part).values()))
+                kept = [row for row in rows if row.step <= state["step"]]
                 if len(kept) < len(rows):
                     part.unlink()
                     self._write(_number(part), kept)

@@ -7,9 +7,9 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
-from lamina.training.monitor.writers import RATE, Row
+from lamina.training.monitor.writers import MODEL, RATE, Location, Row
 
 HANDS = ("written_ratio", "forgotten_share")
 # A change of weights below this fraction of the weights, or below this multiple of the usual change, may be the
@@ -30,8 +30,16 @@ RESTARTS = (
     "the optimizer's moments were reset, and the learning rate jumped (a warm restart, ReLoRA). Lamina "
     "raises no alarm for such a restart, and compares later steps only with steps after the restart"
 )
-Place: TypeAlias = tuple[int, str, str]
-"""A layer, a sub-layer and a role."""
+
+
+class LastWeights(NamedTuple):
+    """The norms of a part's weights and of their update at the last record, and the record's step."""
+
+    step: int
+    norm: float
+    update: float
+
+
 Judgment: TypeAlias = tuple[str, Row, float, bool]
 """The rule, the measurement, the usual value, and whether the value is outside its usual range."""
 
@@ -57,13 +65,13 @@ class WrittenWeights:
     restarts: bool = False
     elsewhere: bool = False
     note: str = ""
-    carried: dict[Place, float] = field(default_factory=dict)
+    carried: dict[Location, float] = field(default_factory=dict)
 
     def see(
         self,
         step: int,
         rows: Sequence[Row],
-        weights: Mapping[Place, tuple[int, float, float]],
+        weights: Mapping[Location, LastWeights],
         recent_of: Callable[[Row], deque[float]],
         several: float,
         rate: float | None,
@@ -75,43 +83,44 @@ class WrittenWeights:
         updates since the last record.
 
         Args:
-            weights: for each part, the step of the last record, the norm of the weights, and the norm of the update.
             recent_of: a function that returns the last values of the same metric and layer.
             several: the number of changed parts above which Lamina says that many parts changed together.
             rate: the step's learning rate, or None.
         """
         self.elsewhere, self.note = False, ""
-        of = {(row[1:4], row[5]): row for row in rows if row[5] in {*HANDS, "moved_ratio"} and math.isfinite(row[6])}
-        written_now = {place: row[6] for (place, metric), row in of.items() if metric == "written_ratio"}
-        recorded = any(row[5] == "update_norm" for row in rows)
-        trained = [place for place, (_, _, update) in weights.items() if update > 0]
+        finite = (row for row in rows if row.metric in {*HANDS, "moved_ratio"} and math.isfinite(row.value))
+        of = {(row.location, row.metric): row for row in finite}
+        written_now = {row.location: row.value for row in of.values() if row.metric == "written_ratio"}
+        recorded = any(row.metric == "update_norm" for row in rows)
+        trained = [place for place, last in weights.items() if last.update > 0]
         whole_way = sum(place in written_now for place in trained) >= max(2, MEANS * len(trained))
         again, self.total = whole_way and sum(written_now.values()) != self.total, sum(written_now.values())
         self.means += again
 
-        lost = sorted(row[6] for (_, metric), row in of.items() if metric == "forgotten_share" and row[6] > FORGOTTEN)
+        shares = (row.value for row in of.values() if row.metric == "forgotten_share")
+        lost = sorted(share for share in shares if share > FORGOTTEN)
         many_lost = len(lost) > several
-        before, jumped = self.restarts, self._jumps(next((row[6] for row in rows if row[5] == RATE), rate))
+        before, jumped = self.restarts, self._jumps(next((row.value for row in rows if row.metric == RATE), rate))
         self.restarts = restarts = many_lost and (before or jumped)
         many = sum(share > WRITTEN for share in written_now.values()) > several
         averaged, found = False, list[Judgment]()
-        for place, (last, norm, update) in weights.items() if recorded or of else ():
-            written, share = (of.get((place, name), (step, *place, 0, name, 0.0)) for name in HANDS)
-            found.append(("forgotten", share, 0.0, share[6] > FORGOTTEN and not many_lost))
+        for place, last in weights.items() if recorded or of else ():
+            written, share = (of.get((place, name), Row(step, *place, 0, name, 0.0)) for name in HANDS)
+            found.append(("forgotten", share, 0.0, share.value > FORGOTTEN and not many_lost))
             recent = recent_of(written)
-            could = (step - last) * update / norm if many and norm else 0.0
+            could = (step - last.step) * last.update / last.norm if many and last.norm else 0.0
             usual = max(_usual(recent), could)
             if whole_way and (back := of.get((place, "moved_ratio"))) is not None:
                 if again:
-                    self.carried[place] = back[6] + MOMENTUM * self.carried.get(place, 0.0)
-                usual = max(usual, REACH * max(back[6], self.carried.get(place, 0.0)))
-                averaged |= written[6] > WRITTEN
-            found.append(("written", written, usual, update > 0 and written[6] > usual and not restarts))
+                    self.carried[place] = back.value + MOMENTUM * self.carried.get(place, 0.0)
+                usual = max(usual, REACH * max(back.value, self.carried.get(place, 0.0)))
+                averaged |= written.value > WRITTEN
+            found.append(("written", written, usual, last.update > 0 and written.value > usual and not restarts))
             if recorded:
-                recent.append(written[6])
+                recent.append(written.value)
         way_back = averaged and not any(outside for _, _, _, outside in found)
         if recorded or lost:
-            whole = (step, -1, "model", "all", 0, "forgotten_share", lost[-1] if lost else 0.0)
+            whole = Row(step, *MODEL, 0, "forgotten_share", lost[-1] if lost else 0.0)
             yield ("forgotten", whole, 0.0, many_lost and not restarts and not way_back)
         yield from found
         self.elsewhere = (restarts and not before) or (averaged and again and max(written_now.values()) > JUMP)

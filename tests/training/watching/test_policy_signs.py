@@ -10,6 +10,7 @@ import torch
 import lamina
 from lamina.training.monitor.alarms import Alarms
 from lamina.training.monitor.policy_signs import CUT, ENTROPY, EQUAL, KL, PolicyCourse, logged
+from lamina.training.monitor.writers import Row
 
 datasets = pytest.importorskip("datasets")
 trl = pytest.importorskip("trl")
@@ -108,10 +109,10 @@ def test_gradients_that_are_back_with_the_rewards_are_no_alarm(every):
     for step in range(1, 161):
         idle, model = 40 < step <= 120, (step, -1, "model", "all", 0)
         size = (0.01 if idle else 1.0) * draw.uniform(0.8, 1.25)
-        rows = [(*model, "step_gradient_norm", size), (*model, "step_loss", 0.0)]
-        rules.see([*rows, *((step, 0, part, "all", 0, "gradient_norm", size) for part in ("attention", "block"))])
+        rows = [Row(*model, "step_gradient_norm", size), Row(*model, "step_loss", 0.0)]
+        rules.see([*rows, *(Row(step, 0, part, "all", 0, "gradient_norm", size) for part in ("attention", "block"))])
         if step % every == 0:
-            rules.see([(*model, EQUAL, float(idle))])
+            rules.see([Row(*model, EQUAL, float(idle))])
     assert [(alarm.rule, alarm.step) for alarm in rules.told] == [("equal", 41)]
     again = Alarms()
     again.load_state_dict(json.loads(json.dumps(rules.state_dict())))
@@ -133,7 +134,7 @@ def test_what_a_trainer_logs_is_judged_with_the_step_that_it_is_of(tmp_path, mon
         Alarms, "see", lambda self, rows, rate=None: see(self, judged.append([*rows]) or judged[-1], rate)
     )
     with lamina.watch(model, torch.optim.SGD(model.parameters(), lr=0.1), output=tmp_path / "run") as monitor:
-        monitor.monitor.take([(1, -1, "model", "all", 0, "mean_reward", 0.5)])
+        monitor.monitor.take([Row(1, -1, "model", "all", 0, "mean_reward", 0.5)])
         assert judged == []
         loss = model(torch.ones(2, 4)).sum()
         loss.backward()

@@ -32,6 +32,7 @@ from transformers import (
 
 import lamina
 from lamina.training.monitor.alarms import Alarms
+from lamina.training.monitor.writers import Row
 
 
 def t5():
@@ -125,7 +126,7 @@ def test_each_layer_of_both_stacks_has_its_own_place(tmp_path, make):
 @pytest.mark.parametrize("apart", [{}, {"starts": (9,)}, {"kinds": {9: "other", 10: "other"}}])
 def test_a_layer_is_compared_with_its_own_stack_and_kind(apart):
     alarms = Alarms(**apart)
-    rows = [(1, layer, "attention", "all", 0, "weight_norm", 1.0 if layer < 9 else 100.0) for layer in range(11)]
+    rows = [Row(1, layer, "attention", "all", 0, "weight_norm", 1.0 if layer < 9 else 100.0) for layer in range(11)]
     assert [alarm.layer for alarm in alarms.see(rows)] == ([] if apart else [9, 10])
 
 
