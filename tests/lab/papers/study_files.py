@@ -10,6 +10,9 @@ from training.tiny_runs import SMALL
 from lamina.jobs.environment import environment
 from lamina.jobs.files import write_json
 from lamina.jobs.kinds import Kind
+from lamina.lab.papers.engine.plan import StudyPlan
+from lamina.lab.papers.study_catalog import read_study
+from lamina.lab.papers.trials.store import Records, Store
 
 CLAIMS = """
 from lamina.lab.papers.judging import Finding, Verdict, claim
@@ -41,6 +44,14 @@ def write_study(
     text = CLAIMS.format(a="keel", name=name.replace("-", "_")) if claims is None else claims
     file.with_suffix(".py").write_text(text, encoding="utf-8")
     return file
+
+
+def plan_of(file: Path) -> StudyPlan:
+    return StudyPlan(read_study(file).scale("cpu"))
+
+
+def store_of(where: Path, name: str = "trials", **given) -> Store:
+    return Store(where / name, Records(where / "records"), **given)
 
 
 def exchange(one: Path, other: Path) -> None:

@@ -38,15 +38,15 @@ def _rough(table: pd.DataFrame, key: str) -> pd.DataFrame:
 def trials_of(
     study: str,
     scale: str,
-    outcome: Callable[[Values], float | str] = lambda arm: 2.0,
+    outcome: Callable[[Values], float | str | Values] = lambda arm: 2.0,
     tables: Mapping[tuple[str, str], Callable[[Values, float], pd.DataFrame]] | None = None,
     spread: float = 1e-4,
 ) -> Trials:
     """The trials of a study's scale.
 
     Args:
-        outcome: an arm's loss, or the status of a run that failed; at a rate that is not the chosen one, the loss is
-            0.1 higher. ``arm["place"]`` is the place of the rate among the study's.
+        outcome: an arm's loss, or the status of a run that failed, or columns with it as "loss"; at a rate that is not
+            the chosen one, the loss is 0.1 higher. ``arm["place"]`` is the place of the rate among the study's.
         tables: by (probe or record, time), the table of an arm; the second argument is a small random number.
         spread: of the losses and of that number.
     """
@@ -64,13 +64,14 @@ def trials_of(
         for rate, seed in product(rates, dict.fromkeys((*seeds, *sweeping))):
             if seed in (sweeping if rate != tuned else (*seeds, *sweeping)):
                 noise, key = draw.gauss(0, spread), str(len(rows))
-                ended = outcome({**arm, "place": rates.index(rate)})
+                ended = outcome({**arm, "seed": seed, "place": rates.index(rate)})
+                more = dict(ended) if isinstance(ended, Mapping) else {"loss": ended}
+                ended = more.pop("loss", 2.0)
                 status = ended if isinstance(ended, str) else "finished"
-                loss = (
-                    7.2 if isinstance(ended, str) else ended + 0.01 * seed + noise + 0.1 * (tuned not in (None, rate))
-                )
+                away = 0.1 * (tuned not in (None, rate))
+                loss = 7.2 if isinstance(ended, str) else ended + 0.01 * seed + noise + away
                 own = {"status": status, "eval_loss": loss, "tuned": tuned in (None, rate) and seed in seeds}
-                rows.append({**arm, "learning_rate": rate, "seed": seed, "key": key, **own})
+                rows.append({**arm, "learning_rate": rate, "seed": seed, "key": key, **own, **more})
                 trained[key] = (arm, noise)
     table = pd.DataFrame(rows)
     if described.get("job") == "init":
@@ -111,6 +112,5 @@ def at_scales(claims):
 def rows(metric, by_layer, sublayer="block", role="all", layer="layer", **more):
     """A probe's rows of one metric: a value per layer, from ``by_layer``."""
     values = list(by_layer)
-    return pd.DataFrame(
-        {layer: range(len(values)), "sublayer": sublayer, "role": role, "metric": metric, "value": values, **more}
-    )
+    named = {layer: range(len(values)), "sublayer": sublayer, "role": role, "metric": metric}
+    return pd.DataFrame({**named, "value": values, **more})

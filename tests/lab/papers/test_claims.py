@@ -111,12 +111,7 @@ BY_STUDY = {  # outcomes by which all claims of a study hold, and by which they 
     "mix-others": (ORDERED, REVERSED),
     "mix-init": (INIT, INIT_BAD),
 }
-LOSSES = {
-    claim: outcomes
-    for study, outcomes in BY_STUDY.items()
-    for claim in claims_of(study)
-    if claim not in (*RECORDED, *OTHERS)
-}
+LOSSES = {claim: x for study, x in BY_STUDY.items() for claim in claims_of(study) if claim not in (*RECORDED, *OTHERS)}
 LOSSES["fuse-depth/trains"] = (deeper(-1), lambda arm: "stuck")
 LOSSES["mix-ppl/post-fails"] = (table_one(stuck=True), table_one(stuck=False))
 

@@ -6,15 +6,13 @@ import shutil
 
 import pandas as pd
 import pytest
-from lab.papers.study_files import exchange
+from lab.papers.study_files import exchange, plan_of, store_of
 from training.tiny_runs import SMALL
 
 from lamina.cli import main
 from lamina.errors import UserError
 from lamina.jobs.files import read_config, write_yaml
-from lamina.lab.papers.engine.plan import StudyPlan
-from lamina.lab.papers.study_catalog import read_study
-from lamina.lab.papers.trials.store import Records, Store
+from lamina.lab.papers.trials.store import Records
 from lamina.studies.compare import compare
 from lamina.studies.settings import CompareSettings
 
@@ -100,8 +98,7 @@ def test_an_exchanged_model_is_named_by_its_readers_and_its_trial_runs_again(fol
 )
 def test_a_store_names_a_file_of_another_trial_or_an_edited_one(ended, tmp_path, name, harm):
     where = shutil.copytree(ended, tmp_path / "stored")
-    plan = StudyPlan(read_study(where / "mine.yaml").scale("cpu"))
-    trials = {trial.placement: trial for trial in plan.wanted(lambda trial: None)}
+    trials = {trial.placement: trial for trial in plan_of(where / "mine.yaml").wanted(lambda trial: None)}
     one, other = (where / "trials" / trial.key for trial in trials.values())
     if harm == "exchanged":
         exchange(one / name, other / name)
@@ -109,7 +106,7 @@ def test_a_store_names_a_file_of_another_trial_or_an_edited_one(ended, tmp_path,
         (one / name).write_text((one / name).read_text().replace("measured", "measurer", 1))
     else:
         edit(one / name)
-    store = Store(where / "trials", Records(where / "records"))
+    store = store_of(where)
     for read in (store.result, store.complete, lambda trial: store.table(trial.key, GAINS)):
         with pytest.raises(UserError, match=re.escape(name.partition("/")[0])):
             read(next(iter(trials.values())))

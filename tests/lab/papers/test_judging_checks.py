@@ -117,9 +117,8 @@ def test_runs_that_failed_are_ranked_last_and_counted():
     assert (
         found.note == "in the setting pre_ln, 1 of 5 runs diverged (95 % interval of the share that failed: 1% to 72%)"
     )
-    assert found.ours.startswith(
-        "keel vs pre_ln, failed runs ranked last: lower in 5 of 5 pairs, median difference -0.0195"
-    )
+    said = "keel vs pre_ln, failed runs ranked last: lower in 5 of 5 pairs, median difference -0.0195"
+    assert found.ours.startswith(said)
     eight = [3.0 + 0.01 * seed for seed in range(8)]
     one = trials(rows("keel", [loss - 0.05 for loss in eight]), rows("pre_ln", eight, ["stuck", *["finished"] * 7]))
     assert lower(one, "keel", than="pre_ln").verdict == "holds"
@@ -284,9 +283,7 @@ def test_ranks_have_the_exact_distribution_of_all_signs(failed):
     values = [math.inf] * failed + [0.3, -0.1, 0.2, 0.25, -0.05, 0.0]
     ranks = stats.rankdata([abs(value) for value in values if value])
     observed = sum(rank for rank, value in zip(ranks, [v for v in values if v], strict=True) if value > 0)
-    sums = [
-        sum(rank for rank, up in zip(ranks, signs, strict=True) if up) for signs in product((0, 1), repeat=len(ranks))
-    ]
+    sums = [sum(r for r, up in zip(ranks, signs, strict=True) if up) for signs in product((0, 1), repeat=len(ranks))]
     share = sum(total >= observed - 1e-9 for total in sums) / len(sums)
     assert statistics._signed_ranks(values) == pytest.approx(share)
     if failed:
@@ -329,9 +326,8 @@ def test_an_optimum_at_the_edge_says_so_and_a_rate_that_diverged_bounds_the_swee
 
 
 def test_kendalls_tau_is_scipys():
-    assert statistics.kendall([1, 2, 3, 4], [1, 2, 4, 3]) == pytest.approx(
-        stats.kendalltau([1, 2, 3, 4], [1, 2, 4, 3])[0]
-    )
+    one, other = [1, 2, 3, 4], [1, 2, 4, 3]
+    assert statistics.kendall(one, other) == pytest.approx(stats.kendalltau(one, other)[0])
     assert statistics.kendall([1, 2, 3], [5, 5, 5]) == 0.0
 
 

@@ -117,11 +117,8 @@ def test_what_fails_is_corrected_as_what_holds(check):
 
 def test_a_claim_over_something_not_measured_is_one_line(file):
     one = trials(rows("pre_ln", BASE))
-    with pytest.raises(
-        UserError, match=r"^claim 'mix-ppl': the study does not measure the arm 'mix_ln' .*Add it to"
-    ) as error:
+    with pytest.raises(UserError, match=r"^claim 'mix-ppl': the study does not measure the arm 'mix_ln' .*Add it.*\Z"):
         judge(load_claims(file(CLAIMS)), one)
-    assert "\n" not in str(error.value)
     text = CLAIMS.replace('lower(trials.tuned(), "mix_ln", than="pre_ln")', 'trials.measure("angular_distance")')
     with pytest.raises(UserError, match="claim 'mix-ppl': the study does not measure angular_distance at end"):
         judge(load_claims(file(text)), one)
@@ -278,26 +275,16 @@ def test_both_policies_must_have_moved():
 
 
 def test_a_rate_that_the_tested_seeds_chose_decides_nothing():
-    rows_of = both(tuned_on=True)
-    found = verdict(rows_of)
-    assert (found.verdict, found.note) == (
-        "inconclusive",
-        "the learning rates were chosen on the seeds that the test compares",
-    )
+    found = verdict(both(tuned_on=True))
     swept = verdict(both(), lambda trials: lower(at_best_rates(trials), "keel", than="pre_ln"))
-    assert (swept.verdict, swept.note) == (
-        "inconclusive",
-        "the learning rates were chosen on the seeds that the test compares",
-    )
+    note = "the learning rates were chosen on the seeds that the test compares"
+    assert (found.verdict, found.note) == (swept.verdict, swept.note) == ("inconclusive", note)
 
 
 def test_a_best_rate_at_the_sweeps_edge_decides_nothing():
-    edge = both().assign(at_edge=lambda table: table["placement"] == "keel")
-    found = verdict(edge)
-    assert (found.verdict, found.note) == (
-        "inconclusive",
-        "the best learning rate is the lowest or highest of the sweep in these settings: keel",
-    )
+    found = verdict(both().assign(at_edge=lambda table: table["placement"] == "keel"))
+    note = "the best learning rate is the lowest or highest of the sweep in these settings: keel"
+    assert (found.verdict, found.note) == ("inconclusive", note)
 
 
 def test_the_seeds_of_the_sweep_are_left_out_where_five_others_remain():
@@ -313,10 +300,8 @@ def test_the_seeds_of_the_sweep_are_left_out_where_five_others_remain():
 
 def test_arms_that_were_tried_at_unequal_numbers_of_rates_are_noted():
     found = verdict(both().assign(rates=lambda table: table["placement"].map({"keel": 7, "pre_ln": 5})))
-    assert (found.verdict, found.note) == (
-        "holds",
-        "settings were tuned over different numbers of learning rates: 5, 7",
-    )
+    note = "settings were tuned over different numbers of learning rates: 5, 7"
+    assert (found.verdict, found.note) == ("holds", note)
 
 
 ARMS = ("one", "two", "three")

@@ -310,9 +310,8 @@ def held_out(points):
 def policies():
     tables = {"a": held_out([(0.0, 1.0), (2.0, 3.0), (4.0, 4.0)]), "b": held_out([(0.0, 1.0), (1.0, 1.5), (3.0, 3.5)])}
     rows = [{"placement": p, "seed": 0, "status": "finished", "key": p} for p in tables]
-    return Trials(
-        pd.DataFrame(rows), axes=["placement"], measures=lambda key, name, at: tables[key] if at == "records" else None
-    )
+    read = lambda key, name, at: tables[key] if at == "records" else None  # noqa: E731
+    return Trials(pd.DataFrame(rows), axes=["placement"], measures=read)
 
 
 def test_rewards_are_compared_at_the_largest_kl_that_both_policies_reached():

@@ -50,9 +50,8 @@ def test_another_word_or_another_limit_is_a_change_and_a_line_break_is_none():
     code = "@claim(says='A is below B')\ndef a_b(trials):\n    return below(trials, 0.1)\n"
     told = code.replace("    return", "    'Compare A with B.'\n    return")
     assert claims_of(code) == claims_of(told.replace("trials, 0.1", "\n        trials, 0.1\n    ") + "# a comment\n")
-    assert (
-        len({claims_of(code), claims_of(code.replace("below B", "above B")), claims_of(code.replace("0.1", "1"))}) == 3
-    )
+    others = code.replace("below B", "above B"), code.replace("0.1", "1")
+    assert len({claims_of(one) for one in (code, *others)}) == 3
 
 
 if __name__ == "__main__":

@@ -3,13 +3,11 @@
 import json
 
 import pytest
-from lab.papers.study_files import chain, write_study
+from lab.papers.study_files import chain, plan_of, store_of, write_study
 
 from lamina.errors import UserError
 from lamina.jobs.columns import RESULT_COLUMNS
-from lamina.lab.papers.engine.plan import StudyPlan
 from lamina.lab.papers.engine.study_run import _refuse_edited, results_table, run_plan
-from lamina.lab.papers.study_catalog import read_study
 from lamina.lab.papers.trials.jobs import TRIAL_JOBS, columns_of
 from lamina.lab.papers.trials.measures import measure, missing
 from lamina.lab.papers.trials.store import Records, Store, write_results
@@ -35,14 +33,14 @@ def plan(tmp_path, corpus):
         axes = {"placement": ["pre_ln", "keel"], "learning_rate": [3e-3], "seed": 2}
         given = {"axes": axes, **scale}
         file = write_study(tmp_path / "files", claims="", corpus=corpus, changed=changed, then=then, **given)
-        return StudyPlan(read_study(file).scale("cpu"))
+        return plan_of(file)
 
     return make
 
 
 @pytest.fixture
 def store(tmp_path):
-    return Store(tmp_path / "trials", Records(tmp_path / "records"))
+    return store_of(tmp_path)
 
 
 def by_place(plan, store):
@@ -103,9 +101,7 @@ def test_the_command_lets_the_trials_that_score_tasks_run_code_and_no_others(pla
 def test_a_key_says_what_a_trial_starts_from_and_reads_and_not_where_it_is(plan, store, stages, tmp_path):
     before = by_place(plan(stages), store)
     keys = {place: trial.key for place, trial in before.items()}
-    assert keys == {
-        place: trial.key for place, trial in by_place(plan(stages), Store(tmp_path / "b", store.records)).items()
-    }
+    assert keys == {place: t.key for place, t in by_place(plan(stages), store_of(tmp_path, "b")).items()}
     longer = {place: t.key for place, t in by_place(plan(stages, changed={"steps": 5}), store).items()}
     assert not set(longer.values()) & set(keys.values())  # another first trial: all the chain is another one
     stages["policy"]["settings"]["beta"] = 0.3
@@ -203,7 +199,7 @@ def test_recorded_trials_run_again_only_where_a_model_is_needed(plan, store, sta
     run_plan(made, store, workers=1, bar=False, execute=executor([]))
     stages["policy"].pop("records")
     write_results(tmp_path / "records" / "mine-cpu", results_table(made, store))
-    again = Store(tmp_path / "elsewhere", Records(tmp_path / "records"))
+    again = store_of(tmp_path, "elsewhere")
     ran = []
     run_plan(plan(stages), again, workers=1, bar=False, execute=executor(ran))
     assert ran == []
@@ -216,9 +212,8 @@ def test_recorded_trials_run_again_only_where_a_model_is_needed(plan, store, sta
 
 
 def test_tuned_rates_are_known_before_a_chain_begins(plan, store, stages):
-    tuned = plan(
-        stages, axes={"placement": ["pre_ln", "keel"], "learning_rate": {"tune": [1e-3, 2e-3, 4e-3]}, "seed": 2}
-    )
+    rates = {"tune": [1e-3, 2e-3, 4e-3]}
+    tuned = plan(stages, axes={"placement": ["pre_ln", "keel"], "learning_rate": rates, "seed": 2})
     assert {trial.values["stage"] for trial in tuned.wanted(store.result)} == {"pretrain"}
 
     def execute(trials, *, workers, ended, tick):

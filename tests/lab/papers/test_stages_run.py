@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 import pytest
-from lab.papers.study_files import chain, run_here, write_study
+from lab.papers.study_files import chain, plan_of, run_here, store_of, write_study
 from lab.posttraining.tiny import preferences, write_rows
 from training.tiny_runs import SMALL
 from transformers import ModernBertConfig
@@ -14,9 +14,8 @@ from transformers import ModernBertConfig
 from lamina.lab.papers.engine.plan import StudyPlan
 from lamina.lab.papers.engine.study_run import measured_table, results_table, run_plan
 from lamina.lab.papers.judging import Trials, at_equal_kl, frontiers
-from lamina.lab.papers.study_catalog import read_study
 from lamina.lab.papers.trials import store as stores
-from lamina.lab.papers.trials.store import Records, Store
+from lamina.lab.papers.trials.store import Store
 from lamina.lab.papers.trials.trial import read_again
 
 LENGTH = 32
@@ -31,7 +30,7 @@ def data(tmp_path):
 @pytest.fixture
 def store(tmp_path, monkeypatch):
     monkeypatch.setattr(stores, "UNTRAINED", ("diverged",))  # four steps teach nothing
-    return Store(tmp_path / "trials", Records(tmp_path / "records"))
+    return store_of(tmp_path)
 
 
 @pytest.fixture
@@ -40,7 +39,7 @@ def plan(tmp_path, corpus):
         axes = {"placement": ["pre_ln", "keel"], "learning_rate": [3e-3], "seed": seeds}
         settings = {"sequence_length": LENGTH, **changed}
         file = write_study(tmp_path / "files", claims="", corpus=corpus, changed=settings, axes=axes, then=then)
-        return StudyPlan(read_study(file).scale("cpu"))
+        return plan_of(file)
 
     return make
 
@@ -97,7 +96,7 @@ def test_an_interrupted_stage_goes_on_and_ends_as_an_uninterrupted_one(plan, sto
     pytest.importorskip("trl")
     made = plan({"sft": {"settings": {"data": data, "steps": 4, "batch_size": 4, "eval_examples": 3}}})
     whole = run(made, store)
-    other = Store(tmp_path / "others", store.records)
+    other = store_of(tmp_path, "others")
 
     def paused(trials, **given):
         later = {name: replace(t, settings=replace(t.settings, pause_step=2)) for name, t in trials.items()}
@@ -123,8 +122,8 @@ def trained(tmp_path):
             tmp_path, claims="", corpus=corpus, settings={**PLAIN, **settings, "corpus": str(corpus)}, axes=axes,
             measures=measures,
         )  # fmt: skip
-        plan = StudyPlan(read_study(file).scale("cpu"))
-        store = Store(tmp_path / "trials", Records(tmp_path / "records"))
+        plan = plan_of(file)
+        store = store_of(tmp_path)
         run_plan(plan, store, workers=1, bar=False, execute=run_here)
         return results_table(plan, store), store, plan
 
@@ -162,11 +161,7 @@ def test_masked_language_models_are_trials(trained, corpus, tmp_path):
     ModernBertConfig(**sizes, vocab_size=300, pad_token_id=0, max_position_embeddings=64).save_pretrained(
         tmp_path / "bert"
     )
-    own = {
-        name: value
-        for name, value in SMALL.items()
-        if name not in ("num_layers", "hidden_size", "num_heads", "threads")
-    }
+    own = {name: v for name, v in SMALL.items() if name not in ("num_layers", "hidden_size", "num_heads", "threads")}
     rows, store, _ = trained(corpus, {**own, "backbone": str(tmp_path / "bert"), "mask_ratio": 0.2})
     assert rows["accuracy"].between(0, 1).all()
     assert measured(rows, store)

@@ -5,15 +5,13 @@ import shutil
 
 import pandas as pd
 import pytest
-from lab.papers.study_files import exchange
+from lab.papers.study_files import exchange, plan_of, store_of
 
 from lamina.cli import main
 from lamina.errors import UserError
-from lamina.lab.papers.engine.plan import StudyPlan
 from lamina.lab.papers.engine.study_run import runnable
 from lamina.lab.papers.engine.verdicts import all_verdicts
-from lamina.lab.papers.study_catalog import read_study
-from lamina.lab.papers.trials.store import Records, Store, write_results, write_table
+from lamina.lab.papers.trials.store import Records, write_results, write_table
 from lamina.studies.task import task_of
 
 GAINS = "end/gains"
@@ -27,12 +25,8 @@ def copy(ended, tmp_path):
 
 
 def wanted(where):
-    trials = StudyPlan(read_study(where / "mine.yaml").scale("cpu")).wanted(lambda trial: None)
+    trials = plan_of(where / "mine.yaml").wanted(lambda trial: None)
     return {trial.placement: trial for trial in trials}
-
-
-def store_of(where):
-    return Store(where / "trials", Records(where / "records"))
 
 
 def folder_of(where, placement="keel"):
@@ -116,7 +110,7 @@ def test_a_recorded_row_under_another_trials_key_is_named(copy, changed):
         assert Records(copy / "records").row(trial)["eval_loss"] == 2.0
     write_results(copy / "records" / "a-cpu", pd.DataFrame([row | changed]))
     with pytest.raises(UserError, match=rf"row of the trial {trial.key} has {next(iter(changed))}"):
-        Store(copy / "elsewhere", Records(copy / "records")).result(trial)
+        store_of(copy, "elsewhere").result(trial)
 
 
 def test_a_verdict_in_another_studys_record_is_named(tmp_path):
@@ -171,9 +165,8 @@ def test_a_trial_trained_again_elsewhere_is_not_mixed_with_the_older_one(two):
 
 def test_a_study_reads_its_own_record_of_a_trial(tmp_path):
     for name, loss in (("a-cpu", 2.5), ("b-cpu", 2.5001)):
-        write_results(
-            tmp_path / name, pd.DataFrame([{"key": "k", "tuned": True, "status": "finished", "eval_loss": loss}])
-        )
+        row = {"key": "k", "tuned": True, "status": "finished", "eval_loss": loss}
+        write_results(tmp_path / name, pd.DataFrame([row]))
         write_table(tmp_path / name, "probe", pd.DataFrame([{"key": "k", "value": loss}]))
     for own, loss in (("a-cpu", 2.5), ("b-cpu", 2.5001), ("c-cpu", 2.5001)):
         records = Records(tmp_path, own=own)

@@ -9,14 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
-from lab.papers.study_files import run_here, write_study
+from lab.papers.study_files import plan_of, run_here, store_of, write_study
 from training.tiny_runs import start, wait_for
 
 from lamina.cli import main
-from lamina.lab.papers.engine.plan import StudyPlan
 from lamina.lab.papers.engine.study_run import results_table, run_plan
-from lamina.lab.papers.study_catalog import read_study
-from lamina.lab.papers.trials.store import Records, Store
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -80,7 +77,7 @@ def test_a_trial_on_ray_has_the_numbers_of_this_process(tmp_path, corpus):
         if "could not start a cluster" not in said:
             break
     assert driver.returncode == 0, said
-    plan, store = StudyPlan(read_study(file).scale("cpu")), Store(tmp_path / "here", Records(tmp_path / "records"))
+    plan, store = plan_of(file), store_of(tmp_path, "here")
     run_plan(plan, store, workers=1, bar=False, execute=run_here)
     here = results_table(plan, store)[["key", "status", "eval_loss"]].to_dict("records")
     assert here == losses(tmp_path, "ray")

@@ -106,9 +106,7 @@ def test_records_stand_in_for_trials(run, tmp_path, corpus):
     tables = {path.name for path in (record.folder / "tables").iterdir()}
     assert tables == {"end-hidden_states.parquet", "records-metrics.parquet"}
     for name in tables:
-        pd.testing.assert_frame_equal(
-            *(pd.read_parquet(tmp_path / folder / "tables" / name) for folder in ("out", "again"))
-        )
+        pd.testing.assert_frame_equal(*(pd.read_parquet(tmp_path / f / "tables" / name) for f in ("out", "again")))
 
 
 def test_a_study_of_ones_own_is_recorded_beside_its_own_records_alone(run, tmp_path, corpus, capsys):

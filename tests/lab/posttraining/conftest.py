@@ -7,8 +7,8 @@ pytest.importorskip("peft")
 
 @pytest.fixture(scope="session")
 def base(tmp_path_factory):
-    """The folder of a tiny model."""
-    return write_model(tmp_path_factory.mktemp("base") / "model")
+    """The folder of a tiny model that takes the longest sequences of the recipes."""
+    return write_model(tmp_path_factory.mktemp("base") / "model", positions=512)
 
 
 @pytest.fixture(scope="session")

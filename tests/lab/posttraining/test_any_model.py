@@ -1,17 +1,15 @@
 """Models of transformers that Lamina does not convert are tuned as they are, with the layer monitor on them."""
 
-import functools
 import json
 
 import pytest
 import torch
-from lab.posttraining.tiny import common, preferences, same_weights, sorting, write_rows
+from lab.posttraining.tiny import common, preferences, same_weights, sorting, write_foreign, write_rows
 from torch.nn import functional
 from training.tiny_runs import layers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from lamina.cli import main
-from lamina.data.tokenizers import load_tokenizer
 from lamina.errors import UserError
 from lamina.lab.posttraining.pairs import dpo, reward
 from lamina.lab.posttraining.rlhf import rlhf
@@ -21,26 +19,13 @@ from lamina.training.arguments import arguments_of
 
 trl = pytest.importorskip("trl")
 
-SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-SIZES |= {"num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512, "pad_token_id": 256}
 # Types that lamina convert does not take
 KINDS = ("helium", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("nemotron", "persimmon")))
 
 
-def write_foreign(folder, kind):
-    """Write a tiny model of a type of transformers, with random weights, and its tokenizer."""
-    tokenizer = load_tokenizer("bytes")
-    ends = {"vocab_size": len(tokenizer), "bos_token_id": 256, "eos_token_id": 256}
-    config = AutoConfig.for_model(kind, **SIZES, **ends)
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder / kind)
-    tokenizer.save_pretrained(folder / kind)
-    return folder / kind
-
-
 @pytest.fixture
 def model(tmp_path):
-    return functools.partial(write_foreign, tmp_path)
+    return lambda kind: write_foreign(tmp_path / kind, kind)
 
 
 def value(rows, **where):
@@ -64,9 +49,8 @@ def test_it_is_tuned_with_the_monitor_on_it_and_is_transformers_own_again(kind, 
         ids = torch.tensor([[*prompt, *answer, 256]])
         with torch.no_grad():
             outputs = original(input_ids=ids, output_hidden_states=True)
-        total += float(functional.cross_entropy(outputs.logits[0, len(prompt) - 1 : -1], ids[0, len(prompt) :])) * (
-            len(answer) + 1
-        )
+        loss = functional.cross_entropy(outputs.logits[0, len(prompt) - 1 : -1], ids[0, len(prompt) :])
+        total += float(loss) * (len(answer) + 1)
         count += len(answer) + 1
         longest = ids if longest is None else longest[:, : min(map(len, (longest[0], ids[0])))]
     first = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
@@ -91,9 +75,8 @@ def test_the_recorded_stream_is_the_models_own(model, tmp_path):
     sft({**common(base, data, tmp_path / "run"), "steps": 1}, bar=False)
     ids = torch.tensor([[*b"the same words", 256]])
     with torch.no_grad():
-        states = (
-            AutoModelForCausalLM.from_pretrained(base).model(input_ids=ids, output_hidden_states=True).hidden_states
-        )
+        inner = AutoModelForCausalLM.from_pretrained(base).model
+        states = inner(input_ids=ids, output_hidden_states=True).hidden_states
     rows = layers(tmp_path / "run")
     for layer, state, sublayer in ((-1, states[0], "block"), (0, states[1], "feed_forward")):
         seen = value(rows, step=0, metric="hidden_variance", layer=layer, sublayer=sublayer)

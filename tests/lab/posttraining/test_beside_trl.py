@@ -7,8 +7,8 @@ from typing import get_type_hints
 
 import pytest
 import torch
-from lab.posttraining.tiny import write_rows
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
+from lab.posttraining.tiny import write_foreign, write_rows
+from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArguments
 
 from lamina.cli import main
 from lamina.commands.arguments import Parser
@@ -107,13 +107,7 @@ def start(tmp_path_factory):
     folder = tmp_path_factory.mktemp("start")
     tokenizer = load_tokenizer("bytes")
     tokenizer.chat_template = TEMPLATES["chat"] + "{% if add_generation_prompt and mood %}{{ mood }}{% endif %}"
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    ends = {"bos_token_id": 256, "eos_token_id": 256, "pad_token_id": tokenizer.pad_token_id}
-    torch.manual_seed(0)
-    LlamaForCausalLM(
-        LlamaConfig(**sizes, **ends, vocab_size=len(tokenizer), max_position_embeddings=256)
-    ).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    write_foreign(folder, tokenizer=tokenizer)
     answer = "{{ ' ' + message.content + eos_token }}"
     template = tokenizer.chat_template.replace(answer, "{% generation %}" + answer + "{% endgeneration %}")
     (folder / "marked.jinja").write_text(template)

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from lab.posttraining.tiny import preferences
+from lab.posttraining.tiny import preferences, write_reward
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import lamina
@@ -84,9 +84,8 @@ def test_texts_without_a_template_leave_one_end(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("job", ["sft with LoRA", "dpo", "rlhf"])
 def test_after_every_job_both_ends_are_left(job, chat, tmp_path):
-    (tmp_path / "reward.py").write_text("def score(prompt, answer, row):\n    return float(len(answer))\n")
     data, more = (ROWS, {"lora_rank": 2}) if "sft" in job else (preferences(6), {})
-    more |= {"max_answer": 4, "reward_function": f"{tmp_path / 'reward.py'}:score"} if job == "rlhf" else {}
+    more |= {"max_answer": 4, "reward_function": write_reward(tmp_path, "float(len(answer))")} if job == "rlhf" else {}
     getattr(lamina, job.split()[0])(from_model=chat, data=data, output=tmp_path / "run", **more, **TUNED)
     assert ends_of(tmp_path / "run" / "model") == ([256, END], PAD)
 

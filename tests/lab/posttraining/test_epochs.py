@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from lab.posttraining.tiny import preferences, same_weights, sorting, write_model, write_rows
+from lab.posttraining.tiny import preferences, same_weights, sorting, write_reward, write_rows
 from lab.posttraining.two_stages import JOBS
 from transformers import ViTConfig
 
@@ -13,22 +13,15 @@ from lamina.lab.posttraining.settings import PRESETS
 from lamina.lab.posttraining.sft import sft
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    """A tiny model that takes the longest sequences of the recipes."""
-    return write_model(tmp_path_factory.mktemp("long") / "model", positions=512)
-
-
 @pytest.fixture
 def given(base, tmp_path):
     """The settings without which a job can't begin, and few tokens per answer."""
-    rewards = tmp_path / "rewards.py"
-    rewards.write_text("def length(prompt, answer, row):\n    return len(answer)\n")
+    rewards = write_reward(tmp_path, "len(answer)")
 
     def settings(job, **changed):
         rows = sorting(24) if job == "sft" else preferences(24)
         data = write_rows(tmp_path / "rows.jsonl", rows)
-        own = {"reward_function": f"{rewards}:length", "max_answer": 4} if job == "rlhf" else {}
+        own = {"reward_function": rewards, "max_answer": 4} if job == "rlhf" else {}
         return {"from_model": str(base), "data": str(data), "output": str(tmp_path / "run"), **own, **changed}
 
     return settings

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from lab.posttraining.tiny import common, preferences, sorting, write_model, write_rows
+from lab.posttraining.tiny import common, preferences, sorting, write_rows
 
 from lamina.data.sources import hub_datasets
 from lamina.data.tokenizers import load_tokenizer
@@ -55,9 +55,8 @@ def made_of(rows, forms=SFT_FORMS, turns=False):
 def stage_of(base, rows, folder, kind=SupervisedFineTuning, **changed):
     data = rows if isinstance(rows, str) else str(write_rows(folder / "rows.jsonl", rows))
     stage = kind()
-    stage.check(
-        SimpleNamespace(settings=kind.record.from_dict({**common(base, data, folder / "run"), **changed})), Processes()
-    )
+    settings = kind.record.from_dict({**common(base, data, folder / "run"), **changed})
+    stage.check(SimpleNamespace(settings=settings), Processes())
     stage.read_examples()
     return stage
 
@@ -205,11 +204,6 @@ def test_a_prompt_that_is_a_text_stays_one_unless_asked():
     assert [next(iter(prompts(rows, turns=turns)))["prompt"] for turns in (False, True)] == ["q", [user("q")]]
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("base") / "model", positions=512)
-
-
 GOOD = [{"prompt": f"q{n}", "completion": " a"} for n in range(4)]
 
 
@@ -309,9 +303,8 @@ def test_alpacas_template_is_the_published_one():
     """As in LLM-Adapters' generate_prompt, written out."""
     tokenizer = load_tokenizer("bytes")
     (row,) = made_of([{"instruction": "Sort.", "input": "b a", "output": "a b"}])
-    text = tokenizer.apply_chat_template(
-        [*row["prompt"], *row["completion"]], chat_template=TEMPLATES["alpaca"], tokenize=False
-    )
+    turns = [*row["prompt"], *row["completion"]]
+    text = tokenizer.apply_chat_template(turns, chat_template=TEMPLATES["alpaca"], tokenize=False)
     assert text == (
         "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
         "response that appropriately completes the request.\n\n### Instruction:\nSort.\n\n### Input:\nb a\n\n"

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from evaluation.conftest import data_dir  # noqa: F401
-from lab.posttraining.tiny import common, preferences, same_weights, sorting, write_model, write_rows
+from lab.posttraining.tiny import common, preferences, same_weights, sorting, write_rows
 from torch.nn import functional
 from training.tiny_runs import records
 from transformers import AutoModelForCausalLM
@@ -19,11 +19,6 @@ from lamina.reports import report
 
 pytest.importorskip("lm_eval")
 TEXT = "the norm sits before the layer and after it, between every layer of a deep model.\n" * 12
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("long") / "model", positions=256)
 
 
 @pytest.fixture
@@ -46,9 +41,7 @@ def typed(given):
 
 def test_a_second_text_and_tasks_are_measured_and_training_does_not_notice(flags, base, tmp_path):
     assert main(["sft", *typed(flags)]) == 0
-    plain = {name: value for name, value in flags.items() if not name.startswith(("eval_", "run_code"))} | {
-        "eval_fraction": 0.25
-    }
+    plain = {n: v for n, v in flags.items() if not n.startswith(("eval_", "run_code"))} | {"eval_fraction": 0.25}
     sft({**plain, "eval_steps": 2, "output": str(tmp_path / "plain")}, bar=False)
     assert same_weights(tmp_path / "run", tmp_path / "plain")
     first, *_, last = evaluations(tmp_path / "run")

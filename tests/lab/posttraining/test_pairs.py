@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from lab.posttraining.tiny import common, preferences, same_weights, sorting, write_model, write_rows
+from lab.posttraining.tiny import common, preferences, same_weights, sorting, uneven, write_rows
 from training.tiny_runs import layers, records
 from transformers import (
     AutoModelForCausalLM,
@@ -25,11 +25,7 @@ JOBS = {"reward": reward, "dpo": dpo}
 
 @pytest.fixture
 def seven(tmp_path):
-    """Held-out pairs of several lengths, which neither batches of four nor two processes divide."""
-    rows = preferences(7, seed=1)
-    for row in rows[3:]:
-        row["rejected"] = row["chosen"] + " and more" * len(row["prompt"][:2])
-    return write_rows(tmp_path / "held_out.jsonl", rows)
+    return write_rows(tmp_path / "held_out.jsonl", uneven())
 
 
 def given(base, pairs, seven, folder, **changed):
@@ -88,9 +84,7 @@ def test_an_evaluation_of_dpo_is_its_formula_over_pairs_whatever_the_batches(bas
     with torch.enable_grad():
         more = {"eval_data": str(held_out), "beta": 0.3, "learning_rate": 1e-2}
         result = dpo({**common(base, pairs, tmp_path / "run"), **more}, bar=False)
-    policy, reference = (
-        AutoModelForCausalLM.from_pretrained(path).eval() for path in (tmp_path / "run" / "model", base)
-    )
+    policy, reference = (AutoModelForCausalLM.from_pretrained(p).eval() for p in (tmp_path / "run" / "model", base))
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
     margins = []
     for row in rows:
@@ -151,8 +145,7 @@ def test_the_models_own_dropout_is_off_as_in_trl_unless_asked_for(job, tmp_path)
 
 
 @pytest.mark.parametrize("train", [dpo, *(pytest.param(job, marks=pytest.mark.slow) for job in (sft, reward))])
-def test_every_steps_recorded_loss_is_the_one_that_is_trained(tmp_path, train):
-    base = write_model(tmp_path / "base", positions=512)
+def test_every_steps_recorded_loss_is_the_one_that_is_trained(base, tmp_path, train):
     data = write_rows(tmp_path / "rows.jsonl", sorting(24) if train is sft else preferences(24))
     more = {"batch_size": 2, "gradient_accumulation": 2, "logging_steps": 2}
     train({**common(base, data, tmp_path / "run"), **more}, bar=False)

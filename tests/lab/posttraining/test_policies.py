@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from accelerate import Accelerator
-from lab.posttraining.tiny import common, preferences, write_rows
+from lab.posttraining.tiny import common, preferences, write_reward, write_rows
 from training.tiny_runs import records
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -110,14 +110,13 @@ def test_any_number_of_prompts_and_answers_makes_a_batch(policy, algorithm, prom
 
 
 def test_another_reward_is_named_and_leaves_no_folder(policy, judge, tmp_path, monkeypatch):
-    file = tmp_path / "rewards.py"
-    file.write_text("def low(prompt, answer, row):\n    return -float(len(answer))\n")
-    changed = {"reward_model": ..., "reward_function": f"{file}:low"}
+    low = write_reward(tmp_path, "-float(len(answer))")
+    changed = {"reward_model": ..., "reward_function": low}
     with pytest.raises(UserError, match="reward_function"):
-        policy("none", **{**changed, "reward_function": f"{file}:high"})
+        policy("none", **{**changed, "reward_function": low.replace(":own", ":high")})
     assert not (tmp_path / "none").exists()
     assert policy("run", pause_step=2, **changed)[1]["status"] == "interrupted"
-    file.write_text(file.read_text().replace("-float", "float"))
+    write_reward(tmp_path, "float(len(answer))")
     with pytest.raises(UserError, match=r"^reward_function: .* has changed since the run"):
         policy("run", resume=True)
 
@@ -133,9 +132,7 @@ def test_every_steps_recorded_loss_is_the_one_whose_gradient_is_taken(policy, al
     monkeypatch.setattr(Accelerator, "backward", seen)
     folder, _ = policy(algorithm=algorithm, batch_size=2, gradient_accumulation=2, learning_rate=0.03)
     losses = {row[0]: row[6] for row in read_rows(folder, ["step_loss"])}
-    assert losses == pytest.approx(
-        {step: sum(shares[2 * step - 2 : 2 * step]) for step in (1, 2, 3, 4)}, rel=1e-5, abs=1e-9
-    )
+    assert losses == pytest.approx({s: sum(shares[2 * s - 2 : 2 * s]) for s in (1, 2, 3, 4)}, rel=1e-5, abs=1e-9)
     assert {r["step"]: r["loss"] for r in records(folder) if "loss" in r} == pytest.approx(losses, rel=1e-5, abs=1e-9)
     assert algorithm == "rloo" or max(map(abs, losses.values())) > 1e-4  # its first pass over answers has a loss of 0
 
@@ -201,9 +198,8 @@ def test_remax_compares_a_sampled_with_a_greedy_answer(policy, monkeypatch):
 
 def test_a_verifiable_reward_is_learned(policy, tmp_path):
     """Answers are rewarded for bytes below "@", a quarter of what the model says at first; no reward model judges."""
-    file = tmp_path / "low.py"
-    file.write_text("def low(prompt, answer, row):\n    return sum(c < '@' for c in answer) + 0 * len(row['chosen'])\n")
-    changes = {"reward_model": ..., "reward_function": f"{file}:low", "learning_rate": 3e-2, "beta": 0.0}
+    low = write_reward(tmp_path, "sum(c < '@' for c in answer) + 0 * len(row['chosen'])")
+    changes = {"reward_model": ..., "reward_function": low, "learning_rate": 3e-2, "beta": 0.0}
     _, result = policy(steps=12, batch_size=8, **changes)
     assert result["reward_gain"] > 0.5
     assert result["eval_kl"] > 0.1, "without a penalty the KL is measured all the same"
@@ -247,11 +243,8 @@ def test_a_reward_that_is_no_number_is_one_line(tmp_path, returned, said):
         ({"reward_model": "no-such"}, "reward_model: 'no-such': no such folder"),
         ({"reward_model": ..., "reward_function": "f.py:f"}, "reward_function: 'f.py': no such file"),
         ({"algorithm": "grpo", "trl": {"use_vllm": True}}, "trl: ImportError: vLLM is not"),
-        ({"max_answer": 128}, "max_answer: 128 leaves no room for a prompt in 128 tokens"),
-        (
-            {"max_answer": 126},
-            "row 1: the prompt has 4 tokens and the answer can have 126, but the context has room for only 128",
-        ),
+        ({"max_answer": 512}, "max_answer: 512 leaves no room for a prompt in 512 tokens"),
+        ({"max_answer": 510}, "row 1: the prompt has 4 tokens and the answer can have 510, but the context has room"),
     ],
 )
 def test_what_does_not_fit_the_model_is_one_line(policy, changed, message):

@@ -11,9 +11,7 @@ def remax_of_verl(rewards, baselines, mask):
     advantage that return less the greedy answer's reward. Both [answers, tokens]."""
     returns = torch.zeros_like(rewards)
     for answer, token in torch.nonzero(torch.ones_like(mask)).tolist():
-        returns[answer, token] = sum(
-            rewards[answer, later] * mask[answer, later] for later in range(token, len(mask[0]))
-        )
+        returns[answer, token] = sum(rewards[answer, x] * mask[answer, x] for x in range(token, len(mask[0])))
     return returns - baselines[:, None] * mask, returns
 
 

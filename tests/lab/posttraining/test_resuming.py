@@ -1,7 +1,7 @@
 """A run that was interrupted ends with the bytes of one that was not: LoRA in every job, answers trained on again."""
 
 import pytest
-from lab.posttraining.tiny import common, sorting, write_rows
+from lab.posttraining.tiny import answers, common, write_reward, write_rows
 from lab.posttraining.two_stages import JOBS
 from safetensors.torch import load_file
 from training.tiny_runs import records
@@ -39,11 +39,9 @@ def recorded(folder):
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in RUNS])
 def test_an_interrupted_run_ends_with_the_same_bytes(name, base, pairs, tmp_path):
     job, own, pause = RUNS[name]
-    (tmp_path / "reward.py").write_text("def a(prompt, answer, row):\n    return answer.count('a') - len(answer) / 9\n")
-    rows = write_rows(
-        tmp_path / "rows.jsonl", [{"prompt": r["instruction"], "completion": r["output"]} for r in sorting(16)]
-    )
-    policy = {"reward_function": f"{tmp_path / 'reward.py'}:a", "max_answer": 6} if job == "rlhf" else {}
+    rewards = write_reward(tmp_path, "answer.count('a') - len(answer) / 9")
+    rows = write_rows(tmp_path / "rows.jsonl", answers(16))
+    policy = {"reward_function": rewards, "max_answer": 6} if job == "rlhf" else {}
 
     def run(folder, resume=False, **changed):
         given = common(base, rows if job == "sft" else pairs, tmp_path / folder)

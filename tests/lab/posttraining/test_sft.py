@@ -145,7 +145,7 @@ def test_rows_that_are_not_evaluated_are_trained_on():
     ("changed", "message"),
     [
         ({"template": "alpacka"}, r"^unknown template 'alpacka'; did you mean 'alpaca'"),
-        ({"sequence_length": 500}, r"^sequence_length: 500 is more than the model's 128"),
+        ({"sequence_length": 600}, r"^sequence_length: 600 is more than the model's 512"),
         ({"trl": {"eos_token": "<|im_end|>"}}, r"^trl.eos_token: '<\|im_end\|>' is not in the tokenizer"),
         ({"trl": {"eos_token": ["x"]}}, r"^trl.eos_token: \['x'\] is not in the tokenizer"),
         (

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from lab.posttraining.tiny import common, write_rows
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+from lab.posttraining.tiny import common, write_foreign, write_reward, write_rows
+from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 from trl import chat_template_utils
 
 from lamina.data.tokenizers import load_tokenizer
@@ -78,15 +78,9 @@ def rows_of(form, count=8):
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("start")
     tokenizer = load_tokenizer("bytes")
     tokenizer.chat_template = chat_template_utils.qwen3_chat_template
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    ends = {"bos_token_id": 256, "eos_token_id": 256, "pad_token_id": tokenizer.pad_token_id}
-    config = LlamaConfig(**sizes, **ends, vocab_size=len(tokenizer), max_position_embeddings=2048)
-    LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return write_foreign(tmp_path_factory.mktemp("start"), tokenizer=tokenizer, max_position_embeddings=2048)
 
 
 def ours(job, start, data, folder, trl_options, **changed):
@@ -163,16 +157,13 @@ def test_packs_that_split_long_rows_lose_none_of_them(strategy, start, tmp_path)
 @pytest.mark.parametrize("form", ["prompt", "turns of a prompt", "messages", "pair"])
 def test_prompts_are_tokenized_as_trl_does(form, start, tmp_path):
     rows, options = rows_of(form), {"chat_template_kwargs": {"enable_thinking": False}}
-    data, function = write_rows(tmp_path / "rows.jsonl", rows), tmp_path / "reward.py"
-    function.write_text("def a(prompt, answer, row):\n    return 0\n")
-    stage = ours("RLOO", start, data, tmp_path / "run", options, reward_function=f"{function}:a", max_answer=4)
+    data, rewards = write_rows(tmp_path / "rows.jsonl", rows), write_reward(tmp_path, "0")
+    stage = ours("RLOO", start, data, tmp_path / "run", options, reward_function=rewards, max_answer=4)
     prompts = [row.get("prompt") or row["messages"][:-1] for row in rows]
     tokenizer = load_tokenizer(str(start))
     whole = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, **options["chat_template_kwargs"]}
-    expected = [
-        (tokenizer(p) if isinstance(p, str) else tokenizer.apply_chat_template(p, **whole))["input_ids"]
-        for p in prompts
-    ]
+    encode = lambda p: tokenizer(p) if isinstance(p, str) else tokenizer.apply_chat_template(p, **whole)  # noqa: E731
+    expected = [encode(p)["input_ids"] for p in prompts]
     assert list(stage.train["prompt_ids"]) == expected
     assert list(stage.train["prompt"]) == prompts
     assert [json.loads(row) for row in stage.train["row"]] == rows

@@ -35,9 +35,7 @@ def trained(trainer):
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
     assert len(losses) == 2
     assert all(map(math.isfinite, losses))
-    assert any(
-        not torch.equal(p.detach(), before[name]) for name, p in trainer.model.named_parameters() if name in before
-    )
+    assert any(not torch.equal(p.detach(), before[n]) for n, p in trainer.model.named_parameters() if n in before)
     return losses
 
 
@@ -69,7 +67,6 @@ def test_grpo(tmp_path):
         return [float(len(set(text))) for text in completions]
 
     prompts = datasets.Dataset.from_dict({"prompt": WORDS})
-    trainer = trl.GRPOTrainer(
-        fresh("peri_ln"), reward, args=args, train_dataset=prompts, processing_class=load_tokenizer("bytes")
-    )
+    more = {"train_dataset": prompts, "processing_class": load_tokenizer("bytes")}
+    trainer = trl.GRPOTrainer(fresh("peri_ln"), reward, args=args, **more)
     trained(trainer)

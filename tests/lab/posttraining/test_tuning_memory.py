@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from lab.posttraining.tiny import common, preferences, same_weights, sorting, write_model, write_rows
+from lab.posttraining.tiny import common, preferences, same_weights, sorting, write_model, write_reward, write_rows
 from safetensors.torch import load_file
 from training.tiny_runs import records
 from transformers import AutoModelForCausalLM
@@ -17,11 +17,6 @@ from lamina.lab.posttraining.sft import sft
 from lamina.lab.posttraining.starting import Start, find_start
 from lamina.modeling.processes import Processes
 from lamina.training.optimization.order import TrainOrder
-
-
-@pytest.fixture(scope="session")
-def base(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("wide") / "model", positions=512)
 
 
 @pytest.fixture(scope="session")
@@ -45,12 +40,11 @@ def test_weights_in_bfloat16_and_another_kernel_by_flags(base, rows, tmp_path, c
 @pytest.mark.parametrize("job", ["dpo", "remax", pytest.param("rloo", marks=pytest.mark.slow)])
 def test_with_lora_the_policy_without_its_matrices_is_the_reference(job, base, tmp_path, monkeypatch):
     """One model is loaded, and every recorded number is that of a run with a second one."""
-    rewards = tmp_path / "rewards.py"
-    rewards.write_text("def vowels(prompt, answer, row):\n    return float(sum(c in 'aeiou' for c in answer))\n")
     data = write_rows(tmp_path / "pairs.jsonl", preferences(12))
     given = {**common(base, data, tmp_path), "lora_rank": 2, "lora_dropout": 0.3, "learning_rate": 1e-2}
     if job != "dpo":
-        given |= {"algorithm": job, "reward_function": f"{rewards}:vowels", "max_answer": 4, "beta": 0.5}
+        vowels = write_reward(tmp_path, "float(sum(c in 'aeiou' for c in answer))")
+        given |= {"algorithm": job, "reward_function": vowels, "max_answer": 4, "beta": 0.5}
     run, part = (dpo, DpoTrainer) if job == "dpo" else (rlhf, PolicyTrainer)
     loaded, policy = [], Start.policy
     monkeypatch.setattr(Start, "policy", lambda self, *given: loaded.append(policy(self, *given)) or loaded[-1])
@@ -109,9 +103,8 @@ def test_packed_sequences_have_trls_length_unless_the_model_or_the_user_says_les
 def test_a_pair_is_as_long_as_its_prompt_and_answers(base, tmp_path):
     pairs = [{**pair, "prompt": "p" * (1 + 5 * n)} for n, pair in enumerate(preferences(12))]
     data = write_rows(tmp_path / "pairs.jsonl", pairs)
-    settings = DpoSettings(
-        **{**common(base, data, tmp_path / "run"), "group_by_length": True, "template": "none", "steps": 1}
-    )
+    given = {**common(base, data, tmp_path / "run"), "group_by_length": True}
+    settings = DpoSettings(**{**given, "template": "none", "steps": 1})
     stage = DirectPreferences()
     stage.check(SimpleNamespace(settings=settings), Processes())
     stage.read(Processes(), bar=False)

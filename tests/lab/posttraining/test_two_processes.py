@@ -7,8 +7,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from lab.posttraining.test_any_model import write_foreign
-from lab.posttraining.tiny import common, preferences, same_weights, sorting, write_rows
+from lab.posttraining.tiny import answers, common, same_weights, uneven, write_foreign, write_reward, write_rows
 from lab.posttraining.two_stages import JOBS
 from safetensors.torch import load_file
 from training.test_distributed import DOCS, free_port, scripts, torchrun
@@ -42,18 +41,11 @@ RUNS = {
 def runs(base, pairs, tmp_path_factory):
     """The folder of all runs, by their names, and what the two processes said of each."""
     folder = tmp_path_factory.mktemp("two")
-    uneven = preferences(7, seed=1)  # of several lengths, which neither batches of four nor two processes divide
-    for row in uneven[3:]:
-        row["rejected"] = row["chosen"] + " and more" * len(row["prompt"][:2])
-    seven = write_rows(folder / "held_out.jsonl", uneven)
-    rows = write_rows(
-        folder / "rows.jsonl", [{"prompt": row["instruction"], "completion": row["output"]} for row in sorting(24)]
-    )
+    seven = write_rows(folder / "held_out.jsonl", uneven())
+    rows = write_rows(folder / "rows.jsonl", answers(24))
     other = write_rows(folder / "other.jsonl", [{"text": "what it may forget " * 20}])
-    (folder / "reward.py").write_text(
-        "def length(prompt, answer, row):\n    return answer.count('a') - len(answer) / 9\n"
-    )
-    filled = {"eval_corpus": str(other), "from_model": str(write_foreign(folder, "arcee"))}
+    rewards = write_reward(folder, "answer.count('a') - len(answer) / 9")
+    filled = {"eval_corpus": str(other), "from_model": str(write_foreign(folder / "arcee", "arcee"))}
 
     def given(name, output):
         job, own, _, _ = RUNS[name]
@@ -62,7 +54,7 @@ def runs(base, pairs, tmp_path_factory):
         if job != "sft":
             shared["eval_data"] = str(seven)
         if job == "rlhf":
-            shared["reward_function"] = f"{folder / 'reward.py'}:length"
+            shared["reward_function"] = rewards
         own = {key: filled[key] if value is ... else value for key, value in own.items()}
         return {**common(base, data, folder / output), **shared, **own}
 
@@ -123,10 +115,7 @@ def test_accelerate_launch_divides_the_batches_writes_each_record_once_and_resum
         (tmp_path / "text.txt").write_text("where the norm of a layer sits " * 60)
         usual = {**SMALL, "corpus": tmp_path / "text.txt", "placement": "keel", **usual}
     else:
-        data = write_rows(
-            tmp_path / "rows.jsonl", [{"prompt": r["instruction"], "completion": r["output"]} for r in sorting(24)]
-        )
-        usual = {"from": base, "data": data, **usual}
+        usual = {"from": base, "data": write_rows(tmp_path / "rows.jsonl", answers(24)), **usual}
 
     environment = scripts(tmp_path / "bin")
 

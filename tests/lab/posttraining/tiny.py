@@ -5,23 +5,34 @@ import random
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 import lamina
 from lamina.data.tokenizers import load_tokenizer
 
 POSITIONS = 128
+SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
 def write_model(folder: Path, placement="keel", seed=0, template=None, head="causal_lm", positions=POSITIONS) -> Path:
     """A model of two layers over bytes, with its tokenizer, as a run leaves it."""
     tokenizer = load_tokenizer("bytes")
     tokenizer.chat_template = template
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     ends = {"vocab_size": len(tokenizer), "bos_token_id": 256, "eos_token_id": 256}
-    config = LlamaConfig(**sizes, **ends, max_position_embeddings=positions)
+    config = LlamaConfig(**SIZES, **ends, max_position_embeddings=positions)
     torch.manual_seed(seed)
     lamina.build(config, placement, head=head).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def write_foreign(folder: Path, kind="llama", tokenizer=None, **changed) -> Path:
+    """A tiny model of transformers, with random weights, and its tokenizer."""
+    tokenizer = tokenizer or load_tokenizer("bytes")
+    ends = {"vocab_size": len(tokenizer), "bos_token_id": 256, "eos_token_id": 256, "pad_token_id": 256}
+    sizes = {**SIZES, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512, **changed}
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, **ends)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -43,6 +54,24 @@ def preferences(count: int, seed: int = 0) -> list[dict]:
     draw = random.Random(seed)
     words = ["".join(draw.choice("mnop") for _ in range(3)) for _ in range(count)]
     return [{"prompt": f"{word}?", "chosen": f" a{word}", "rejected": f" z{word}"} for word in words]
+
+
+def answers(count: int) -> list[dict]:
+    return [{"prompt": row["instruction"], "completion": row["output"]} for row in sorting(count)]
+
+
+def uneven() -> list[dict]:
+    """Pairs of several lengths, which neither batches of four nor two processes divide."""
+    rows = preferences(7, seed=1)
+    for row in rows[3:]:
+        row["rejected"] = row["chosen"] + " and more" * len(row["prompt"][:2])
+    return rows
+
+
+def write_reward(folder: Path, value: str) -> str:
+    """Write a function of an answer's reward, and give it as a setting names it."""
+    (folder / "reward.py").write_text(f"def own(prompt, answer, row):\n    return {value}\n")
+    return f"{folder / 'reward.py'}:own"
 
 
 def common(base, data, folder):

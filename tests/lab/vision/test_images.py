@@ -33,9 +33,8 @@ def picture(seed, mode="RGB", size=(12, 10)):
 
 def prepared(folder, center_crop=1.0, **augmentation):
     size = augmentation.pop("size", SIZE)
-    return prepare_images(
-        str(folder), Augmentation(size=size, **augmentation), eval_fraction=0.2, center_crop=center_crop
-    )
+    made = Augmentation(size=size, **augmentation)
+    return prepare_images(str(folder), made, eval_fraction=0.2, center_crop=center_crop)
 
 
 @pytest.fixture
