@@ -55,7 +55,7 @@ def check(model, folder, rules, **more):
     ids, served = token_ids(batch=1), Engine(folder, rules, **more).load(model)
     logits = model(ids).logits
     largest = float(logits.abs().max())  # an engine's merged products round elsewhere; a lost norm is no rounding
-    torch.testing.assert_close(served.logits(ids), logits, rtol=0, atol=1e-5 * max(1.0, largest))
+    torch.testing.assert_close(served.logits(ids), logits, rtol=0, atol=1e-4 * max(1.0, largest))
     return served
 
 
