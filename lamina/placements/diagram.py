@@ -189,9 +189,9 @@ def _drawing(plan: Plan, title: str | None, equation: Sequence[str]) -> tuple[st
     mono = 10.5
     width = max(
         len(columns) * _COLUMN,
-        math.ceil(len(heading) * 8.6) + 16,
+        math.ceil(len(heading) * 10.2) + 16,  # the widest fonts of the list
         *(math.ceil(len(line) * mono * 0.62) + 16 for line in equation),
-        *(math.ceil(len(note) * 5.6) + 16 for note in notes),
+        *(math.ceil(len(note) * 6.4) + 16 for note in notes),
         0,
     )
     top = 28 if heading else 6
@@ -277,13 +277,12 @@ def _sublayer(name: str, subs: list[Sublayer], start: int, block_input: int) -> 
         label = f"×{pre_scale}".removesuffix(" per channel")
         parts.append(_text(b, module + 25.5, label, size=10.5, weight=600, anchor="middle", halo=_PANEL))
     if out_scale := scale_label([s.out_scale for s in subs], sub.out_scale_learned):
-        parts.append(
-            _text(b + 6, out - 20, f"×{out_scale}".removesuffix(" per channel"), size=10.5, weight=600, halo=_PANEL)
-        )
+        for line, part in enumerate(reversed(_scale_lines(out_scale))):
+            style = {"size": 9.5} if part == "learned" else {"size": 10.5, "weight": 600}
+            parts.append(_text(b + 6, out - 20 - 12 * line, part, halo=_PANEL, **style))
     if skip_scale := _skip_label(subs):
         label_x, anchor = (_BYPASS + 5, "start") if sub.skip == "block_input" else (x - 6 - 5 * (n > 1), "end")
-        label = f"×{skip_scale}".removesuffix(" per channel").replace(" … ", " …\n").replace(" learned", "\nlearned")
-        for line, part in enumerate(label.split("\n")):
+        for line, part in enumerate(_scale_lines(skip_scale)):
             style = {"size": 9.5} if part == "learned" else {"size": 11, "weight": 600}
             parts.append(_text(label_x, module + 5 + 13 * line, part, anchor=anchor, halo=_PANEL, **style))
     parts.append(f'<circle cx="{x}" cy="{add}" r="8" fill="#fff" stroke="{_LINE}" stroke-width="1.4"/>')
@@ -292,6 +291,11 @@ def _sublayer(name: str, subs: list[Sublayer], start: int, block_input: int) -> 
     if sub.post_norm:
         parts.append(_box(x, post, 74, _NORM, norm_label([s.norms["post_norm"] for s in subs]), _FILL["norm"]))
     return "".join(parts)
+
+
+def _scale_lines(label: str) -> list[str]:
+    text = f"×{label}".removesuffix(" per channel").replace(" - ", "-")
+    return text.replace(" … ", " …\n").replace(" learned", "\nlearned").split("\n")
 
 
 def _reading(sub: Sublayer, split: int, block_input: int) -> str:

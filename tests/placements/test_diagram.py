@@ -1,7 +1,9 @@
 import xml.etree.ElementTree as ET
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from PIL import ImageFont
 
 from lamina.placements import Layer, Norm, Plan, Sublayer, names, resolve
 from lamina.placements.diagram import equations, gallery, svg, text
@@ -28,6 +30,27 @@ def test_every_registered_placement_is_drawn_and_written(name):
     assert sum(word.startswith(("Norm", "GroupNorm")) for word in words(drawing)) == per_layer + ends
     assert text(plan).startswith(f"{name}, 12 layers")
     assert text(plan).count("attention") == columns
+
+
+@pytest.mark.parametrize("name", names())
+def test_all_text_fits_into_the_drawing_in_the_widest_usual_font(name):
+    matplotlib = pytest.importorskip("matplotlib")
+    fonts = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
+
+    def edges(node, left=0.0):
+        if "translate" in node.get("transform", ""):
+            left += float(node.get("transform").split("(")[1].split()[0])
+        if node.tag == f"{SVG}text" and node.text:
+            bold = "-Bold" if int(node.get("font-weight", 400)) >= 600 else ""
+            font = ImageFont.truetype(str(fonts / f"DejaVuSans{bold}.ttf"), 100)
+            wide = font.getlength(node.text) * float(node.get("font-size", 11.5)) / 100
+            start = left + float(node.get("x")) - wide * {"end": 1, "middle": 0.5}.get(node.get("text-anchor"), 0)
+            yield node.text, start, start + wide
+        for child in node:
+            yield from edges(child, left)
+
+    root = ET.fromstring(svg(resolve(name, 4)))
+    assert [each for each in edges(root) if each[1] < 0 or each[2] > float(root.get("width"))] == []
 
 
 @pytest.mark.parametrize(

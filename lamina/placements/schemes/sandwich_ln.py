@@ -22,7 +22,7 @@ def sandwich_ln(num_layers: int) -> Plan:
 
 @placement(
     "sandwich_depth_scaled",
-    title="depth-scaled Sandwich-LN",
+    title="Depth-scaled Sandwich-LN",
     equation=("y = x + LN(A(LN x))", "x' = y + LN(F(LN y))", "outer gains start at c / sqrt(N)", "logits = W LN(x_N)"),
     source="Pangu Ultra (arXiv 2504.07866); Arcee Trinity (arXiv 2602.17004)",
     advice="Arcee Trinity uses c = 1 and reports no loss spike in 17 trillion tokens at 400B parameters.",
