@@ -47,37 +47,24 @@ _SWITCH = {"true": True, "false": False}
 
 @dataclass(frozen=True)
 class Argument:
-    """A command-line option with its flags, its help text and the type of its value.
+    """A command-line option with its flags, its help text and the type of its value."""
 
-    Attributes:
-        name: the name of the setting or option.
-        kind: the type of the value. If the type is a mapping, each use of the flag adds one entry ``KEY=VALUE``.
-        flags: the option's flags, or an empty tuple for a positional argument.
-        default: the default to show in the help. The parser returns the default of an omitted option, but no value for
-            an omitted setting.
-        metavar: the placeholder in the help, such as FILE (default: a placeholder for the type).
-        is_setting: whether the option is a field of the command's settings class.
-        is_needed: whether the command requires this positional argument.
-        is_list: whether the option takes all words up to the next flag.
-        adds: whether a repeated flag adds a value instead of replacing the earlier value.
-        files: the source files of another library in which Lamina finds the types of that library's options.
-        key: the name of another library's option that the flag sets, or "" for Lamina's options.
-        alone: the option's value, as text, if no word follows the flag.
-    """
-
-    name: str
-    kind: object
+    name: str  # the name of the setting or option
+    kind: object  # the type of the value. If the type is a mapping, each use of the flag adds one entry ``KEY=VALUE``
     about: str
-    flags: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()  # the option's flags, or an empty tuple for a positional argument
+    # the default to show in the help. The parser returns the default of an omitted option, but no value for an omitted
+    # setting
     default: object = None
-    metavar: str = ""
-    is_setting: bool = False
-    is_needed: bool = False
-    is_list: bool = False
-    adds: bool = False
+    metavar: str = ""  # the placeholder in the help, such as FILE (default: a placeholder for the type)
+    is_setting: bool = False  # whether the option is a field of the command's settings class
+    is_needed: bool = False  # whether the command requires this positional argument
+    is_list: bool = False  # whether the option takes all words up to the next flag
+    adds: bool = False  # whether a repeated flag adds a value instead of replacing the earlier value
+    # the source files of another library in which Lamina finds the types of that library's options
     files: tuple[str, ...] = ()
-    key: str = ""
-    alone: str = ""
+    key: str = ""  # the name of another library's option that the flag sets, or "" for Lamina's options
+    alone: str = ""  # the option's value, as text, if no word follows the flag
 
     @property
     def kinds(self) -> tuple[object, ...]:
@@ -212,16 +199,7 @@ class Parser:
     def add_flag(
         self, flag: str, about: str, default: object = None, metavar: str = "", *, name: str = "", kind: object = str
     ) -> None:
-        """Add a flag. If the default is a boolean, the flag is a switch. Otherwise, the value has the default's type.
-
-        Args:
-            flag: the flag, with its dashes.
-            about: the help text.
-            default: the default.
-            metavar: the placeholder in the help (default: a placeholder for the type).
-            name: the option's name, if it differs from the flag's name.
-            kind: the type of the value, if there is no default.
-        """
+        """Add a flag. A flag with a boolean default is a switch. Any other value has the default's type."""
         flags = (flag, f"--no-{flag[2:]}") if default is True else (flag,)
         name, metavar = name or flag[2:].replace("-", "_"), metavar and f" {metavar}"
         kind = type(default) if isinstance(default, int | float) else kind

@@ -16,40 +16,30 @@ TRAINERS = ("megatron", "nanogpt", "olmo-core", "torchtitan")  # Lamina converts
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """How Lamina converts the checkpoints of a model type.
+    """How Lamina converts the checkpoints of a model type."""
 
-    Args:
-        placement: the norm placement with its options, such as "peri_ln(embedding_norm=false)".
-        norms: a mapping from the name of a norm or learned scale in transformers to a position in Lamina's block.
-        options: a mapping from an option of the placement to the field of transformers' configuration with the option's
-            value. The option ``wiring`` becomes "parallel" if the field is true.
-        one_norm: whether the checkpoint stores a single norm for attention and feed-forward, under the attention's
-            name.
-        gain_offset: the number to add to a stored gain. Gemma stores w and multiplies by 1 + w, so the offset is 1.
-        rounds: a clause for messages that explains why Lamina's outputs differ from transformers' in the last bits.
-        note: a remark for the table in docs/edit-layers.md.
-    """
-
-    placement: str
+    placement: str  # the norm placement with its options, such as "peri_ln(embedding_norm=false)"
+    # a mapping from the name of a norm or learned scale in transformers to a position in Lamina's block
     norms: Mapping[str, str]
+    # a mapping from an option of the placement to the field of transformers' configuration with the option's value. The
+    # option ``wiring`` becomes "parallel" if the field is true
     options: Mapping[str, str] = field(default_factory=dict)
+    # whether the checkpoint stores a single norm for attention and feed-forward, under the attention's name
     one_norm: bool = False
+    # the number to add to a stored gain. Gemma stores w and multiplies by 1 + w, so the offset is 1
     gain_offset: float = 0.0
+    # a clause for messages that explains why Lamina's outputs differ from transformers' in the last bits
     rounds: str = ""
-    note: str = ""
+    note: str = ""  # a remark for the table in docs/edit-layers.md
 
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """A model type of transformers.
+    """A model type of transformers."""
 
-    Args:
-        title: the model type's name for messages and docs.
-        roles: a mapping from a module's attribute name to the role of the module's weight, such as "query". If
-            attention and feed-forward use the same attribute name, the key names the sub-layer ("attention.Wo").
-    """
-
-    title: str
+    title: str  # the model type's name for messages and docs
+    # a mapping from a module's attribute name to the role of the module's weight, such as "query". If attention and
+    # feed-forward use the same attribute name, the key names the sub-layer ("attention.Wo")
     roles: Mapping[str, str] = field(default_factory=dict)
     conversion: Conversion | None = None
 

@@ -11,16 +11,12 @@ class WidthScheme:
     """The exponents e of scale factors n^e, where n is the width.
 
     Each tuple has the exponents for the embedding, the hidden weights and the output head.
-
-    Attributes:
-        multiplier: the exponents for the factor on the weights in the forward pass (the paper's -a).
-        std: the exponents for the initial standard deviation (the paper's -b).
-        rate: the exponents for Adam's learning rate (the paper's -c).
     """
 
+    # the exponents for the factor on the weights in the forward pass (the paper's -a)
     multiplier: tuple[float, float, float]
-    std: tuple[float, float, float]
-    rate: tuple[float, float, float]
+    std: tuple[float, float, float]  # the exponents for the initial standard deviation (the paper's -b)
+    rate: tuple[float, float, float]  # the exponents for Adam's learning rate (the paper's -c)
 
 
 _STANDARD = WidthScheme(multiplier=(0, 0, 0), std=(0, -1 / 2, -1 / 2), rate=(0, -1, -1))

@@ -49,13 +49,10 @@ class PartShare(TypedDict):
 
 
 class ItemSource(Dataset[T], Generic[T], ABC):
-    """A source of numbered training examples. An item is a mapping from the model's arguments to tensors.
+    """A source of numbered training examples. An item is a mapping from the model's arguments to tensors."""
 
-    Attributes:
-        in_order: whether item ``i`` is the i-th training example of a run. A stream or a mix of corpora is in order and
-            never ends. A finite set is not in order, so the run shuffles the set.
-    """
-
+    # whether item ``i`` is the i-th training example of a run. A stream or a mix of corpora is in order and never ends.
+    # A finite set is not in order, so the run shuffles the set
     in_order: bool = False
 
     @property
@@ -157,36 +154,27 @@ class ArrayBlocks(BlockSource):
 
 @dataclass(frozen=True, kw_only=True)
 class Stats:
-    """Statistics of the training split and the eval split.
+    """Statistics of the training split and the eval split."""
 
-    Attributes:
-        unigram_entropy: the eval loss, in nats, of a model that knows only how often each token or class occurs in the
-            training split, with add-one smoothing.
-        fingerprint: a hash of the data and of the settings that decide the items.
-    """
-
+    # the eval loss, in nats, of a model that knows only how often each token or class occurs in the training split,
+    # with add-one smoothing
     unigram_entropy: float
-    fingerprint: str
+    fingerprint: str  # a hash of the data and of the settings that decide the items
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockStats(Stats):
-    """Statistics of two splits of a text. Lamina counts only the tokens and bytes in whole blocks.
-
-    Attributes:
-        train_bytes: UTF-8 bytes of the training split's text, without end-of-text tokens. The value is an estimate if
-            tokens remain after the last whole block.
-        eval_bytes: UTF-8 bytes of the eval split's text, counted like ``train_bytes``.
-        documents: the number of documents in the whole corpus.
-    """
+    """Statistics of two splits of a text. Lamina counts only the tokens and bytes in whole blocks."""
 
     train_tokens: int
     eval_tokens: int
+    # UTF-8 bytes of the training split's text, without end-of-text tokens. The value is an estimate if tokens remain
+    # after the last whole block
     train_bytes: int
-    eval_bytes: int
+    eval_bytes: int  # UTF-8 bytes of the eval split's text, counted like ``train_bytes``
     vocab_size: int
     sequence_length: int
-    documents: int
+    documents: int  # the number of documents in the whole corpus
 
     @property
     def bytes_per_token(self) -> float:

@@ -60,22 +60,16 @@ class Shard(Protocol):
 
 @dataclass(frozen=True)
 class FileShard:
-    """A file of a corpus. A long plain text becomes several documents.
-
-    Attributes:
-        part_chars: the approximate number of characters per document of a long plain text.
-        state: the expected size and modification time of the file, or None. If the file has changed, ``read`` raises
-            UserError.
-        warn: a function that logs a message.
-        skip: a function that Lamina calls for a file that is not text. If ``skip`` is None, Lamina raises UserError.
-    """
+    """A file of a corpus. A long plain text becomes several documents."""
 
     corpus: str
     path: Path
     text_field: str
-    part_chars: int
+    part_chars: int  # the approximate number of characters per document of a long plain text
+    # the expected size and modification time of the file, or None. If the file has changed, ``read`` raises UserError
     state: FileState | None
-    warn: Callable[[str], None]
+    warn: Callable[[str], None]  # a function that logs a message
+    # a function that Lamina calls for a file that is not text. If ``skip`` is None, Lamina raises UserError
     skip: Callable[[Path, NotTextError], None] | None
 
     def read(self, position: object = None) -> Iterator[tuple[Document, Position]]:
@@ -154,14 +148,10 @@ class Shards:
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus(ABC):
-    """The text for a run: a single corpus or a mix of corpora. Use :meth:`parse` to create a Corpus.
+    """The text for a run: a single corpus or a mix of corpora. Use :meth:`parse` to create a Corpus."""
 
-    Attributes:
-        spec: the corpus as the user wrote it.
-        text_field: the field of .jsonl rows, or the column of .parquet files and datasets, that has the text.
-    """
-
-    spec: str
+    spec: str  # the corpus as the user wrote it
+    # the field of .jsonl rows, or the column of .parquet files and datasets, that has the text
     text_field: str = "text"
 
     @staticmethod

@@ -57,18 +57,12 @@ class Splitter:
     """Cut documents into segments, one document after another.
 
     The four attributes are the complete state of a Splitter, from which a new Splitter can continue.
-
-    Attributes:
-        piece: the number of the current piece.
-        filled: the number of characters in the current piece so far.
-        document: the number of the last document.
-        position: the number of characters already cut from the last document.
     """
 
-    piece: int = 0
-    filled: int = 0
-    document: int = -1
-    position: int = 0
+    piece: int = 0  # the number of the current piece
+    filled: int = 0  # the number of characters in the current piece so far
+    document: int = -1  # the number of the last document
+    position: int = 0  # the number of characters already cut from the last document
 
     def cut(self, document: Document, chars: int) -> Iterator[Segment]:
         """Yield the segments of the next document. Pieces have about ``chars`` characters and end at line ends."""

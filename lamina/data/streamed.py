@@ -142,19 +142,13 @@ class Excerpt:
 
 @dataclass
 class Division:
-    """The division of a streamed corpus into training text and held-out text.
+    """The division of a streamed corpus into training text and held-out text."""
 
-    Attributes:
-        chars: the number of characters per piece.
-        fraction: the held-out fraction of the pieces that Lamina has read.
-        known: the training text between the held-out pieces.
-        limits: for each shard, the number of pieces up to the last held-out piece.
-    """
-
-    chars: int
-    fraction: float
+    chars: int  # the number of characters per piece
+    fraction: float  # the held-out fraction of the pieces that Lamina has read
     held_out: Excerpt
-    known: Excerpt
+    known: Excerpt  # the training text between the held-out pieces
+    # for each shard, the number of pieces up to the last held-out piece
     limits: dict[int, int] = field(default_factory=dict)
 
     def stats(self, held_out: np.ndarray, known: np.ndarray, fingerprint: str) -> BlockStats:
@@ -221,27 +215,17 @@ def _pieces(shards: Shards, division: Division, blocks: int, sequence_length: in
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """A position in a stream, which a checkpoint can store as JSON.
+    """A position in a stream, which a checkpoint can store as JSON."""
 
-    Attributes:
-        turn: the number of times that Lamina has read the corpus to its end.
-        shard: the index of the current shard in the current epoch's order.
-        position: the position of the current document in the shard, or None at the shard's beginning.
-        split: the Splitter's state before the current document.
-        segments: the number of segments that Lamina has read from the current document.
-        last: the document and the character at which the last segment ended (see ``TokenJoiner``).
-        carry: the tokens that do not fill a block yet.
-        skip: the number of blocks after this position that the stream has already returned.
-    """
-
-    turn: int = 0
-    shard: int = 0
-    position: object = None
-    split: Sequence[int] = dataclasses.astuple(Splitter())
-    segments: int = 0
+    turn: int = 0  # the number of times that Lamina has read the corpus to its end
+    shard: int = 0  # the index of the current shard in the current epoch's order
+    position: object = None  # the position of the current document in the shard, or None at the shard's beginning
+    split: Sequence[int] = dataclasses.astuple(Splitter())  # the Splitter's state before the current document
+    segments: int = 0  # the number of segments that Lamina has read from the current document
+    # the document and the character at which the last segment ended (see ``TokenJoiner``)
     last: Sequence[int] | None = None
-    carry: Sequence[int] = ()
-    skip: int = 0
+    carry: Sequence[int] = ()  # the tokens that do not fill a block yet
+    skip: int = 0  # the number of blocks after this position that the stream has already returned
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,22 +233,16 @@ class TokenStream:
     """An endless stream of a corpus's blocks, without the held-out pieces. The stream can start at any position.
 
     Tokens left over at the end of the corpus begin the first block of the next epoch.
-
-    Args:
-        chars: the number of characters per piece.
-        held_out: for each shard, the number of pieces up to the last held-out piece.
-        eval_fraction: the held-out fraction of the pieces in ``held_out``.
-        seed: the seed that shuffles the shards in each epoch, or None to keep the shards' order.
     """
 
     corpus: str
     shards: Sequence[Shard]
     encoder: TextEncoder
     sequence_length: int
-    chars: int
-    held_out: Mapping[int, int]
-    eval_fraction: float
-    seed: Sequence[int] | None
+    chars: int  # the number of characters per piece
+    held_out: Mapping[int, int]  # for each shard, the number of pieces up to the last held-out piece
+    eval_fraction: float  # the held-out fraction of the pieces in ``held_out``
+    seed: Sequence[int] | None  # the seed that shuffles the shards in each epoch, or None to keep the shards' order
 
     def chunks(self, place: Place, size: int) -> Iterator[tuple[np.ndarray, Place]]:
         """Yield arrays of ``size`` blocks, [size, sequence_length], each with the position after the array."""

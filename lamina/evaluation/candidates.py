@@ -26,21 +26,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A model to evaluate.
+    """A model to evaluate."""
 
-    Attributes:
-        name: the model's name in the records.
-        path: the model's path or name on the hub.
-        arm: the label of the model's row in the table, such as a checkpoint's name or the setting that a study varies.
-        seed: the seed of the model's run, if known.
-        status: the status of the model's run. The table only counts diverged, failed, stuck and interrupted runs.
-            Lamina does not evaluate these runs.
-    """
-
-    name: str
-    path: str
+    name: str  # the model's name in the records
+    path: str  # the model's path or name on the hub
+    # the label of the model's row in the table, such as a checkpoint's name or the setting that a study varies
     arm: str
-    seed: int | None = None
+    seed: int | None = None  # the seed of the model's run, if known
+    # the status of the model's run. The table only counts diverged, failed, stuck and interrupted runs. Lamina does not
+    # evaluate these runs
     status: str = str(Status.FINISHED)
 
     @property

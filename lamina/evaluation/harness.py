@@ -35,30 +35,20 @@ SCORING_ERRORS = (AssertionError, ValueError, RuntimeError, KeyError, IndexError
 
 @dataclass(frozen=True, kw_only=True)
 class Runner:
-    """A model, and the options with which lm-evaluation-harness evaluates the model.
+    """A model, and the options with which lm-evaluation-harness evaluates the model."""
 
-    Attributes:
-        model: a causal language model, on its device.
-        batch_size: the number of sequences per forward pass. "auto" means 8 on a CPU, and as many as fit on a GPU.
-        limit: the maximum number of items per task, or None for all items.
-        seed: the seed of the few-shot examples.
-        chat_template: whether to put questions into the tokenizer's chat template.
-        system: the system message in the chat template.
-        generation: arguments of ``generate`` that replace the tasks' arguments.
-        run_code: whether the harness may run code that the model writes.
-        processes: the processes over which Lamina splits the items.
-    """
-
-    model: PreTrainedModel
+    model: PreTrainedModel  # a causal language model, on its device
     tokenizer: PreTrainedTokenizerBase
+    # the number of sequences per forward pass. "auto" means 8 on a CPU, and as many as fit on a GPU
     batch_size: int | str = 8
-    limit: int | None = None
-    seed: int = 0
-    chat_template: bool = False
-    system: str | None = None
+    limit: int | None = None  # the maximum number of items per task, or None for all items
+    seed: int = 0  # the seed of the few-shot examples
+    chat_template: bool = False  # whether to put questions into the tokenizer's chat template
+    system: str | None = None  # the system message in the chat template
+    # arguments of ``generate`` that replace the tasks' arguments
     generation: Mapping[str, object] = field(default_factory=dict)
-    run_code: bool = False
-    processes: Processes = ALONE
+    run_code: bool = False  # whether the harness may run code that the model writes
+    processes: Processes = ALONE  # the processes over which Lamina splits the items
 
     @cached_property
     def language_model(self) -> HFLM:

@@ -29,17 +29,7 @@ CHOICES = ("acc", "acc_norm")
 
 @dataclass(frozen=True, kw_only=True)
 class Paired:
-    """The difference between two models' scores on the same items. Scores are from 0 to 1, not in percent.
-
-    Attributes:
-        low: the lower end of the difference's 95 % interval (Student's t).
-        high: the upper end of the difference's 95 % interval.
-        won: the number of items that only ``model`` answers correctly, or None for scores between 0 and 1.
-        lost: the number of items that only ``against`` answers correctly, or None for scores between 0 and 1.
-        p: the two-sided p value. Scores of 0 and 1 get McNemar's exact test, and other scores get a paired t test.
-        p_holm: the p value after Holm's correction over all columns of ``model``.
-        smallest: the smallest difference that the test detects with a probability of 80 %.
-    """
+    """The difference between two models' scores on the same items. Scores are from 0 to 1, not in percent."""
 
     model: str
     against: str
@@ -47,13 +37,13 @@ class Paired:
     metric: str
     items: int
     difference: float
-    low: float
-    high: float
-    won: int | None
-    lost: int | None
-    p: float
-    smallest: float
-    p_holm: float = math.nan
+    low: float  # the lower end of the difference's 95 % interval (Student's t)
+    high: float  # the upper end of the difference's 95 % interval
+    won: int | None  # the number of items that only ``model`` answers correctly, or None for scores between 0 and 1
+    lost: int | None  # the number of items that only ``against`` answers correctly, or None for scores between 0 and 1
+    p: float  # the two-sided p value. Scores of 0 and 1 get McNemar's exact test, and other scores get a paired t test
+    smallest: float  # the smallest difference that the test detects with a probability of 80 %
+    p_holm: float = math.nan  # the p value after Holm's correction over all columns of ``model``
 
 
 def chance(items: Frame, metric: str) -> float | None:

@@ -26,22 +26,15 @@ ROWS = 1024  # the number of predictions that are converted to float64 at a time
 
 @dataclass(frozen=True, kw_only=True)
 class Perplexity:
-    """The total loss on a text, and the numbers of tokens, words and bytes in the text.
+    """The total loss on a text, and the numbers of tokens, words and bytes in the text."""
 
-    Attributes:
-        nll: the negative log-likelihood of the whole text, in nats.
-        tokens: the number of scored tokens.
-        words: the number of words, counted as in lm-evaluation-harness by splitting at white space. White space at the
-            text's beginning or end adds an empty word.
-        bytes: the number of UTF-8 bytes of the scored tokens.
-        documents: the number of documents. Lamina scores each document separately.
-    """
-
-    nll: float
-    tokens: int
+    nll: float  # the negative log-likelihood of the whole text, in nats
+    tokens: int  # the number of scored tokens
+    # the number of words, counted as in lm-evaluation-harness by splitting at white space. White space at the text's
+    # beginning or end adds an empty word
     words: int
-    bytes: int
-    documents: int
+    bytes: int  # the number of UTF-8 bytes of the scored tokens
+    documents: int  # the number of documents. Lamina scores each document separately
     notes: Sequence[str] = ()
 
     def numbers(self) -> dict[str, float]:

@@ -26,27 +26,18 @@ SHARES = frozenset({"acc", "acc_norm", "acc_mutual_info", "exact_match", "pass@1
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """A model's score on a task. A score is a row of results.csv.
+    """A model's score on a task. A score is a row of results.csv."""
 
-    Attributes:
-        task: the name of the task or group in the harness.
-        filter: the harness's filter for the answers, "none" for most tasks.
-        stderr: the standard error over the items, or None if the harness gives none.
-        items: the number of scored items, or of documents for a perplexity.
-        num_fewshot: the number of examples before each question.
-        chance: the expected score of random guessing, or None for a task without choices.
-    """
-
-    task: str
+    task: str  # the name of the task or group in the harness
     metric: str
     value: float
-    filter: str = "none"
-    stderr: float | None = None
-    items: int | None = None
-    num_fewshot: int | None = None
+    filter: str = "none"  # the harness's filter for the answers, "none" for most tasks
+    stderr: float | None = None  # the standard error over the items, or None if the harness gives none
+    items: int | None = None  # the number of scored items, or of documents for a perplexity
+    num_fewshot: int | None = None  # the number of examples before each question
     higher_is_better: bool | None = None
     split: str = ""
-    chance: float | None = None
+    chance: float | None = None  # the expected score of random guessing, or None for a task without choices
 
 
 def scores_of(results: Json) -> list[Score]:
@@ -165,20 +156,14 @@ FAILED = "failed"
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreLine:
-    """A row of a table of scores.
-
-    Attributes:
-        means: each column's mean over the runs, or NaN without a score. Metrics from 0 to 1 are in percent.
-        stds: each column's sample standard deviation over the runs, or NaN for fewer than two runs.
-        runs: the number of evaluated runs.
-        left_out: the number of runs that Lamina did not evaluate, by reason: ``{"diverged": 2}``.
-    """
+    """A row of a table of scores."""
 
     arm: str
+    # each column's mean over the runs, or NaN without a score. Metrics from 0 to 1 are in percent
     means: tuple[float, ...]
-    stds: tuple[float, ...]
-    runs: int
-    left_out: Mapping[str, int]
+    stds: tuple[float, ...]  # each column's sample standard deviation over the runs, or NaN for fewer than two runs
+    runs: int  # the number of evaluated runs
+    left_out: Mapping[str, int]  # the number of runs that Lamina did not evaluate, by reason: ``{"diverged": 2}``
 
     @property
     def label(self) -> str:
@@ -197,18 +182,13 @@ class ScoreLine:
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreTable:
-    """A table of scores. If several columns are in percent, the last column is the average of these columns.
-
-    Attributes:
-        best: for each column, the indices of the rows with the best printed number.
-        shares: for each column, whether the scores are in percent.
-        chance: for each column, the expected score of random guessing in percent, or NaN for a task without choices.
-    """
+    """A table of scores. If several columns are in percent, the last column is the average of these columns."""
 
     headings: tuple[str, ...]
     lines: tuple[ScoreLine, ...]
-    best: tuple[tuple[int, ...], ...]
-    shares: tuple[bool, ...]
+    best: tuple[tuple[int, ...], ...]  # for each column, the indices of the rows with the best printed number
+    shares: tuple[bool, ...]  # for each column, whether the scores are in percent
+    # for each column, the expected score of random guessing in percent, or NaN for a task without choices
     chance: tuple[float, ...]
 
     def to_json(self) -> Json:

@@ -47,21 +47,14 @@ def _shipped() -> TaskManager:
 
 @dataclass(frozen=True, kw_only=True)
 class Tasks:
-    """The tasks that Lamina can run: the harness's tasks, the generated tasks, and users' tasks.
+    """The tasks that Lamina can run: the harness's tasks, the generated tasks, and users' tasks."""
 
-    Attributes:
-        added: the TaskManager of the generated tasks and users' tasks, which override the harness's tasks.
-        folders: the user's folders of task files.
-        data: the folder with the tasks' data, or None for data from the hub. The files are ``NAME/CONFIG/SPLIT.jsonl``
-            (or .arrow, .parquet). NAME is the dataset's name on the hub. CONFIG is the dataset's configuration or
-            ``default``.
-        run_code: whether Lamina may run users' task files, and code that a model writes.
-    """
-
-    added: TaskManager
-    folders: Sequence[Path] = ()
+    added: TaskManager  # the TaskManager of the generated tasks and users' tasks, which override the harness's tasks
+    folders: Sequence[Path] = ()  # the user's folders of task files
+    # the folder with the tasks' data, or None for data from the hub. The files are ``NAME/CONFIG/SPLIT.jsonl`` (or
+    # .arrow, .parquet). NAME is the dataset's name on the hub. CONFIG is the dataset's configuration or ``default``
     data: Path | None = None
-    run_code: bool = False
+    run_code: bool = False  # whether Lamina may run users' task files, and code that a model writes
 
     @staticmethod
     def find(data_dir: str | None, *folders: Path, generated: Path | None = None, run_code: bool = False) -> Tasks:

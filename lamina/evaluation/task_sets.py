@@ -14,19 +14,12 @@ GENERATED = "generated"
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """A column of the results table: a task, and the metric to print.
+    """A column of the results table: a task, and the metric to print."""
 
-    Attributes:
-        task: the name of a task of lm-evaluation-harness, or of a generated task.
-        num_fewshot: the number of examples before each question, or None for the task's default.
-        metric: the metric to print, or None for the task's main metric.
-        heading: the column's heading, or "" for the task's name.
-    """
-
-    task: str
-    num_fewshot: int | None = None
-    metric: str | None = None
-    heading: str = ""
+    task: str  # the name of a task of lm-evaluation-harness, or of a generated task
+    num_fewshot: int | None = None  # the number of examples before each question, or None for the task's default
+    metric: str | None = None  # the metric to print, or None for the task's main metric
+    heading: str = ""  # the column's heading, or "" for the task's name
 
     @property
     def unit(self) -> str:

@@ -12,30 +12,20 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Column:
-    """A number or text in the result of a run.
+    """A number or text in the result of a run."""
 
-    Attributes:
-        name: the key in result.json and the column in results.csv.
-        title: the column's heading on the report pages.
-        format: the format of the number on the report pages, or None for a text.
-        aggregate: how the ranking combines the runs with different seeds: "mean", "max", "first" (the first run's
-            value), or "own" (a rule in ``lamina.reports.ranking``). None omits the column from the ranking.
-        measured: whether every run measures the value.
-        in_ranking: the sort key of the column in the table of placements. 0 omits the column from this table.
-        in_trials: whether the table of all runs has the column.
-        share: the column with a fraction. The pages print the fraction as a percentage after this number.
-        optional: whether the pages omit the column if no run has a value.
-    """
-
-    name: str
-    title: str = ""
-    format: str | None = None
+    name: str  # the key in result.json and the column in results.csv
+    title: str = ""  # the column's heading on the report pages
+    format: str | None = None  # the format of the number on the report pages, or None for a text
+    # how the ranking combines the runs with different seeds: "mean", "max", "first" (the first run's value), or "own"
+    # (a rule in ``lamina.reports.ranking``). None omits the column from the ranking
     aggregate: Literal["mean", "max", "first", "own"] | None = None
-    measured: bool = True
-    in_ranking: int = 0
-    in_trials: bool = False
+    measured: bool = True  # whether every run measures the value
+    in_ranking: int = 0  # the sort key of the column in the table of placements. 0 omits the column from this table
+    in_trials: bool = False  # whether the table of all runs has the column
+    # the column with a fraction. The pages print the fraction as a percentage after this number
     share: str | None = None
-    optional: bool = False
+    optional: bool = False  # whether the pages omit the column if no run has a value
 
     @property
     def is_number(self) -> bool:

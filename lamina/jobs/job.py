@@ -26,16 +26,11 @@ Stored = Callable[[Path], Mapping[str, Any] | None]
 
 @dataclass(frozen=True, kw_only=True)
 class ResumePolicy:
-    """The settings that the user may change when a job resumes.
+    """The settings that the user may change when a job resumes."""
 
-    Attributes:
-        what: the noun for the job in messages, such as "run" or "study".
-        free: the settings that may change.
-        compared: the settings with paths. A path may change if the new files have the same content.
-    """
-
-    what: str
-    free: frozenset[str]
+    what: str  # the noun for the job in messages, such as "run" or "study"
+    free: frozenset[str]  # the settings that may change
+    # the settings with paths. A path may change if the new files have the same content
     compared: frozenset[str] = frozenset()
 
     def merge(

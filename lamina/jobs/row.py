@@ -35,73 +35,52 @@ class Modes(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class Switch:
-    """A flag of a job that is not a setting.
-
-    Attributes:
-        prints: whether the flag changes the text that the command prints at the end. To register this text, use
-            ``ending_of(kind, switch=name)``.
-        draws: whether the flag saves the page's figures as pictures. If true, the Python function also has the flag.
-        passed: whether ``JobRow.run`` takes the flag. If true, the Python function also has the flag.
-        fails: a function that takes the result and returns whether the command exits with code 1.
-    """
+    """A flag of a job that is not a setting."""
 
     name: str
     help: str
+    # whether the flag changes the text that the command prints at the end. To register this text, use ``ending_of(kind,
+    # switch=name)``
     prints: bool = False
+    # whether the flag saves the page's figures as pictures. If true, the Python function also has the flag
     draws: bool = False
-    passed: bool = False
+    passed: bool = False  # whether ``JobRow.run`` takes the flag. If true, the Python function also has the flag
+    # a function that takes the result and returns whether the command exits with code 1
     fails: Callable[..., bool] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobRow:
-    """A job with its command, its Python function and its report page.
+    """A job with its command, its Python function and its report page."""
 
-    Attributes:
-        name: the command's name.
-        function: the Python function's name, if it differs from the command's name.
-        summary: a line for ``lamina --help``.
-        about: the text of the command's help. The first paragraph is also the Python function's docstring.
-        settings: a function that returns the class of the job's settings.
-        run: the function that runs the job. The keyword arguments are the settings, ``resume``, ``overwrite``, ``bar``,
-            and each switch whose ``passed`` is true.
-        returns: one or two sentences about the Python function's result.
-        outcome: the result's type: a class of ``lamina.api.results``, or "pd.DataFrame".
-        raises: the errors that the Python function's docstring lists.
-        resumes: the help text of --resume, or "" if the job can't resume.
-        positional: the settings that are positional arguments. A name that ends in "..." takes any number of words.
-        listing: a function that returns the list that --help and --list print, such as all probes.
-        inputs: the settings that name models to start from. The main model comes first.
-        files: the settings that name data or code.
-        fails: a function that takes the result and returns whether the command exits with code 1.
-        folder: a function that returns the output folder, if other settings determine the default folder.
-        pages: a function that imports the modules of the job's page and printed text.
-        extra: the extra in pyproject.toml that installs the job's dependencies.
-        own_command: whether a module of ``lamina.commands`` implements the command.
-    """
-
-    name: str
-    function: str = ""
+    name: str  # the command's name
+    function: str = ""  # the Python function's name, if it differs from the command's name
     kind: str
-    summary: str
-    about: str
+    summary: str  # a line for ``lamina --help``
+    about: str  # the text of the command's help. The first paragraph is also the Python function's docstring
     examples: str = ""
-    settings: Callable[[], type[Settings]]
+    settings: Callable[[], type[Settings]]  # a function that returns the class of the job's settings
+    # the function that runs the job. The keyword arguments are the settings, ``resume``, ``overwrite``, ``bar``, and
+    # each switch whose ``passed`` is true
     run: Callable[..., Json | Frame]
-    returns: str
-    outcome: str = "RunResult"
-    raises: str = "a corpus that can't be read"
-    resumes: str = "continue the job in the output folder"
+    returns: str  # one or two sentences about the Python function's result
+    outcome: str = "RunResult"  # the result's type: a class of ``lamina.api.results``, or "pd.DataFrame"
+    raises: str = "a corpus that can't be read"  # the errors that the Python function's docstring lists
+    resumes: str = "continue the job in the output folder"  # the help text of --resume, or "" if the job can't resume
+    # the settings that are positional arguments. A name that ends in "..." takes any number of words
     positional: tuple[str, ...] = ()
     switches: tuple[Switch, ...] = ()
+    # a function that returns the list that --help and --list print, such as all probes
     listing: Callable[..., str] | None = None
-    inputs: tuple[str, ...] = ()
-    files: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()  # the settings that name models to start from. The main model comes first
+    files: tuple[str, ...] = ()  # the settings that name data or code
+    # a function that takes the result and returns whether the command exits with code 1
     fails: Callable[..., bool] | None = None
+    # a function that returns the output folder, if other settings determine the default folder
     folder: Callable[[Given], Path | None] | None = None
-    pages: Callable[[], object] | None = None
-    extra: str = "train"
-    own_command: bool = False
+    pages: Callable[[], object] | None = None  # a function that imports the modules of the job's page and printed text
+    extra: str = "train"  # the extra in pyproject.toml that installs the job's dependencies
+    own_command: bool = False  # whether a module of ``lamina.commands`` implements the command
 
     @property
     def function_name(self) -> str:

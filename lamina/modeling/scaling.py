@@ -35,24 +35,15 @@ class Scaling:
     """How to scale the learning rates and initial weights with width and depth.
 
     Raises UserError if a scheme is unknown, or if a base size is not a whole number in the allowed range.
-
-    Args:
-        width: one of SCHEMES, or "none".
-        base_width: the hidden size at which you tuned the learning rate.
-        k_embedding: a constant factor on the embedding's learning rate, with width scaling.
-        k_hidden: a constant factor on the hidden weights' learning rates, with width scaling.
-        k_readout: a constant factor on the output head's learning rate, with width scaling.
-        depth: one of DEPTH_SCHEMES, or "none".
-        base_depth: the number of blocks at which you tuned the learning rate.
     """
 
-    width: str = "none"
-    base_width: int = 1
-    k_embedding: float = 1.0
-    k_hidden: float = 1.0
-    k_readout: float = 1.0
-    depth: str = "none"
-    base_depth: int = 1
+    width: str = "none"  # one of SCHEMES, or "none"
+    base_width: int = 1  # the hidden size at which you tuned the learning rate
+    k_embedding: float = 1.0  # a constant factor on the embedding's learning rate, with width scaling
+    k_hidden: float = 1.0  # a constant factor on the hidden weights' learning rates, with width scaling
+    k_readout: float = 1.0  # a constant factor on the output head's learning rate, with width scaling
+    depth: str = "none"  # one of DEPTH_SCHEMES, or "none"
+    base_depth: int = 1  # the number of blocks at which you tuned the learning rate
 
     def __post_init__(self) -> None:
         for name, value, schemes in (

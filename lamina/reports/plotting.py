@@ -118,15 +118,8 @@ def panels(
     share_x: bool = False,
     share_y: str = "",
 ) -> Figure:
-    """Return a figure with a grid of empty panels. As in plotly, the axes are numbered row by row from the top.
-
-    Args:
-        across: the gap between two panels in a row, as a fraction of the figure's width
-        down: the gap between two panels in a column, as a fraction of the figure's height
-        titles: the text above each panel
-        share_x: whether the panels of a column share their x axis
-        share_y: the panels that share their y axis ("row", "all", or "" for none)
-    """
+    """Return a figure with a grid of empty panels. As in plotly, the axes are numbered row by row from the top."""
+    # ``across`` and ``down`` are the gaps between panels, as fractions of the figure
     width, height = (1 - across * (cols - 1)) / cols, (1 - down * (rows - 1)) / rows
     layout: Json = {}
     annotations = []

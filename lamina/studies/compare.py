@@ -120,13 +120,7 @@ def run_missing(
     keys: Sequence[str] = ("placement", "learning_rate", "seed"),
     of_trial: Callable[..., Json] = pretrain,
 ) -> pd.DataFrame:
-    """Execute the unfinished runs of a study. Returns the table of results.csv.
-
-    Args:
-        complete: the study's settings for study.yaml.
-        keys: the settings that become columns of results.csv.
-        of_trial: the function that executes a run.
-    """
+    """Execute the unfinished runs of a study. Return results.csv's table, with the settings ``keys`` as columns."""
     settings, folder = job.settings, job.folder
     workers = min(settings.workers or usual_workers(), len(trials))
     # On small models, two processes with one thread each beat one process with two.

@@ -51,23 +51,14 @@ class MaxRateRules:
 
 @dataclass(frozen=True, kw_only=True)
 class Stop:
-    """The step at which training failed under a rising learning rate.
+    """The step at which training failed under a rising learning rate."""
 
-    Attributes:
-        rule: the rule that found the failure, or ``NONE``.
-        step: the last step before the failure.
-        rate: the learning rate at ``step``.
-        loss: the averaged loss at ``step``.
-        seen: the step at which the rule found the failure.
-        reason: the reason in words, for result.json.
-    """
-
-    rule: str
-    step: int
-    rate: float
-    loss: float
-    seen: int
-    reason: str
+    rule: str  # the rule that found the failure, or ``NONE``
+    step: int  # the last step before the failure
+    rate: float  # the learning rate at ``step``
+    loss: float  # the averaged loss at ``step``
+    seen: int  # the step at which the rule found the failure
+    reason: str  # the reason in words, for result.json
 
 
 def smoothed(losses: Sequence[float] | np.ndarray, window: int) -> np.ndarray:
@@ -79,11 +70,7 @@ def smoothed(losses: Sequence[float] | np.ndarray, window: int) -> np.ndarray:
 
 
 def find_stop(losses: Sequence[float], rules: MaxRateRules, *, broken: bool = False) -> Stop | None:
-    """Find the first failure in the losses of all steps so far. Returns None if training has not failed.
-
-    Args:
-        broken: whether the run ended because a value other than the loss, such as a gradient, was not finite.
-    """
+    """Find the first failure in the losses so far, or None. ``broken``: another value than the loss was not finite."""
     values = np.asarray(losses, dtype=np.float64)
     finite = np.isfinite(values)
     count = len(values) if finite.all() else int(finite.argmin())

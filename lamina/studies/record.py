@@ -82,13 +82,7 @@ def refuse_another_trial(trial: PretrainSettings, plan: Json) -> None:
 def refuse_mixture(
     trials: Mapping[str, Mapping[str, Any]], expected: Mapping[str, Any], free: Collection[str] = _OF_A_TRIAL
 ) -> None:
-    """Raise UserError if the runs of one experiment have different settings.
-
-    Args:
-        trials: the stored settings of each run.
-        expected: values that all runs must have.
-        free: settings that may differ between runs.
-    """
+    """Raise UserError if the runs of an experiment differ in a setting outside ``free``, or from ``expected``."""
     shared = {name: ("the study", value) for name, value in expected.items()}
     for trial, settings in trials.items():
         for name, value in settings.items():

@@ -22,18 +22,13 @@ class Busy(UserError):
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A training run that a separate process executes.
+    """A training run that a separate process executes."""
 
-    Attributes:
-        settings: the job's settings, with the run's folder as ``output``.
-        job: the function that executes the run. The function must be at the top level of a module, because the process
-            imports the function by name.
-        trains: whether the job trains for ``settings.steps`` steps.
-    """
-
-    settings: Settings
+    settings: Settings  # the job's settings, with the run's folder as ``output``
+    # the function that executes the run. The function must be at the top level of a module, because the process imports
+    # the function by name
     job: Callable[..., Json] = pretrain
-    trains: bool = True
+    trains: bool = True  # whether the job trains for ``settings.steps`` steps
 
     @property
     def folder(self) -> Path:

@@ -31,20 +31,13 @@ HEADROOM = 2.0  # a learning rate is safe if it is more than this factor below t
 
 @dataclass(frozen=True, kw_only=True)
 class Rate:
-    """The results of training with one learning rate at one width.
-
-    Attributes:
-        status: the worst status among the runs with different seeds.
-        eval_loss: the mean loss, if all seeds finished.
-        best: whether the loss is within ``best_margin`` of the lowest loss.
-        risk: what to expect from this learning rate at another width, in words.
-    """
+    """The results of training with one learning rate at one width."""
 
     learning_rate: float
-    status: str
-    eval_loss: float
-    best: bool = False
-    risk: str = ""
+    status: str  # the worst status among the runs with different seeds
+    eval_loss: float  # the mean loss, if all seeds finished
+    best: bool = False  # whether the loss is within ``best_margin`` of the lowest loss
+    risk: str = ""  # what to expect from this learning rate at another width, in words
 
     @property
     def fails(self) -> bool:

@@ -32,16 +32,10 @@ ROUND_SECONDS = 0.05
 
 
 def serve(descriptor: int, driver: int) -> NoReturn:
-    """Fork a training run for each request, and report each run's exit code. Stop when the calling process ends.
-
-    The server imports torch and transformers once, so that a run starts in milliseconds.
-
-    Args:
-        descriptor: the server's end of a pipe.
-        driver: the process id of the calling process.
-    """
+    """Fork a training run for each request, and report each run's exit code. Stop when the calling process ends."""
     for number in STOP_SIGNALS:  # the calling process signals each run; the server ends with the calling process
         signal.signal(number, signal.SIG_IGN)
+    # the server has imported torch and transformers, so that a run starts in milliseconds
     connection = Connection(descriptor)
     import lamina.training.pretrain  # noqa: F401  # loaded before the first fork
 

@@ -64,11 +64,7 @@ def pretrain(
     bar: bool = True,
     guard: MakeGuard = usual_guard,
 ) -> Json:
-    """Train a model from scratch or from a checkpoint, as ``lamina.training.run.train`` describes.
-
-    Args:
-        guard: a function that returns the divergence guard, which may end the run early.
-    """
+    """Train a model from scratch or from a checkpoint, as ``lamina.training.run.train`` describes."""
     return train(Pretraining(guard), settings, resume=resume, overwrite=overwrite, bar=bar)
 
 

@@ -44,17 +44,11 @@ SHARDED_OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "sgd", "adagrad", "rms
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """A run with final settings, which are equal in every process.
+    """A run with final settings, which are equal in every process."""
 
-    Attributes:
-        settings: the checked settings, with a choice in place of "auto" for precision and compilation.
-        plan: the placement of the norms.
-        backbone: the backbone's configuration with the settings' sizes. The objective later adds sizes that depend on
-            the data.
-    """
-
-    settings: PretrainSettings
-    plan: Plan
+    settings: PretrainSettings  # the checked settings, with a choice in place of "auto" for precision and compilation
+    plan: Plan  # the placement of the norms
+    # the backbone's configuration with the settings' sizes. The objective later adds sizes that depend on the data
     backbone: PreTrainedConfig
 
     @property
@@ -88,18 +82,13 @@ class ResolvedRun:
 def resolve_run(
     settings: PretrainSettings, processes: int = 1, *, parallel: str = "ddp", trained: bool = True
 ) -> ResolvedRun:
-    """Complete and check a run's settings without reading the corpus. Raises UserError for an invalid setting.
-
-    Args:
-        processes: the number of processes that share a batch.
-        parallel: how the processes share the work: "ddp" or "fsdp2".
-        trained: whether this machine will train the model, so that Lamina checks the memory.
-    """
+    """Complete and check a run's settings without reading the corpus. Raises UserError for an invalid setting."""
     settings = decided(settings)
     config = backbone_config(settings)
     objective_of(config, settings.objective).check(settings)
     plan = source.plan_of(settings, config.num_hidden_layers)
     arguments = check_settings(settings, plan, processes)
+    # ``trained``: this machine trains the model, so Lamina checks its memory
     check_modules(settings, config, plan, arguments, processes, trained=trained)
     if parallel == "fsdp2" and (processes > 1 or settings.tensor_parallel > 1):
         check_sharded(settings)

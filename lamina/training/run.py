@@ -81,31 +81,19 @@ class Identity(Stateful, Protocol):
 
 
 class TrainingStage(ABC, Generic[S]):
-    """A kind of training run, such as pretraining.
+    """A kind of training run, such as pretraining."""
 
-    Attributes:
-        kind: the kind of the run's folder.
-        policy: the settings that may change when a run resumes.
-        evaluates_first: whether Lamina evaluates a new run before its first step.
-        tokens_per_step: the number of tokens in an optimizer step, or 0 if Lamina counts tokens during the run.
-        unit: the word for tokens in progress lines.
-        settings: the complete settings. ``check`` and ``read`` set this attribute and the attributes below.
-        plan: the placement of the norms, or None for a model that keeps its transformers class.
-        processor: the tokenizer or image processor to save with the model.
-        identity: the content that a resumed run must match.
-    """
-
-    kind: ClassVar[Kind]
+    kind: ClassVar[Kind]  # the kind of the run's folder
     record: type[S]
-    policy: ClassVar[ResumePolicy]
+    policy: ClassVar[ResumePolicy]  # the settings that may change when a run resumes
     recorder: ClassVar[type[RunRecorder]] = RunRecorder
-    evaluates_first: ClassVar[bool] = False
-    tokens_per_step: int = 0
-    unit: str = "tokens"
-    settings: S
-    plan: Plan | None
-    processor: Processor
-    identity: Identity
+    evaluates_first: ClassVar[bool] = False  # whether Lamina evaluates a new run before its first step
+    tokens_per_step: int = 0  # the number of tokens in an optimizer step, or 0 if Lamina counts tokens during the run
+    unit: str = "tokens"  # the word for tokens in progress lines
+    settings: S  # the complete settings. ``check`` and ``read`` set this attribute and the attributes below
+    plan: Plan | None  # the placement of the norms, or None for a model that keeps its transformers class
+    processor: Processor  # the tokenizer or image processor to save with the model
+    identity: Identity  # the content that a resumed run must match
 
     def given(self, settings: S | Mapping[str, Any]) -> S | Mapping[str, Any]:
         """Adjust the user's settings before Lamina opens the run's folder."""

@@ -34,14 +34,7 @@ def _folder(source: str) -> str:
 
 
 def with_checkpoint(settings: PretrainSettings, given: Mapping[str, Any] | None = None) -> PretrainSettings:
-    """Complete the settings from the checkpoint of ``from_model``, if there is one.
-
-    Raises UserError if a setting contradicts the checkpoint, or if the checkpoint is unreadable or in the output
-    folder.
-
-    Args:
-        given: the settings from the user (default: all settings that differ from their defaults).
-    """
+    """Complete the settings from the checkpoint of ``from_model``. Raises UserError for a contradictory setting."""
     if settings.from_model is None:
         return settings
     folder = _folder(settings.from_model)

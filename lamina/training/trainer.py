@@ -41,24 +41,20 @@ class RunTrainer(MonitoredTrainer):
     Attributes:
         guard: the divergence guard, which checks the loss and gradient norm of every step. On a GPU, the guard checks
             all steps since the last record at once.
-        states: further objects with a state that checkpoints store.
-        keep_also: a function that decides from an old checkpoint's run state whether to keep the checkpoint.
-        rate_factor: the factor on all learning rates after rollbacks.
-        average: the moving average of the weights, which checkpoints store and evaluations use.
-        background: the thread that writes checkpoints, or None if training waits for each checkpoint.
-        sharded: whether each process holds only a part of the model.
-        order: the order of the training examples, or None for Trainer's sampler.
-        schedule: a function from the number of finished steps to a fraction of the peak learning rate, or None for the
-            schedule in the arguments.
     """
 
-    states: Sequence[Stateful] = ()
+    states: Sequence[Stateful] = ()  # further objects with a state that checkpoints store
+    # a function that decides from an old checkpoint's run state whether to keep the checkpoint
     keep_also: Callable[[Json], bool] | None = None
-    rate_factor: float = 1.0
+    rate_factor: float = 1.0  # the factor on all learning rates after rollbacks
+    # the moving average of the weights, which checkpoints store and evaluations use
     average: WeightAverage | None = None
+    # the thread that writes checkpoints, or None if training waits for each checkpoint
     background: Background | None = None
-    sharded: bool = False
-    order: TrainOrder | None = None
+    sharded: bool = False  # whether each process holds only a part of the model
+    order: TrainOrder | None = None  # the order of the training examples, or None for Trainer's sampler
+    # a function from the number of finished steps to a fraction of the peak learning rate, or None for the schedule in
+    # the arguments
     schedule: Callable[[int], float] | None = None
     _resumed: RunState = MappingProxyType({})
 

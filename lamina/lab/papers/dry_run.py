@@ -44,15 +44,7 @@ COLUMNS = (*("arm", "trials", "parameters", "active", "vocabulary", "tokens", "f
 
 
 def dry_run(arms: Mapping[str, Mapping[str, PretrainSettings]]) -> Frame:
-    """Count the parameters and FLOPs of each configuration's model. Returns a table with one row per configuration.
-
-    Args:
-        arms: the runs' settings, by the configuration's name and the run's name. The runs of one configuration differ
-            only in learning rate and seed.
-
-    Raises:
-        UserError: Lamina cannot build a model from a run's settings.
-    """
+    """Count the parameters and FLOPs of each configuration's model. Return a table with one row per configuration."""
     import pandas as pd
 
     counts: dict[str, tuple[int, int, float]] = {}

@@ -98,25 +98,19 @@ WIDENINGS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """A search for each configuration's best learning rate.
+    """A search for each configuration's best learning rate."""
 
-    Attributes:
-        rates: the learning rates to try.
-        seeds: the seeds of the search: a list of seeds, or a number n for the study's first n seeds.
-        rule: how to choose a learning rate, "best" or "one-se" (see ``lamina.lab.papers.engine.plan.best_rate``).
-        widen: the largest number of added learning rates. Lamina adds a learning rate if the best is the lowest or
-            highest.
-        also: pairs of labels. A configuration with the first label also trains at the best learning rate of the
-            configuration with the second label.
-        settings: settings that differ during the search, such as fewer steps.
-    """
-
-    rates: tuple[float, ...]
+    rates: tuple[float, ...]  # the learning rates to try
+    # the seeds of the search: a list of seeds, or a number n for the study's first n seeds
     seeds: int | tuple[int, ...]
+    # how to choose a learning rate, "best" or "one-se" (see ``lamina.lab.papers.engine.plan.best_rate``)
     rule: Rule = "best"
+    # the largest number of added learning rates. Lamina adds a learning rate if the best is the lowest or highest
     widen: int = WIDENINGS
+    # pairs of labels. A configuration with the first label also trains at the best learning rate of the configuration
+    # with the second label
     also: Mapping[str, str] = field(default_factory=dict)
-    settings: Json = field(default_factory=dict)
+    settings: Json = field(default_factory=dict)  # settings that differ during the search, such as fewer steps
 
     def sweep(self, seeds: tuple[int, ...]) -> tuple[int, ...]:
         """Return the seeds of the search, given the study's seeds."""
@@ -132,26 +126,19 @@ class Tuning:
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A job that starts from models of a study's earlier jobs, such as fine-tuning.
+    """A job that starts from models of a study's earlier jobs, such as fine-tuning."""
 
-    Attributes:
-        name: the label in the column "stage" of the tables.
-        inputs: the earlier job that trained each input model, by the setting that takes the model.
-        of: the labels of the only configuration that runs this job (default: all configurations run the job). All
-            configurations then use the resulting model, such as a shared reward model.
-        skip: the configurations that skip this job and all jobs that need this job's model.
-        measures: the training records to keep, as "records/NAME".
-        folder: the folder of the study's file. Paths that begin with "./" are relative to this folder.
-    """
-
-    name: str
+    name: str  # the label in the column "stage" of the tables
     job: str
     settings: Json = field(default_factory=dict)
+    # the earlier job that trained each input model, by the setting that takes the model
     inputs: Mapping[str, str] = field(default_factory=dict)
+    # the labels of the only configuration that runs this job (default: all configurations run the job). All
+    # configurations then use the resulting model, such as a shared reward model
     of: Mapping[str, str] = field(default_factory=dict)
-    skip: tuple[Json, ...] = ()
-    measures: tuple[str, ...] = ()
-    folder: Path = Path()
+    skip: tuple[Json, ...] = ()  # the configurations that skip this job and all jobs that need this job's model
+    measures: tuple[str, ...] = ()  # the training records to keep, as "records/NAME"
+    folder: Path = Path()  # the folder of the study's file. Paths that begin with "./" are relative to this folder
 
     @property
     def record(self) -> TrialJob:
@@ -178,36 +165,25 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """A study at one scale: cpu, gpu or paper.
-
-    Attributes:
-        job: the first job's name, such as "pretrain".
-        settings: the settings that all runs share.
-        axes: the compared settings. Each axis maps labels to settings.
-        rates: the learning rates to compare, or () if the study does not compare learning rates.
-        tuning: the search for the best learning rates, or None.
-        measures: the names of probes and training records, by time: "init", "end" or "records".
-        skip: the combinations of labels that Lamina does not run.
-        stages: the jobs that start from the trained models.
-        needs: the reason why this scale cannot decide the claims, or "".
-        looks: how often the claims have been judged, each time with more seeds. Lamina multiplies the corrected p
-            values by this number.
-        folder: the folder of the study's file. Paths that begin with "./" are relative to this folder.
-    """
+    """A study at one scale: cpu, gpu or paper."""
 
     name: str
-    job: str = "pretrain"
-    settings: Json = field(default_factory=dict)
+    job: str = "pretrain"  # the first job's name, such as "pretrain"
+    settings: Json = field(default_factory=dict)  # the settings that all runs share
+    # the compared settings. Each axis maps labels to settings
     axes: Mapping[str, Mapping[str, Json]] = field(default_factory=dict)
-    rates: tuple[float, ...] = ()
-    tuning: Tuning | None = None
+    rates: tuple[float, ...] = ()  # the learning rates to compare, or () if the study does not compare learning rates
+    tuning: Tuning | None = None  # the search for the best learning rates, or None
     seeds: tuple[int, ...] = (0,)
+    # the names of probes and training records, by time: "init", "end" or "records"
     measures: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    skip: tuple[Json, ...] = ()
-    stages: tuple[Stage, ...] = ()
-    needs: str = ""
+    skip: tuple[Json, ...] = ()  # the combinations of labels that Lamina does not run
+    stages: tuple[Stage, ...] = ()  # the jobs that start from the trained models
+    needs: str = ""  # the reason why this scale cannot decide the claims, or ""
+    # how often the claims have been judged, each time with more seeds. Lamina multiplies the corrected p values by this
+    # number
     looks: int = 1
-    folder: Path = Path()
+    folder: Path = Path()  # the folder of the study's file. Paths that begin with "./" are relative to this folder
 
     @property
     def record(self) -> TrialJob:
@@ -232,21 +208,14 @@ class Scale:
 
 @dataclass(frozen=True, kw_only=True)
 class StudyDefinition:
-    """A study at up to three scales: cpu, gpu and paper.
+    """A study at up to three scales: cpu, gpu and paper."""
 
-    Attributes:
-        name: the name of the study and of its main claim.
-        paper: the paper that makes the claim: one of ``PAPERS``.
-        source: the table, figure or equation in the paper.
-        file: the YAML file. A Python file with the same name defines the claims.
-    """
-
-    name: str
-    paper: str
-    source: str
+    name: str  # the name of the study and of its main claim
+    paper: str  # the paper that makes the claim: one of ``PAPERS``
+    source: str  # the table, figure or equation in the paper
     title: str
     scales: Mapping[str, Scale]
-    file: Path
+    file: Path  # the YAML file. A Python file with the same name defines the claims
     figures: tuple[Json, ...] = ()
 
     @property

@@ -59,23 +59,15 @@ _PLACED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """The model from which a training job starts.
-
-    Attributes:
-        tokenizer: the model's tokenizer, with an end-of-text and a padding token.
-        plan: the placement of the model's norms, or None for a model that keeps its transformers class.
-        longest: the maximum sequence length in tokens.
-        dtype: the dtype of the weights that are not quantized.
-        attention: the attention kernel. "auto" means the model's default.
-    """
+    """The model from which a training job starts."""
 
     path: str
-    tokenizer: PreTrainedTokenizerBase
-    plan: Plan | None
+    tokenizer: PreTrainedTokenizerBase  # the model's tokenizer, with an end-of-text and a padding token
+    plan: Plan | None  # the placement of the model's norms, or None for a model that keeps its transformers class
     config: PreTrainedConfig
-    longest: int
-    dtype: torch.dtype = torch.float32
-    attention: str = "auto"
+    longest: int  # the maximum sequence length in tokens
+    dtype: torch.dtype = torch.float32  # the dtype of the weights that are not quantized
+    attention: str = "auto"  # the attention kernel. "auto" means the model's default
 
     def policy(self, ends: Sequence[int] = ()) -> PreTrainedModel:
         """Load the language model. Generated text ends at ``ends`` and at the end tokens of model and tokenizer."""

@@ -39,13 +39,8 @@ Passed: TypeAlias = Any
 
 
 def check_trl(options: Json, kind: type[C], offered: Collection[str]) -> C:
-    """Build the configuration of TRL's trainer. Raises UserError for an argument that TRL or Lamina rejects.
-
-    Args:
-        options: the arguments for TRL that the user gives.
-        kind: the class of TRL's configuration.
-        offered: the names of the job's settings.
-    """
+    """Build the configuration of TRL's trainer. Raises UserError for an argument that TRL or Lamina rejects."""
+    # the names of the job's settings
     offered = set(offered)
     trainer_fields = {entry.name for entry in fields(TrainingArguments)}
     names = {entry.name for entry in fields(kind)}
@@ -157,14 +152,9 @@ class TunedTrainer(RunTrainer):
     def held_out_batches(
         self, measure: Callable[[list[int]], T], count: int | None = None, size: int | None = None
     ) -> list[T]:
-        """Measure the items of this process in batches. Returns the result of each batch.
-
-        Args:
-            measure: a function from the indices of a batch's items to a result.
-            count: the number of items over all processes (default: the number of held-out examples).
-            size: the batch size (default: the batch size of evaluations).
-        """
+        """Measure the items of this process in batches, and return the result of each batch."""
         data: Passed = self.eval_dataset
+        # by default, all held-out examples in batches of the evaluation's size
         number, processes = len(data) if count is None else count, self.processes
         mine = range(processes.rank, number, processes.size)
         size = size or max(1, self.args.per_device_eval_batch_size)

@@ -248,40 +248,28 @@ class Watched:
 
 
 class TuningStage(TrainingStage[S]):
-    """A job that trains a pretrained model with a TRL trainer.
-
-    Attributes:
-        made_by: the class of the trainer.
-        configured_by: the class of the trainer's arguments.
-        guarded: whether to stop the run if the loss rises by ``divergence_margin``. Otherwise, the loss only has to be
-            finite.
-        measure: the metric that must be finite at the end. Otherwise, the run's status is diverged.
-        forms: the columns of each TRL format that the job accepts.
-        columns: the columns of the tokenized data: token ids, and other inputs of the loss.
-        ordered: a function that returns the training order.
-        templated: whether a chat template turns the examples into text.
-        inputs: token ids for the layer monitor, [sequences, tokens].
-        notes: counts for result.json.
-    """
+    """A job that trains a pretrained model with a TRL trainer."""
 
     policy = POLICY
     recorder = TuningRecorder
     evaluates_first = True
     head: ClassVar[str] = "causal_lm"
+    # whether to stop the run if the loss rises by ``divergence_margin``. Otherwise, the loss only has to be finite
     guarded: ClassVar[bool] = True
+    # the metric that must be finite at the end. Otherwise, the run's status is diverged
     measure: ClassVar[str] = "eval_loss"
-    forms: Sequence[tuple[str, ...]]
-    columns: ClassVar[Sequence[str]]
-    ordered: Callable[..., TrainOrder] = TrainOrder
-    made_by: Passed
-    configured_by: type[TrainingArguments]
+    forms: Sequence[tuple[str, ...]]  # the columns of each TRL format that the job accepts
+    columns: ClassVar[Sequence[str]]  # the columns of the tokenized data: token ids, and other inputs of the loss
+    ordered: Callable[..., TrainOrder] = TrainOrder  # a function that returns the training order
+    made_by: Passed  # the class of the trainer
+    configured_by: type[TrainingArguments]  # the class of the trainer's arguments
     start: Start
     train: Dataset
     held_out: Dataset
-    inputs: torch.Tensor
-    notes: Json
+    inputs: torch.Tensor  # token ids for the layer monitor, [sequences, tokens]
+    notes: Json  # counts for result.json
     config: Passed
-    templated: bool = False
+    templated: bool = False  # whether a chat template turns the examples into text
     watched: Watched
     best: BestWeights
     tuner: Any

@@ -30,23 +30,15 @@ _SEEDS = 2**62
 
 @dataclass(frozen=True, kw_only=True)
 class Augmentation:
-    """The augmentation of training images. The default values change nothing.
+    """The augmentation of training images. The default values change nothing."""
 
-    Attributes:
-        size: the width and height of an image after cropping and resizing, in pixels.
-        crop_scale: the smallest area of a random crop, as a fraction of the image's area. 1 means no random crops.
-        flip: the probability of a horizontal flip.
-        rand_augment: the strength of RandAugment (Cubuk et al. 2020, arXiv 1909.13719), from 0 (off) to 1.
-        random_erasing: the probability that noise replaces a rectangle (Zhong et al. 2020, arXiv 1708.04896).
-        repeats: the number of augmented copies of each image (Hoffer et al. 2020, arXiv 1901.09335).
-    """
-
-    size: int
+    size: int  # the width and height of an image after cropping and resizing, in pixels
+    # the smallest area of a random crop, as a fraction of the image's area. 1 means no random crops
     crop_scale: float = 1.0
-    flip: float = 0.0
-    rand_augment: float = 0.0
-    random_erasing: float = 0.0
-    repeats: int = 1
+    flip: float = 0.0  # the probability of a horizontal flip
+    rand_augment: float = 0.0  # the strength of RandAugment (Cubuk et al. 2020, arXiv 1909.13719), from 0 (off) to 1
+    random_erasing: float = 0.0  # the probability that noise replaces a rectangle (Zhong et al. 2020, arXiv 1708.04896)
+    repeats: int = 1  # the number of augmented copies of each image (Hoffer et al. 2020, arXiv 1901.09335)
 
     def check(self) -> None:
         needed = [name for name in ("rand_augment", "random_erasing") if getattr(self, name)]
@@ -209,17 +201,12 @@ class Mixing:
     """Collate images into batches, with mixup, CutMix and label smoothing. By default, all three are off.
 
     If mixup and CutMix are both on, each batch randomly uses one of them.
-
-    Attributes:
-        mixup: alpha of mixup's Beta distribution. 0 means no mixup.
-        cutmix: alpha of CutMix's Beta distribution. 0 means no CutMix.
-        label_smoothing: the fraction of the target probability that Lamina spreads evenly over all classes.
     """
 
     num_classes: int
-    mixup: float = 0.0
-    cutmix: float = 0.0
-    label_smoothing: float = 0.0
+    mixup: float = 0.0  # alpha of mixup's Beta distribution. 0 means no mixup
+    cutmix: float = 0.0  # alpha of CutMix's Beta distribution. 0 means no CutMix
+    label_smoothing: float = 0.0  # the fraction of the target probability that Lamina spreads evenly over all classes
     seed: int = 0
 
     @property

@@ -41,21 +41,13 @@ _SPLIT_SEED = 0
 
 @dataclass(frozen=True, kw_only=True)
 class LabeledImages(ABC):
-    """Images and their classes.
+    """Images and their classes."""
 
-    Attributes:
-        spec: the user's value of the setting ``corpus``.
-        classes: the names of the classes, in the order of the class numbers.
-        labels: the class number of each image, [images] of int64.
-        held_out: the indices of the images in the test split, or None without a test split.
-        channels: the number of color channels: 1 for gray, 3 for RGB.
-    """
-
-    spec: str
-    classes: tuple[str, ...]
-    labels: np.ndarray
-    held_out: np.ndarray | None = None
-    channels: int = 3
+    spec: str  # the user's value of the setting ``corpus``
+    classes: tuple[str, ...]  # the names of the classes, in the order of the class numbers
+    labels: np.ndarray  # the class number of each image, [images] of int64
+    held_out: np.ndarray | None = None  # the indices of the images in the test split, or None without a test split
+    channels: int = 3  # the number of color channels: 1 for gray, 3 for RGB
 
     @abstractmethod
     def image(self, number: int) -> Image:

@@ -90,16 +90,12 @@ class Sum:
 
 
 def sums_of(structure: Structure, watch: Watch, others: Sequence[nn.Module] = ()) -> list[list[Sum]]:
-    """Fit the equation of every addition to the residual stream.
-
-    Args:
-        watch: a function that runs the model and returns the tensors at points
-        others: the modules whose parameters do not change in the second pass
-    """
+    """Fit the equation of every addition to the residual stream. ``watch`` returns the tensors at points."""
     groups = [_groups(site) for site in structure.layers]
     points = {key: point for site, found in zip(structure.layers, groups, strict=True) for key, point in _points(site)}
     tensors = watch(points)
     embedding = tensors[0, "input"]
+    # the second pass does not change the parameters of ``others``
     parameters_by_layer = [_own_parameters(site, others) for site in structure.layers]
     moved = None
     if any(parameters_by_layer):  # a second pass with changed parameters shows which factors are learned

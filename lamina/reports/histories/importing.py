@@ -125,16 +125,7 @@ def is_history(path: Path) -> bool:
 
 
 def read_history(path: Path, run: str = "") -> History:
-    """Read another tool's record of a run, and assign its series to the model's layers.
-
-    Args:
-        path: a file, a folder, or "-" for a pipe
-        run: the name of the run, if the record holds several runs
-
-    Raises:
-        UserError: if Lamina cannot read the record, the record holds several runs, or it has neither a loss nor a
-            gradient norm
-    """
+    """Read another tool's record (a file, a folder, or "-" for a pipe), and assign its series to the model's layers."""
     source = (recorded_in(path) or path) if path.is_dir() else path
     runs = read_runs(source)
     useful = {

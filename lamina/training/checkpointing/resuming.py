@@ -104,24 +104,15 @@ def is_good(state: RunState) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Rollback:
-    """A return to an earlier checkpoint after a divergence.
+    """A return to an earlier checkpoint after a divergence."""
 
-    Attributes:
-        number: the rollback's number, from 1.
-        step: the step of the restored checkpoint, or 0 for the initial weights.
-        diverged_at: the step at which the run diverged.
-        skipped: the positions of the first and last skipped step in the training order.
-        ahead: the total number of steps of data that the run has skipped.
-        learning_rate_factor: the product of the learning-rate factors of all rollbacks so far.
-    """
-
-    number: int
-    step: int
-    diverged_at: int
+    number: int  # the rollback's number, from 1
+    step: int  # the step of the restored checkpoint, or 0 for the initial weights
+    diverged_at: int  # the step at which the run diverged
     reason: str
-    skipped: tuple[int, int]
-    ahead: int
-    learning_rate_factor: float
+    skipped: tuple[int, int]  # the positions of the first and last skipped step in the training order
+    ahead: int  # the total number of steps of data that the run has skipped
+    learning_rate_factor: float  # the product of the learning-rate factors of all rollbacks so far
 
 
 @dataclass(kw_only=True)

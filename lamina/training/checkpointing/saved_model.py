@@ -43,22 +43,14 @@ _RESULTS = ("status", "steps", "tokens", "parameters", "eval_loss", "eval_corpus
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCard:
-    """The content of a model's card.
+    """The content of a model's card."""
 
-    Attributes:
-        head: the name of the model's head in ``HEADS``.
-        data: facts about the data, by name.
-        result: the content of result.json.
-        command: the command line that trains the model again.
-        base_model: the folder or Hub name of the starting model, or None for a new model.
-        measures: the title and format of each metric to print (default: pretraining's metrics).
-    """
-
-    head: str
-    data: Mapping[str, object]
-    result: Mapping[str, object]
-    command: str
-    base_model: str | None = None
+    head: str  # the name of the model's head in ``HEADS``
+    data: Mapping[str, object]  # facts about the data, by name
+    result: Mapping[str, object]  # the content of result.json
+    command: str  # the command line that trains the model again
+    base_model: str | None = None  # the folder or Hub name of the starting model, or None for a new model
+    # the title and format of each metric to print (default: pretraining's metrics)
     measures: Mapping[str, tuple[str, str]] | None = None
 
     def write(self, model: PreTrainedModel, folder: Path) -> None:

@@ -88,9 +88,6 @@ class Alarms(Rules):
     An unusual gradient becomes an alarm if it stays unusual, or if another metric, such as the loss, soon becomes
     unusual. If neither happens, Lamina records the step's batch as notable.
 
-    Args:
-        folder: the run's folder, for alarms.jsonl and notable.jsonl. None means no files.
-
     Attributes:
         told: all alarms and notable batches so far, oldest first.
         marked: the steps in which the last call of ``see`` found unusual values.
@@ -98,7 +95,7 @@ class Alarms(Rules):
         paths: the known module paths, by layer number.
     """
 
-    folder: Path | None = None
+    folder: Path | None = None  # the run's folder, for alarms.jsonl and notable.jsonl. None means no files
     told: list[Alarm] = field(default_factory=list)
     marked: set[int] = field(default_factory=set)
     news: str = ""

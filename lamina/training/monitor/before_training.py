@@ -39,33 +39,20 @@ class Mistake:
 
 @dataclass(kw_only=True)
 class BeforeTraining:
-    """The training setup that the checks examine.
+    """The training setup that the checks examine."""
 
-    Attributes:
-        model: the model without wrappers.
-        optimizers: the optimizers (empty if unknown).
-        structure: the model's layers, or None if Lamina did not find any.
-        batch: the batch's tensors, by the names of the model's arguments (empty without a batch).
-        trial: the result of one forward and backward pass, or None without a batch or a loss.
-        scaler: whether a GradScaler scales the loss, or None if unknown.
-        scaler_is_off: whether a GradScaler exists but is disabled.
-        half: whether autocast computes in float16.
-        running: whether Lamina checks the setup during the first training step.
-        recording: whether autograd records operations.
-        failed: the exception texts of failed checks, by the check's name.
-    """
-
-    model: nn.Module
-    optimizers: Sequence[torch.optim.Optimizer] = ()
-    structure: Structure | None = None
+    model: nn.Module  # the model without wrappers
+    optimizers: Sequence[torch.optim.Optimizer] = ()  # the optimizers (empty if unknown)
+    structure: Structure | None = None  # the model's layers, or None if Lamina did not find any
+    # the batch's tensors, by the names of the model's arguments (empty without a batch)
     batch: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    trial: FirstPass | None = None
-    scaler: bool | None = None
-    scaler_is_off: bool = False
-    half: bool = False
-    running: bool = False
-    recording: bool = True
-    failed: dict[str, str] = field(default_factory=dict)
+    trial: FirstPass | None = None  # the result of one forward and backward pass, or None without a batch or a loss
+    scaler: bool | None = None  # whether a GradScaler scales the loss, or None if unknown
+    scaler_is_off: bool = False  # whether a GradScaler exists but is disabled
+    half: bool = False  # whether autocast computes in float16
+    running: bool = False  # whether Lamina checks the setup during the first training step
+    recording: bool = True  # whether autograd records operations
+    failed: dict[str, str] = field(default_factory=dict)  # the exception texts of failed checks, by the check's name
 
     @cached_property
     def names(self) -> dict[int, str]:

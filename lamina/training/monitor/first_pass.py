@@ -40,62 +40,40 @@ LARGE_ANGLE = 16.0  # bfloat16 rounds a larger angle by more than 0.03
 
 @dataclass(frozen=True, kw_only=True)
 class FirstPass:
-    """The result of one forward and backward pass.
-
-    Attributes:
-        logits: the model's logits (only the first rows of large logits), or None.
-        gradients: the root mean square of each parameter's gradient, by the parameter's id.
-        ran: whether gradients were enabled in the calls of each module, by the module's id.
-        offset: the number of tokens by which the targets are ahead of the input (1: next token), or None for other
-            targets.
-        reads: whether the logits for a target depend on this target or on later tokens, or None if unknown.
-        causal: whether logits are independent of later tokens, or None if unknown.
-        zero: the parameters that get no gradient, by cause.
-        foreign: the parameters that the loss depends on but the model does not contain.
-        mixes: whether a row's logits depend on other rows of the batch, or None if unknown.
-        by_row: whether identical rows of the batch get different logits.
-        leaks: the part of the model that reads masked tokens: "attention", "summary" (a vector for each row), "mean"
-            (the mean of a row's tokens), or "" (none). "inverted" is attention that reads only masked tokens.
-        ordered: whether the first layer's output depends on the order of the tokens (true if unknown).
-        turns: whether forward computes cosines, as for rotary positions.
-        rounded: whether the positions of tokens are rounded, so that neighbors share a position.
-        drops: whether dropout is active in evaluation mode.
-        skips: the comparison of each layer's output with the layer's input, by the layer's id.
-        strange: whether most targets of a causal model differ from the tokens of the same row.
-        broken: the rows that make the loss NaN or infinite, if the other rows' loss is finite.
-        calls: the arguments of the first call of each watched function, by name.
-        same: whether the reference or teacher of the loss is the trained model itself.
-        teaches: whether kl_div's input and target depend on different trainable tensors.
-        entropies: the values of all cross-entropies.
-        targets: the targets of the logits, or None if the loss is not a cross-entropy of the model's logits.
-        half: whether an operation with a gradient returned float16.
-    """
+    """The result of one forward and backward pass."""
 
     loss: float
-    logits: torch.Tensor | None
-    gradients: Mapping[int, float]
-    ran: Mapping[int, Set[bool]]
-    zero: ZeroGradients = field(default_factory=ZeroGradients)
-    foreign: Sequence[nn.Parameter] = ()
+    logits: torch.Tensor | None  # the model's logits (only the first rows of large logits), or None
+    gradients: Mapping[int, float]  # the root mean square of each parameter's gradient, by the parameter's id
+    ran: Mapping[int, Set[bool]]  # whether gradients were enabled in the calls of each module, by the module's id
+    zero: ZeroGradients = field(default_factory=ZeroGradients)  # the parameters that get no gradient, by cause
+    foreign: Sequence[nn.Parameter] = ()  # the parameters that the loss depends on but the model does not contain
+    # the number of tokens by which the targets are ahead of the input (1: next token), or None for other targets
     offset: int | None = None
+    # whether the logits for a target depend on this target or on later tokens, or None if unknown
     reads: bool | None = None
-    causal: bool | None = None
-    mixes: bool | None = None
-    by_row: bool = False
+    causal: bool | None = None  # whether logits are independent of later tokens, or None if unknown
+    mixes: bool | None = None  # whether a row's logits depend on other rows of the batch, or None if unknown
+    by_row: bool = False  # whether identical rows of the batch get different logits
+    # the part of the model that reads masked tokens: "attention", "summary" (a vector for each row), "mean" (the mean
+    # of a row's tokens), or "" (none). "inverted" is attention that reads only masked tokens
     leaks: str = ""
-    ordered: bool = True
-    turns: bool = False
-    rounded: bool = False
-    drops: bool = False
-    strange: bool = False
-    broken: Sequence[int] = ()
+    ordered: bool = True  # whether the first layer's output depends on the order of the tokens (true if unknown)
+    turns: bool = False  # whether forward computes cosines, as for rotary positions
+    rounded: bool = False  # whether the positions of tokens are rounded, so that neighbors share a position
+    drops: bool = False  # whether dropout is active in evaluation mode
+    strange: bool = False  # whether most targets of a causal model differ from the tokens of the same row
+    broken: Sequence[int] = ()  # the rows that make the loss NaN or infinite, if the other rows' loss is finite
+    # the comparison of each layer's output with the layer's input, by the layer's id
     skips: Mapping[int, Skip] = field(default_factory=dict)
+    # the arguments of the first call of each watched function, by name
     calls: Mapping[str, Mapping[str, Output]] = field(default_factory=dict)
-    entropies: Sequence[float] = ()
+    entropies: Sequence[float] = ()  # the values of all cross-entropies
+    # the targets of the logits, or None if the loss is not a cross-entropy of the model's logits
     targets: Targets | None = None
-    half: bool = False
-    teaches: bool = False
-    same: bool = False
+    half: bool = False  # whether an operation with a gradient returned float16
+    teaches: bool = False  # whether kl_div's input and target depend on different trainable tensors
+    same: bool = False  # whether the reference or teacher of the loss is the trained model itself
 
     @property
     def reached(self) -> Set[int]:
@@ -123,19 +101,12 @@ _TURNING = (torch.cos, torch.Tensor.cos)
 
 
 class Skip(NamedTuple):
-    """A comparison of a layer's output with the layer's input, both without the mean over all tokens.
+    """A comparison of a layer's output with the layer's input, both without the mean over all tokens."""
 
-    Attributes:
-        cosine: the cosine between output and input.
-        factor: the factor on the input that comes closest to the output.
-        by_row: the norm of the input's variation between rows, divided by the input's norm (median over tokens).
-        next_input: the cosine between this layer's input and the next layer's input.
-    """
-
-    cosine: float
-    factor: float
-    by_row: float
-    next_input: float = 0.0
+    cosine: float  # the cosine between output and input
+    factor: float  # the factor on the input that comes closest to the output
+    by_row: float  # the norm of the input's variation between rows, divided by the input's norm (median over tokens)
+    next_input: float = 0.0  # the cosine between this layer's input and the next layer's input
 
 
 class Swap(NamedTuple):

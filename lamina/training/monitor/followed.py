@@ -35,15 +35,12 @@ _FLAGS = {"--layers PATH": "layers=PATH", "--layers, another list": "layers=PATH
 
 @dataclass(frozen=True, kw_only=True)
 class Followed:
-    """A model's layers, or the reason why Lamina could not find them.
-
-    Attributes:
-        whole: whether the watched tensor is the residual stream. Lamina cannot verify this for sharded models.
-        unproved: the layers of further stacks (such as a decoder) in which Lamina could not verify the residual stream.
-    """
+    """A model's layers, or the reason why Lamina could not find them."""
 
     structure: Structure | None
+    # whether the watched tensor is the residual stream. Lamina cannot verify this for sharded models
     whole: bool = False
+    # the layers of further stacks (such as a decoder) in which Lamina could not verify the residual stream
     unproved: frozenset[int] = frozenset()
     notes: list[str] = field(default_factory=list)
 

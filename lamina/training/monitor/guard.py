@@ -37,16 +37,13 @@ class DivergenceGuard:
     A run has diverged if a loss or gradient is not finite, or if its loss stays too high for ``patience`` steps. The
     loss is too high if its median over the last ``patience`` / 4 steps exceeds the lowest median over ``patience``
     steps. The excess must be more than ``margin`` nats, and more than 3 standard deviations of the loss's noise.
-
-    Attributes:
-        above_since: the step at which the loss became too high, or None.
     """
 
     margin: float
     patience: int
     alarms: Alarms = field(default_factory=Alarms)
     best: float = math.inf
-    above_since: int | None = None
+    above_since: int | None = None  # the step at which the loss became too high, or None
     _recent: list[tuple[int, float]] = field(default_factory=list)  # steps and losses of the last ``patience`` steps
     _course: dict[str, dict[int, float]] = field(default_factory=lambda: {LOSS: {}, NORM: {}})  # the last, by step
     _calm: deque[float] = field(default_factory=lambda: deque(maxlen=_CALM))  # the last losses that were not too high

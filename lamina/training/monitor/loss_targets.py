@@ -15,19 +15,12 @@ _POSITIONS = 256  # the number of positions in one computation
 
 @dataclass(frozen=True)
 class Targets:
-    """The targets of a softmax loss.
+    """The targets of a softmax loss."""
 
-    Attributes:
-        classes: the target class at each position of the logits.
-        weights: the factor of each position's cross-entropy. A negative factor makes the class less likely.
-        count: the number of classes.
-        loss: the mean cross-entropy of the positions with a factor other than 0.
-    """
-
-    classes: torch.Tensor
-    weights: torch.Tensor
-    count: int
-    loss: float
+    classes: torch.Tensor  # the target class at each position of the logits
+    weights: torch.Tensor  # the factor of each position's cross-entropy. A negative factor makes the class less likely
+    count: int  # the number of classes
+    loss: float  # the mean cross-entropy of the positions with a factor other than 0
 
     @property
     def counted(self) -> torch.Tensor:

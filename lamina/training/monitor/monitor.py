@@ -100,16 +100,15 @@ class Monitor:
     """End training steps, check measurements for alarms, and write the measurements.
 
     Attributes:
-        records: the object that writes metrics and layers to files, or None in all processes except the first.
-        step: the last step that has ended.
-        on_alarm: a function that the first process calls with the first alarm of each event (alarms within 20 steps).
         last_loss: the training loss at the last record.
     """
 
+    # the object that writes metrics and layers to files, or None in all processes except the first
     records: Writers | None
     processes: Processes
     guard: DivergenceGuard
-    step: int = 0
+    step: int = 0  # the last step that has ended
+    # a function that the first process calls with the first alarm of each event (alarms within 20 steps)
     on_alarm: OnAlarm | None = None
     says: ClassVar[str] = ""  # the text before an alarm in the log
     level: ClassVar[int] = logging.INFO  # the level of an alarm in the log

@@ -20,19 +20,12 @@ SOON = 4  # the fewest steps since the last record for judging a pace
 
 @dataclass(frozen=True, kw_only=True)
 class Past:
-    """The comparison of a metric's value with past values of the same layer and role.
+    """The comparison of a metric's value with past values of the same layer and role."""
 
-    Attributes:
-        rises: whether a value above the past values can be an alarm.
-        falls: whether a value below the past values can be an alarm.
-        fewest: the number of past values that a comparison needs.
-        calm: the value that a rise must exceed, because a gain may start at 0.
-    """
-
-    rises: bool = True
-    falls: bool = False
-    fewest: int = RECORDS
-    calm: float = 0.0
+    rises: bool = True  # whether a value above the past values can be an alarm
+    falls: bool = False  # whether a value below the past values can be an alarm
+    fewest: int = RECORDS  # the number of past values that a comparison needs
+    calm: float = 0.0  # the value that a rise must exceed, because a gain may start at 0
 
 
 PASTS: Mapping[str, Past] = {

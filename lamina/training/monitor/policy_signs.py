@@ -67,28 +67,17 @@ def logged(values: Mapping[str, object]) -> dict[str, float]:
 
 @dataclass(kw_only=True)
 class PolicyCourse:
-    """The history of a policy's logged numbers.
+    """The history of a policy's logged numbers."""
 
-    Attributes:
-        last: the step of the last record, or 0.
-        begun: the first step of the present series of equal rewards in all groups, or 0 if rewards differ now.
-        run: the number of consecutive records with equal rewards up to now.
-        records: the number of earlier records.
-        equal: the number of earlier records with equal rewards.
-        idle: whether the rewards have been equal for too long to be chance.
-        first: the first values of each metric.
-        recent: the last KL values inside the usual range.
-        outside: the number of consecutive records outside the usual range, by metric.
-    """
-
-    last: int = 0
-    begun: int = 0
-    run: int = 0
-    records: int = 0
-    equal: float = 0.0
-    idle: bool = False
-    first: dict[str, list[float]] = field(default_factory=dict)
-    recent: list[float] = field(default_factory=list)
+    last: int = 0  # the step of the last record, or 0
+    begun: int = 0  # the first step of the present series of equal rewards in all groups, or 0 if rewards differ now
+    run: int = 0  # the number of consecutive records with equal rewards up to now
+    records: int = 0  # the number of earlier records
+    equal: float = 0.0  # the number of earlier records with equal rewards
+    idle: bool = False  # whether the rewards have been equal for too long to be chance
+    first: dict[str, list[float]] = field(default_factory=dict)  # the first values of each metric
+    recent: list[float] = field(default_factory=list)  # the last KL values inside the usual range
+    # the number of consecutive records outside the usual range, by metric
     outside: dict[str, int] = field(default_factory=dict)
 
     def see(self, step: int, values: Mapping[str, float]) -> Iterator[Sign]:

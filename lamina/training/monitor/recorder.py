@@ -162,28 +162,21 @@ def lamina_rows(model: nn.Module, inputs: torch.Tensor, step: int) -> list[Row]:
 
 @dataclass(kw_only=True, eq=False)
 class RunRecorder(Monitor, TrainerCallback):
-    """The monitor of Lamina's own runs, which also shows progress and handles Ctrl-C.
-
-    Attributes:
-        tokens_of: a function that returns the number of tokens in the first n steps.
-        realized: a function that returns how much each corpus provides in the first n steps ({} for a single corpus).
-        full_speed: the tokens per second at the GPUs' peak speed, or None.
-        unit: the word for tokens in progress lines.
-        trainer: the run's Trainer, which the caller sets before training begins.
-    """
+    """The monitor of Lamina's own runs, which also shows progress and handles Ctrl-C."""
 
     monitor_inputs: torch.Tensor
-    tokens_of: Callable[[int], int]
+    tokens_of: Callable[[int], int]  # a function that returns the number of tokens in the first n steps
     derived: Callable[[float], dict[str, float]]
+    # a function that returns how much each corpus provides in the first n steps ({} for a single corpus)
     realized: Callable[[int], dict[str, PartShare]]
     updates: UpdateRatios
     measure: Measure
     gains_of: Callable[[nn.Module], list[Gain]]
     show_bar: bool
     pause_step: int | None
-    full_speed: float | None = None
-    unit: str = "tokens"
-    trainer: MonitoredTrainer = field(init=False)
+    full_speed: float | None = None  # the tokens per second at the GPUs' peak speed, or None
+    unit: str = "tokens"  # the word for tokens in progress lines
+    trainer: MonitoredTrainer = field(init=False)  # the run's Trainer, which the caller sets before training begins
 
     def __post_init__(self) -> None:
         super().__post_init__()

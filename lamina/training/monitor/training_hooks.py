@@ -129,21 +129,13 @@ def _comes_from_output(loss: torch.Tensor) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Taken:
-    """The result of an optimizer step.
+    """The result of an optimizer step."""
 
-    Attributes:
-        loss: the loss that the model or a trainer returned, or None.
-        norm: the norm of the gradient before clipping, or None without a gradient.
-        stepped: whether an optimizer took the step.
-        measured: whether Lamina measured the update.
-        rate: the largest learning rate of the step.
-    """
-
-    loss: torch.Tensor | None
-    norm: torch.Tensor | None
-    stepped: bool
-    measured: bool
-    rate: float | None
+    loss: torch.Tensor | None  # the loss that the model or a trainer returned, or None
+    norm: torch.Tensor | None  # the norm of the gradient before clipping, or None without a gradient
+    stepped: bool  # whether an optimizer took the step
+    measured: bool  # whether Lamina measured the update
+    rate: float | None  # the largest learning rate of the step
 
 
 def stepping(optimizer: object) -> torch.optim.Optimizer:

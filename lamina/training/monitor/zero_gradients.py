@@ -22,16 +22,13 @@ _MOVED = 0.02  # the least standard deviation of the noise that moves parameters
 
 
 class ZeroGradients(NamedTuple):
-    """The ids of trainable parameters that get no gradient, by cause.
+    """The ids of trainable parameters that get no gradient, by cause."""
 
-    Attributes:
-        stuck: all-zero parameters with a gradient of 0, because other all-zero parameters multiply them.
-        idle: matrices with a gradient of 0 (or rounding error) even if no parameter is all-zero.
-        cut: parameters without a gradient, although the loss changes if these parameters change.
-    """
-
+    # all-zero parameters with a gradient of 0, because other all-zero parameters multiply them
     stuck: frozenset[int] = frozenset()
+    # matrices with a gradient of 0 (or rounding error) even if no parameter is all-zero
     idle: frozenset[int] = frozenset()
+    # parameters without a gradient, although the loss changes if these parameters change
     cut: frozenset[int] = frozenset()
 
 
@@ -57,12 +54,7 @@ def moved(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 
 def zero_gradients(model: nn.Module, sizes: Mapping[int, float], run: Run) -> ZeroGradients:
-    """Run more passes in evaluation mode to find why parameters get no gradient.
-
-    Args:
-        sizes: the sizes of the gradients in the first pass, by the parameter's id.
-        run: a function that runs the model and returns the loss.
-    """
+    """Run more passes in evaluation mode to find why parameters get no gradient. ``sizes`` are the gradients' sizes."""
     named = {name: p for name, p in model.named_parameters() if p.requires_grad and p.numel()}
     if any(isinstance(p, DTensor) for p in named.values()):
         return ZeroGradients()

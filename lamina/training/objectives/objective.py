@@ -29,19 +29,13 @@ Collate: TypeAlias = Callable[[Sequence[Any]], Mapping[str, torch.Tensor]]
 
 
 class Objective(ABC):
-    """A training objective: what a model learns to predict.
+    """A training objective: what a model learns to predict."""
 
-    Attributes:
-        head: the name of the model's head in ``lamina.modeling.modeling_lamina.HEADS``.
-        guess: the name of the baseline loss, such as the unigram entropy.
-        own: the settings that this objective uses and some other objectives do not use.
-        without: the settings that other objectives use, but not this objective.
-    """
-
-    head: ClassVar[str]
-    guess: ClassVar[str] = "the corpus' unigram entropy"
+    head: ClassVar[str]  # the name of the model's head in ``lamina.modeling.modeling_lamina.HEADS``
+    guess: ClassVar[str] = "the corpus' unigram entropy"  # the name of the baseline loss, such as the unigram entropy
+    # the settings that this objective uses and some other objectives do not use
     own: ClassVar[frozenset[str]] = frozenset()
-    without: ClassVar[frozenset[str]] = frozenset()
+    without: ClassVar[frozenset[str]] = frozenset()  # the settings that other objectives use, but not this objective
 
     def check(self, settings: PretrainSettings) -> None:
         """Raise UserError for a setting that is invalid or has no effect on this objective."""

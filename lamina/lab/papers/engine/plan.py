@@ -84,17 +84,13 @@ Results = Callable[[StudyTrial], Json | None]
 
 @dataclass
 class StudyPlan:
-    """The runs that a study still needs.
-
-    Attributes:
-        changes: settings that replace the study's settings.
-        chosen: each configuration's chosen learning rate, by the configuration's index.
-        at_edge: whether the best learning rate is the lowest or highest that ran, by the configuration's index.
-    """
+    """The runs that a study still needs."""
 
     scale: Scale
-    changes: Json = field(default_factory=dict)
+    changes: Json = field(default_factory=dict)  # settings that replace the study's settings
+    # each configuration's chosen learning rate, by the configuration's index
     chosen: dict[int, float] = field(default_factory=dict)
+    # whether the best learning rate is the lowest or highest that ran, by the configuration's index
     at_edge: dict[int, bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

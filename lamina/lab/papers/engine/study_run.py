@@ -83,16 +83,7 @@ def run_plan(
     ended: Callable[[], None] = lambda: None,
     execute: Executor = run_trials,
 ) -> dict[str, Json]:
-    """Execute the missing runs, each at most once. Returns the results of all runs by key.
-
-    Args:
-        ended: a function that Lamina calls after each run.
-        execute: a function that executes the runs, on this machine or on a cluster.
-
-    Raises:
-        OSError: the disk is full. Lamina keeps the finished runs.
-        KeyboardInterrupt: Lamina first ends the current runs with the status "interrupted".
-    """
+    """Execute the missing runs, each at most once. Return the results of all runs by key."""
     failed: dict[str, Json] = {}
 
     def known(trial: StudyTrial) -> Json | None:

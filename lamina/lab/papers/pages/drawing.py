@@ -17,21 +17,15 @@ _LONG = 28  # a longer title of a panel takes two lines
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """A line of a figure, with the spread over seeds.
-
-    Attributes:
-        low: the lower ends of the points' error bars, or () without error bars.
-        high: the upper ends of the points' error bars, or () without error bars.
-        lost: the x values at which every run failed, with the runs' statuses. The figure marks these x values at the
-            top edge.
-    """
+    """A line of a figure, with the spread over seeds."""
 
     label: str
     look: Look
     x: tuple[Value, ...]
     y: tuple[float, ...]
-    low: tuple[float, ...] = ()
-    high: tuple[float, ...] = ()
+    low: tuple[float, ...] = ()  # the lower ends of the points' error bars, or () without error bars
+    high: tuple[float, ...] = ()  # the upper ends of the points' error bars, or () without error bars
+    # the x values at which every run failed, with the runs' statuses. The figure marks these x values at the top edge
     lost: tuple[tuple[Value, str], ...] = ()
 
     @property
@@ -93,24 +87,17 @@ class Axis:
 
 @dataclass(frozen=True, kw_only=True)
 class Drawing:
-    """A figure.
+    """A figure."""
 
-    Attributes:
-        name: the file name without suffix.
-        panels: the panels, at most three per row.
-        joined: whether lines join the points.
-        quantity: the quantity that a heat map shows.
-    """
-
-    name: str
+    name: str  # the file name without suffix
     title: str
     caption: str
     x: Axis
     y: Axis
-    panels: tuple[Panel, ...]
-    joined: bool = True
+    panels: tuple[Panel, ...]  # the panels, at most three per row
+    joined: bool = True  # whether lines join the points
     spread: Literal["bars", "band"] = "bars"
-    quantity: str = ""
+    quantity: str = ""  # the quantity that a heat map shows
 
     @property
     def is_map(self) -> bool:
@@ -137,20 +124,11 @@ class Drawing:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A request for a figure.
+    """A request for a figure."""
 
-    Attributes:
-        kind: the kind of figure, a key of ``lamina.lab.papers.pages.study_figures.KINDS``.
-        x: the column of the x axis, or "" for the kind's usual column.
-        y: the column of the y axis, or "" for the kind's usual column.
-        color: the compared setting that colors show, or "" for the default of ``lines.color_axis``.
-        measure: the name of a measurement's table, such as "init-gradients".
-        more: other fields of the figure in the YAML file.
-    """
-
-    kind: str
-    x: str = ""
-    y: str = ""
-    color: str = ""
-    measure: str = ""
-    more: Json = field(default_factory=dict)
+    kind: str  # the kind of figure, a key of ``lamina.lab.papers.pages.study_figures.KINDS``
+    x: str = ""  # the column of the x axis, or "" for the kind's usual column
+    y: str = ""  # the column of the y axis, or "" for the kind's usual column
+    color: str = ""  # the compared setting that colors show, or "" for the default of ``lines.color_axis``
+    measure: str = ""  # the name of a measurement's table, such as "init-gradients"
+    more: Json = field(default_factory=dict)  # other fields of the figure in the YAML file

@@ -29,18 +29,12 @@ _OF_A_STAGE = (SCORE, "eval_reward", "eval_loss")
 
 @dataclass(frozen=True, kw_only=True)
 class StudyFolder:
-    """The folder of a study at one scale.
-
-    Attributes:
-        header: the content of study.yaml.
-        results: one row per run.
-        claims: the verdicts.
-    """
+    """The folder of a study at one scale."""
 
     folder: Path
-    header: Json
-    results: Frame
-    claims: list[Json]
+    header: Json  # the content of study.yaml
+    results: Frame  # one row per run
+    claims: list[Json]  # the verdicts
 
     @property
     def definition(self) -> Json:

@@ -78,25 +78,17 @@ def evaluate(settings: EvalSettings, **modes: Unpack[Modes]) -> Json:
 
 @dataclass(frozen=True, kw_only=True)
 class TrialJob:
-    """A job that studies can run.
-
-    Attributes:
-        settings: a function that returns the class of the job's settings.
-        run: a function that runs the job and writes the run's folder.
-        trains: whether the job trains and saves a model.
-        inputs: the settings that name the folders of earlier runs. The first setting is the main input.
-        files: the settings that name data or code. A change of these files' content makes a new run.
-        numbers: a function that converts result.json to columns.
-    """
+    """A job that studies can run."""
 
     name: str
-    settings: Callable[[], type[Settings]]
-    run: Callable[..., Json]
-    trains: bool = True
+    settings: Callable[[], type[Settings]]  # a function that returns the class of the job's settings
+    run: Callable[..., Json]  # a function that runs the job and writes the run's folder
+    trains: bool = True  # whether the job trains and saves a model
+    # the settings that name the folders of earlier runs. The first setting is the main input
     inputs: tuple[str, ...] = ()
-    files: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()  # the settings that name data or code. A change of these files' content makes a new run
     seeded: bool = True
-    numbers: Callable[[Json], Json] = lambda result: result
+    numbers: Callable[[Json], Json] = lambda result: result  # a function that converts result.json to columns
 
     def settings_class(self) -> type[Settings]:
         return self.settings()

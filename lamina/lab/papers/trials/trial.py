@@ -192,26 +192,17 @@ def _depth(backbone: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class StudyTrial:
-    """A run of a study.
-
-    Attributes:
-        values: the labels of the compared settings.
-        settings: all settings except the folder.
-        measures: the names of the run's measurements, as "TIME/NAME".
-        identity: everything that determines the run's results.
-        key: a hash of the identity.
-        inputs: the runs that train this run's input models, by the setting that takes the model.
-        root: the pretraining run from which this run descends, or None for a pretraining run.
-    """
+    """A run of a study."""
 
     job: str
-    values: Mapping[str, str]
-    settings: Settings
-    measures: tuple[str, ...]
-    identity: Json
-    key: str
+    values: Mapping[str, str]  # the labels of the compared settings
+    settings: Settings  # all settings except the folder
+    measures: tuple[str, ...]  # the names of the run's measurements, as "TIME/NAME"
+    identity: Json  # everything that determines the run's results
+    key: str  # a hash of the identity
+    # the runs that train this run's input models, by the setting that takes the model
     inputs: Mapping[str, StudyTrial] = field(default_factory=dict)
-    root: StudyTrial | None = None
+    root: StudyTrial | None = None  # the pretraining run from which this run descends, or None for a pretraining run
 
     @property
     def first(self) -> StudyTrial:
