@@ -58,7 +58,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def notebook_page(path: Path) -> str:
     """A notebook as Markdown: its texts, its code with what it prints at a small size, and a link to the file."""
-    parts = [_PLOTLY, "The outputs are those of a smaller size, made when this page was."]
+    parts = [_PLOTLY, "We ran this notebook with smaller parameters than the file has, so your outputs will differ."]
     for number, cell in enumerate(ran(path).cells):
         if cell.cell_type == "markdown":
             parts.append(cell.source)

@@ -104,8 +104,8 @@ def settings_page() -> str:
     parts = [
         "# Settings",
         "A setting has one name everywhere: `--num-layers` on the command line, `num_layers` in a YAML file for "
-        "`--config` and in Python. A command takes the settings of every group that names the command, except some "
-        "([the list is at the end](#left-out)).",
+        "`--config` and in Python. Each group names the commands that take its settings. Some commands leave out a "
+        "few of these settings ([list](#left-out)).",
     ]
     for cls, takers in sorted(groups.items(), key=lambda item: -len(item[1])):
         parts += [f"## {_title(cls)}", _takers(takers), _table(cls)]
@@ -120,7 +120,7 @@ def _other_names() -> str:
         taken = [f"`{name}`" for name in aliases.TAKEN.get(setting, ())]
         near = [f"`{name}`\\*" for name in aliases.NEAR.get(setting, ())]
         rows.append(f"| `{setting}` | {', '.join([*taken, *near])} |")
-    return "\n".join([*rows, "", "\\* Lamina does not take this name. Its error suggests the setting."])
+    return "\n".join([*rows, "", "\\* Lamina rejects this name, and the error suggests the setting."])
 
 
 def _records() -> Iterator[type[Settings]]:

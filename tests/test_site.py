@@ -241,6 +241,22 @@ def test_a_line_of_a_record_becomes_the_cells_of_a_table(line):
     assert (found.what, found.cells) == LINES[line]
 
 
+@pytest.mark.parametrize(
+    ("recorded", "said"),
+    [
+        (
+            "keel trains at [3.0, 12.0] rates by seed",
+            "the setting keel trains at 3, 12 learning rates (one number per seed)",
+        ),
+        ("gain at 64.0 blocks 0.1 vs at 8.0 0.25", "gain at 64 blocks 0.1 vs at 8 0.25"),
+        ("decided at scale gpu: too small", "only --scale gpu can decide this claim, because too small"),
+        ("this claim needs scale gpu: too small", "only --scale gpu can decide this claim, because too small"),
+    ],
+)
+def test_a_records_words_are_those_of_the_pages(recorded, said):
+    assert loaded("docs/verdict_words.py").in_todays_words(recorded) == said
+
+
 def test_a_claim_shows_the_comparison_that_has_its_margin():
     comparisons = loaded("docs/comparisons.py")
     lines = [f"a 1 vs {name}: difference {gap} (95 % -1 to 1, 5 seeds, p 1)" for name, gap in (("b", -0.2), ("c", 0.3))]

@@ -14,7 +14,7 @@ from lamina.placements.registry import placement
         "logits = W LN(x_N)",
     ),
     source="transformers' muse_spark (MuseSparkResidualGate)",
-    advice="Meta's model draws the gate g from N(0, 0.02^2). Lamina sets g so that the factor b starts at `start`.",
+    advice="Meta's model draws the gate g from N(0, 0.02^2). In Lamina, the option `start` sets b's initial value.",
 )
 def muse_spark(num_layers: int, *, start: float = 0.5, temperature: float = 0.3) -> Plan:
     """If skip and branch are uncorrelated, the residual stream has the same variance at every depth.
