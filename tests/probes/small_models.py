@@ -73,3 +73,9 @@ def small_inputs(model: Any, sequences: int = 2, tokens: int = 9) -> dict[str, t
     if model.main_input_name == "pixel_values":
         return {"pixel_values": torch.randn(sequences, 3, 16, 16, generator=generator)}
     return {"input_ids": torch.randint(3, 40, (sequences, tokens), generator=generator)}
+
+
+def llama_and_ids(**sizes: int) -> tuple[Any, torch.Tensor]:
+    """A small Llama and ids for it."""
+    model = small_model("llama")
+    return model, small_inputs(model, **sizes)["input_ids"]

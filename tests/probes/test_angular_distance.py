@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 import torch
 from naive_states import context_of, states
-from small_models import small_inputs, small_model
+from small_models import llama_and_ids, small_inputs, small_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import lamina
@@ -65,8 +65,7 @@ def test_distance_is_the_mean_angle_over_pi_of_states_before_the_final_norm(name
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("tokens", ["last", "first", "all"])
 def test_padding_is_no_token(side, tokens):
-    model = small_model("llama")
-    ids = small_inputs(model, sequences=3, tokens=8)["input_ids"]
+    model, ids = llama_and_ids(sequences=3, tokens=8)
     mask = torch.ones(3, 8, dtype=torch.long)
     for row, padding in enumerate((0, 3, 5)):
         where = slice(8 - padding, 8) if side == "right" else slice(0, padding)
@@ -80,8 +79,7 @@ def test_padding_is_no_token(side, tokens):
 
 
 def test_standard_error_is_over_sequences():
-    model = small_model("llama")
-    ids = small_inputs(model, sequences=6)["input_ids"]
+    model, ids = llama_and_ids(sequences=6)
     frame = probe(model, "angular_distance(tokens=all)", ids, batch_size=4, tolerance=0)["angular_distance"]
     each = [naive(model, {"input_ids": row[None]})[0, 2] for row in ids]
     row = frame[(frame["start"] == 0) & (frame["size"] == 2)].iloc[0]
@@ -263,8 +261,7 @@ def test_standard_errors_are_over_sequences_also_of_the_mean_by_distance():
 
 
 def test_padding_is_left_out_and_each_token_counts_once():
-    model = small_model("llama")
-    ids = small_inputs(model, sequences=3, tokens=8)["input_ids"]
+    model, ids = llama_and_ids(sequences=3, tokens=8)
     mask = torch.ones(3, 8, dtype=torch.long)
     mask[1, 5:] = 0
     mask[2, 2:] = 0

@@ -39,13 +39,11 @@ def expect(frame, layer, weights, see):
         found = value(frame, metric, layer=layer, role="all")
         assert found == pytest.approx(float(x.mean()), rel=1e-5), place
         error = x.mean((1, 2)).std(correction=1) / math.sqrt(len(x))
-        assert value(frame, metric, "standard_error", layer=layer, role="all") == pytest.approx(
-            float(error), rel=1e-3, abs=1e-9
-        )
+        found = value(frame, metric, "standard_error", layer=layer, role="all")
+        assert found == pytest.approx(float(error), rel=1e-3, abs=1e-9)
         for head in range(x.shape[1]):
-            assert value(frame, metric, layer=layer, role="head", index=head) == pytest.approx(
-                float(x[:, head].mean()), rel=1e-5
-            )
+            found = value(frame, metric, layer=layer, role="head", index=head)
+            assert found == pytest.approx(float(x[:, head].mean()), rel=1e-5)
 
 
 def causal(tokens):
@@ -143,9 +141,8 @@ def test_attention_of_another_make_is_seen_too():
         def __init__(self):
             super().__init__()
             self.embed = nn.Embedding(61, 32)
-            self.layers = nn.ModuleList(
-                nn.TransformerEncoderLayer(32, 4, 48, batch_first=True, norm_first=True) for _ in range(2)
-            )
+            layer = lambda: nn.TransformerEncoderLayer(32, 4, 48, batch_first=True, norm_first=True)  # noqa: E731
+            self.layers = nn.ModuleList(layer() for _ in range(2))
 
         def forward(self, input_ids):
             x = self.embed(input_ids)

@@ -8,7 +8,16 @@ import pandas as pd
 import pytest
 import torch
 from probes.tiny import outputs
-from tiny_contexts import context_of, jacobian_matrix, lamina_model, measured, state_to_state, transformers_model, value
+from tiny_contexts import (
+    context_of,
+    jacobian_matrix,
+    lamina_model,
+    measured,
+    spectral,
+    state_to_state,
+    transformers_model,
+    value,
+)
 from torch import nn
 
 from lamina.placements import resolve
@@ -183,9 +192,7 @@ def branch_variances(model, ids):
     def variance(x):
         return float(np.var(x[0].numpy(), axis=-1).mean())
 
-    sums = {
-        key: (variance(z), variance(z - added[key])) for key, (z, _) in zip(normed, found[len(parts) :], strict=True)
-    }
+    sums = {k: (variance(z), variance(z - added[k])) for k, (z, _) in zip(normed, found[len(parts) :], strict=True)}
     return {key: variance(x) for key, x in added.items()}, sums
 
 
@@ -219,7 +226,7 @@ def test_the_distance_to_the_identity_against_sigma(placement):
         for layer in range(4):
             start, function = state_to_state(context, context.batches[0]["input_ids"], layer, layer + 1)
             matrix = jacobian_matrix(function, start) - torch.eye(5 * 16, dtype=torch.float64)
-            distances.append(float(torch.linalg.matrix_norm(matrix, ord=2)))
+            distances.append(spectral(matrix))
             sigmas.append(math.sqrt(np.var(start[0].double().numpy(), axis=-1).mean()))
     constant = math.exp(np.mean(np.log(np.multiply(distances, sigmas))))
     for layer in range(4):
@@ -244,7 +251,7 @@ def test_the_bound_of_a_fused_blocks_jacobian(out_scale):
     inputs = {}
     with eager_attention(context.model):
         start, function = state_to_state(context, ids, 1, 2)
-        norm = float(torch.linalg.matrix_norm(jacobian_matrix(function, start), ord=2))
+        norm = spectral(jacobian_matrix(function, start))
         hooks = [
             part.post_norm.register_forward_hook(lambda m, args, out, part=part: inputs.update({part: (args[0], out)}))
             for part in (attention, feed_forward)
@@ -254,14 +261,14 @@ def test_the_bound_of_a_fused_blocks_jacobian(out_scale):
             function(x)
             return inputs[attention][0] - x
 
-        mixing = float(torch.linalg.matrix_norm(jacobian_matrix(branch, start), ord=2))
+        mixing = spectral(jacobian_matrix(branch, start))
         function(start)
         for hook in hooks:
             hook.remove()
     y = inputs[attention][1].detach()
-    inner = out_scale * float(torch.linalg.matrix_norm(jacobian_matrix(feed_forward.module, y), ord=2))
+    inner = out_scale * spectral(jacobian_matrix(feed_forward.module, y))
     up, down = (getattr(feed_forward.module, name).weight.detach().double() for name in ("up_proj", "down_proj"))
-    product = out_scale * float(torch.linalg.matrix_norm(down @ up, ord=2))
+    product = out_scale * spectral(down @ up)
     sigmas = [inputs[part][0][0].detach().double().square().mean(-1).sqrt() for part in (attention, feed_forward)]
     gains = [float(part.post_norm.weight.detach().abs().max()) for part in (attention, feed_forward)]
 
@@ -295,16 +302,12 @@ def test_an_exponent_that_the_layers_do_not_determine_is_none():
         (-1, "model", role, 0, "right", paper, math.nan)
         for role, paper in zip(("fusenorm_eq_9", "fusenorm_eq_9_depth"), (-1.0, -0.5), strict=True)
     ]
-    rows += [
-        (layer, "block", "fusenorm_eq_9", 0, metric, 1.0, 0.1) for layer in range(3) for metric in ("left", "ratio")
-    ]
+    rows += [(x, "block", "fusenorm_eq_9", 0, metric, 1.0, 0.1) for x in range(3) for metric in ("left", "ratio")]
     said = list(Bounds().sentences(pd.DataFrame(rows, columns=COLUMNS)))
     unknown = (
         "3 layers are too few to tell how the Jacobian's distance from the identity scales with sigma_l. The exponent "
         "is 32 ± 20, and the paper's exponent is -1."
     )
     assert unknown in said
-    assert (
-        "The Jacobian's distance from the identity scales as (l + 1)^(-0.51 ± 0.03). The paper's exponent is -0.5."
-        in said
-    )
+    known = "The Jacobian's distance from the identity scales as (l + 1)^(-0.51 ± 0.03). The paper's exponent is -0.5."
+    assert known in said

@@ -34,10 +34,7 @@ def matrix(frame):
 
 def triangle(weight):
     """``weight(l, k)`` of the branches before each state."""
-    rows = [
-        [weight(layer, index) if index <= 2 * layer else 0.0 for index in range(2 * LAYERS + 1)]
-        for layer in range(1, LAYERS + 1)
-    ]
+    rows = [[weight(x, i) if i <= 2 * x else 0.0 for i in range(2 * LAYERS + 1)] for x in range(1, LAYERS + 1)]
     return torch.tensor(rows, dtype=torch.float64)
 
 

@@ -238,10 +238,8 @@ def test_short_inputs_are_the_first_real_tokens():
     context = context_of(lamina_model("pre_ln"), sequences=3, tokens=6)
     ids = torch.tensor([[9, 8, 7, 6, 5, 4], [3, 3, 3, 12, 13, 14], [20, 21, 22, 23, 3, 3]])
     mask = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1], [1, 1, 1, 1, 0, 0]])
-    context.batches = [
-        {"input_ids": ids[:2], "attention_mask": mask[:2]},
-        {"input_ids": ids[2:], "attention_mask": mask[2:]},
-    ]
+    parts = slice(0, 2), slice(2, 3)
+    context.batches = [{"input_ids": ids[part], "attention_mask": mask[part]} for part in parts]
     assert short_inputs(context, 1, 4)["input_ids"].tolist() == [[9, 8, 7, 6]]
     three = short_inputs(context, 3, 4)
     assert three["input_ids"].tolist() == [[9, 8, 7], [12, 13, 14], [20, 21, 22]]

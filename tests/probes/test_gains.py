@@ -57,9 +57,8 @@ def test_learned_scales_beside_the_norms_and_no_biases():
     scale.normal_(2.0, 0.1)
     frame = measure(model)
     expect(frame, scale, layer=1, sublayer="feed_forward", role="skip_scale")
-    assert value(frame, "gain_mean", "path", layer=1, sublayer="feed_forward", role="skip_scale").endswith(
-        "layers.1.feed_forward"
-    )
+    path = value(frame, "gain_mean", "path", layer=1, sublayer="feed_forward", role="skip_scale")
+    assert path.endswith("layers.1.feed_forward")
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from naive_states import context_of, layers_of
-from small_models import MODELS, small_inputs, small_model
+from small_models import MODELS, llama_and_ids, small_inputs, small_model
 from torch import nn
 from transformers import LlamaConfig
 
@@ -53,8 +53,7 @@ def variance(tensors):
 
 @pytest.fixture
 def llama():
-    model = small_model("llama")
-    return model, small_inputs(model, sequences=5)["input_ids"]
+    return llama_and_ids(sequences=5)
 
 
 def test_total_norm_is_torchs_and_parts_are_sums_over_their_parameters(llama):
@@ -93,9 +92,8 @@ def test_gradients_of_the_states_are_autograds(llama):
         hook.remove()
     for index, gradient in enumerate(true):
         assert table(frame)[index, "block", "state"] == pytest.approx(norm([gradient]), rel=1e-5)
-        assert table(frame, "gradient_variance")[index, "block", "state"] == pytest.approx(
-            variance([gradient]), rel=1e-5
-        )
+        found = table(frame, "gradient_variance")[index, "block", "state"]
+        assert found == pytest.approx(variance([gradient]), rel=1e-5)
 
 
 def test_a_training_steps_own_gradients_and_switches_stay(llama):

@@ -41,9 +41,8 @@ def test_an_encoder_gets_its_special_tokens():
     words = {w: i for i, w in enumerate(["[PAD]", "[CLS]", "[SEP]", "[MASK]", "a", "b", "c"])}
     backend = Tokenizer(models.WordLevel(words, unk_token="[PAD]"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    backend.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
-    )
+    special = [("[CLS]", 1), ("[SEP]", 2)]
+    backend.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=special)
     made = PreTrainedTokenizerFast(tokenizer_object=backend, cls_token="[CLS]", sep_token="[SEP]", pad_token="[PAD]")
     batches = batches_of(["a b c a b c a"], small_model("bert"), made, sequence_length=5)
     assert batches[0]["input_ids"].tolist() == [[1, 4, 5, 6, 2], [1, 4, 5, 6, 2]]
@@ -99,9 +98,7 @@ def test_longer_than_the_model_takes():
 
 def test_a_tokenizer_may_be_given_by_its_name(llama, tokenizer):
     text = ["a text that is long enough"]
-    named, given = (
-        lamina.probe(llama, "gains", text, tokenizer=each, sequence_length=8) for each in ("bytes", tokenizer)
-    )
+    named, given = (lamina.probe(llama, "gains", text, tokenizer=e, sequence_length=8) for e in ("bytes", tokenizer))
     assert named["gains"].equals(given["gains"])
 
 

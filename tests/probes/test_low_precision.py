@@ -34,6 +34,10 @@ def naive(x, kind, scaled=True):
     return torch.round(x / (peak / 127)) * (peak / 127)
 
 
+def measured(model, instance):
+    return probe(model, [instance], blocks(4), tolerance=0.0)["low_precision"]
+
+
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("scaled", [True, False])
 def test_a_round_trip_is_rounding_to_the_nearest_of_the_format(kind, scaled):
@@ -151,7 +155,7 @@ def test_an_overflow_is_the_first_sentence_and_makes_the_models_loss_nan(where):
         assert value(frame, "overflow_share", format="fp16", **place) == pytest.approx(1 / (32 * 32 * 3))
     model.load_state_dict(before)
     quiet = LowPrecision()
-    frame = probe(model, [quiet], ids, tolerance=0.0)["low_precision"]
+    frame = measured(model, quiet)
     assert next(iter(quiet.sentences(frame))).startswith("On this text, nothing overflows in fp16 or bf16 (checked: ")
     assert not quiet.urgent(frame)
 
@@ -170,33 +174,30 @@ def test_the_models_loss_is_that_of_the_model_loaded_in_half_precision(tmp_path)
 
 
 def test_unscaled_fp8_weights_that_are_too_large_are_named():
-    model, ids = llama(), blocks(4)
+    model, instance = llama(), LowPrecision(fp8_scaling="none", loss=False)
     with torch.no_grad():
         model.lm_head.weight[0, 0] = 500.0
-    instance = LowPrecision(fp8_scaling="none", loss=False)
-    frame = probe(model, [instance], ids, tolerance=0.0)["low_precision"]
-    assert next(iter(instance.sentences(frame))) == "fp8_e4m3 overflows to inf in the weights outside of the layers."
+    first = next(iter(instance.sentences(measured(model, instance))))
+    assert first == "fp8_e4m3 overflows to inf in the weights outside of the layers."
     scaled = LowPrecision(loss=False)
-    texts = list(scaled.sentences(probe(model, [scaled], ids, tolerance=0.0)["low_precision"]))
+    texts = list(scaled.sentences(measured(model, scaled)))
     assert texts[1].startswith("Lamina scales FP8 and INT8 by the largest value of each sequence")
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 def test_what_is_not_finite_without_rounding_is_no_format_s_fault(bad):
-    model, ids = llama(), blocks(4)
+    model, instance = llama(), LowPrecision()
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[0, 0] = bad
-    instance = LowPrecision()
-    texts = list(instance.sentences(probe(model, [instance], ids, tolerance=0.0)["low_precision"]))
+    texts = list(instance.sentences(measured(model, instance)))
     assert texts[0].startswith("Without any rounding, the model holds inf or NaN in states 2-3 and the feed-forward's")
     assert "the feed-forward's weights in layer 1" in texts[0]
     assert not any("overflow" in text for text in texts)
 
 
 def test_a_small_share_of_zeros_breaks_nothing():
-    model, ids = llama(), blocks(4)
     instance = LowPrecision(loss=False)
-    frame = probe(model, [instance], ids, tolerance=0.0)["low_precision"]
+    frame = measured(llama(), instance)
     states = (frame["role"] == "state") & (frame["metric"] == "token_error")
     frame.loc[states & (frame["format"] == "int8_tensor"), "value"] = 0.035
     frame.loc[states & (frame["format"] == "int8_token"), "value"] = 0.0062
@@ -204,9 +205,8 @@ def test_a_small_share_of_zeros_breaks_nothing():
 
 
 def test_a_chart_names_the_values_that_it_cannot_draw():
-    model, ids = llama(), blocks(4)
     instance = LowPrecision(loss=False)
-    frame = probe(model, [instance], ids, tolerance=0.0)["low_precision"]
+    frame = measured(llama(), instance)
     errors = (frame["role"] == "state") & (frame["metric"] == "relative_error")
     frame.loc[errors & (frame["layer"] == 2) & (frame["format"] == "fp16"), "value"] = math.inf
     frame.loc[errors & (frame["layer"] == 0), "value"] = 0.0
@@ -241,17 +241,17 @@ def test_the_loss_with_every_state_rounded():
 
 
 def test_a_model_without_a_language_head_has_no_loss():
-    frame = probe(llama().model, ["low_precision"], blocks(4), tolerance=0.0)["low_precision"]
+    frame = measured(llama().model, LowPrecision())
     assert "loss" not in set(frame["metric"])
     assert len(frame)
 
 
 def test_nothing_comes_back_as_nothing():
-    model, ids = llama(), blocks(4)
+    model = llama()
     with torch.no_grad():
         for layer in model.model.layers:
             layer.mlp.down_proj.weight.zero_()
-    frame = probe(model, ["low_precision(loss=false)"], ids, tolerance=0.0)["low_precision"]
+    frame = measured(model, LowPrecision(loss=False))
     place = {"layer": 1, "sublayer": "feed_forward", "role": "contribution", "format": "int8_tensor"}
     for metric in ("relative_error", "token_error", "max_error", "share_lost"):
         assert value(frame, metric, **place) == 0.0

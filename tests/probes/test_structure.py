@@ -218,9 +218,7 @@ def test_a_layer_whose_contributions_do_not_add_up_has_none():
     model = _model("RwkvForCausalLM", "RwkvConfig", **sizes)
     context = make_context(model, ProbeSettings(), _ids())
     assert [len(site.sublayers) for site in context.structure.layers] == [0, 2, 2]
-    assert [[sublayer.kind for sublayer in site.sublayers] for site in context.structure.layers[1:]] == [
-        ["mixer", "feed_forward"]
-    ] * 2
+    assert [[s.kind for s in x.sublayers] for x in context.structure.layers[1:]] == [["mixer", "feed_forward"]] * 2
     assert all(sublayer.feed_forward is None for site in context.structure.layers for sublayer in site.sublayers)
     assert not any(norm.role == "post_norm" for _, _, norm in context.structure.norms())
     assert any("layer 0" in note and "only as a whole" in note for note in context.notes)

@@ -83,7 +83,5 @@ def test_bytes_need_no_row_for_the_end_of_a_text():
     texts = ["To be, or not to be", "that is the question"]
     (batch,) = batches_of(texts, OfInputIds(256), load_tokenizer("bytes"), sequence_length=13, notes=notes)
     assert batch["input_ids"].tolist() == [list("".join(texts).encode()[n : n + 13]) for n in (0, 13, 26)]
-    assert (
-        "the model's vocabulary of 256 lacks the end-of-text token 256, so Lamina adds no such token to the text"
-        in notes[0]
-    )
+    said = "the model's vocabulary of 256 lacks the end-of-text token 256, so Lamina adds no such token to the text"
+    assert said in notes[0]

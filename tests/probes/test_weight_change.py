@@ -22,10 +22,8 @@ def naive(model, before, *parts):
     old = {name: p.detach() for name, p in before.named_parameters()}
     chosen = [name for name, _ in model.named_parameters() if any(part in name for part in parts)]
     assert chosen
-    change = (
-        sum(float(((p.detach() - old[n]).double() ** 2).sum()) for n, p in model.named_parameters() if n in chosen)
-        ** 0.5
-    )
+    new = {name: p.detach() for name, p in model.named_parameters()}
+    change = sum(float(((new[n] - old[n]).double() ** 2).sum()) for n in chosen) ** 0.5
     return change, change / sum(float((old[n].double() ** 2).sum()) for n in chosen) ** 0.5
 
 

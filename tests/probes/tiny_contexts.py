@@ -96,3 +96,8 @@ def jacobian_matrix(function, x):
     """The whole matrix, as torch.autograd.functional has it."""
     matrix = torch.autograd.functional.jacobian(function, x, vectorize=True)
     return matrix.reshape(-1, x.numel()).double()
+
+
+def spectral(matrix):
+    """The largest singular value of the whole matrix."""
+    return float(torch.linalg.matrix_norm(matrix, ord=2))
