@@ -9,9 +9,7 @@ from lamina.commands.run_job import parser
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {path.name: path.read_text("utf-8") for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
-BLOCKS = {
-    page: re.findall(r"^```(\w*)[^\n]*\n(.*?)^```$", text, re.MULTILINE | re.DOTALL) for page, text in PAGES.items()
-}
+BLOCKS = {p: re.findall(r"^```(\w*)[^\n]*\n(.*?)^```$", text, re.MULTILINE | re.DOTALL) for p, text in PAGES.items()}
 
 
 def blocks(*languages):

@@ -204,9 +204,7 @@ LYING = {  # a path that lines name: what makes it, where no line has written it
 
 def written_by(parts):
     """The folders that lines and Python write."""
-    return {
-        name for _, said in parts for name in re.findall(r"(?:--output |output=\"|LayerMonitor\(\")([^\s\"]+)", said)
-    }
+    return {name for _, s in parts for name in re.findall(r"(?:--output |output=\"|LayerMonitor\(\")([^\s\"]+)", s)}
 
 
 def lay(parts):

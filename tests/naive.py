@@ -63,9 +63,8 @@ def every_block(block):
         if "residuals" not in inspect.signature(block).parameters:
             options.pop("residuals", None)
         for index in range(num_layers):
-            stream.append(
-                block(stream[-1], attention[index], feed_forward[index], norms[index], index, num_layers, **options)
-            )
+            parts = attention[index], feed_forward[index], norms[index]
+            stream.append(block(stream[-1], *parts, index, num_layers, **options))
         return stream
 
     return states

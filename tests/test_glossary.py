@@ -53,11 +53,7 @@ def prose(path: Path) -> str:
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".md":
         return text.split("## Words")[0] if path.name == "CONTRIBUTING.md" else text
-    texts = [
-        node.value
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.Constant) and isinstance(node.value, str)
-    ]
+    texts = [n.value for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
     return "\n".join([*texts, *re.findall(r"#.*", text)])
 
 
@@ -69,11 +65,8 @@ def files() -> list[Path]:
 @functools.cache
 def shown() -> dict[str, str]:
     """What a reader sees: the pages, the help of all commands and settings, and the messages of refusals."""
-    pages = [
-        ROOT / "README.md",
-        *sorted((ROOT / "docs").glob("*.md")),
-        *sorted((ROOT / "docs" / "evidence").glob("*.md")),
-    ]
+    docs = ROOT / "docs"
+    pages = [ROOT / "README.md", *sorted(docs.glob("*.md")), *sorted((docs / "evidence").glob("*.md"))]
     texts = {path.name: path.read_text("utf-8") for path in pages}
     reference = loaded("docs/reference.py")
     texts |= {"help": reference.command_line_page(), "settings": reference.settings_page()}
@@ -91,7 +84,6 @@ def test_no_reader_meets(word):
 
 @pytest.mark.parametrize("word", BANNED)
 def test_nobody_says(word):
-    said = {
-        f"{path.relative_to(ROOT)}: {hit.group()}" for path in files() for hit in re.finditer(BANNED[word], prose(path))
-    }
+    hits = [(path, hit) for path in files() for hit in re.finditer(BANNED[word], prose(path))]
+    said = {f"{path.relative_to(ROOT)}: {hit.group()}" for path, hit in hits}
     assert not said, "\n".join(sorted(said))

@@ -74,9 +74,8 @@ def tiny_checkpoint(tmp_path):
 
     import lamina
 
-    config = LlamaConfig(
-        num_hidden_layers=3, hidden_size=32, intermediate_size=64, num_attention_heads=2, vocab_size=258
-    )
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 258}
+    config = LlamaConfig(num_hidden_layers=3, **sizes)
     lamina.build(config, "peri_ln").save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 

@@ -129,9 +129,8 @@ def test_notebooks_get_a_badge_and_install_lamina_in_colab(checkout):
     loaded("docs/home.py").give("https://github.com/owner/lamina", checkout)
     for path in sorted((ROOT / "docs" / "notebooks").glob("*.ipynb")):
         before = json.loads(path.read_text("utf-8"))["cells"]
-        title, badge, install, *rest = json.loads((checkout / "docs" / "notebooks" / path.name).read_text("utf-8"))[
-            "cells"
-        ]
+        file = checkout / "docs" / "notebooks" / path.name
+        title, badge, install, *rest = json.loads(file.read_text("utf-8"))["cells"]
         assert f"/github/owner/lamina/blob/main/docs/notebooks/{path.name})" in badge["source"][0]
         assert install["source"] == ['%pip install -q "lamina[train] @ git+https://github.com/owner/lamina"']
         assert [title, *rest] == before
@@ -196,9 +195,7 @@ def test_a_recipe_trains_what_the_studies_train(path):
         pytest.skip("the studies have no such base")
     base = {name: value for name, value in BASES[path.stem].items() if name != "base"}
     ours = settings_of(path)
-    assert {name: getattr(ours, name) for name in base} == {
-        name: getattr(PretrainSettings(**base), name) for name in base
-    }
+    assert {n: getattr(ours, n) for n in base} == {n: getattr(PretrainSettings(**base), n) for n in base}
 
 
 PAGE = (ROOT / "docs" / "dev" / "architecture.md").read_text(encoding="utf-8")

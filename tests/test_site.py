@@ -266,9 +266,8 @@ def test_a_claim_shows_the_comparison_that_has_its_margin():
     line = 'without layer 0, the verdict is "opposite": a 2 vs b 1: difference 1 (95 % 0 to 2, 5 seeds, p 1)'
     part = {**claim, "claim": "x/y", "note": line}
     shown = comparisons.compared([claim, part]).splitlines()
-    whole = [
-        f"| `x`<br>`x/y` | a 1 vs {name} | {gap} | −1 to 1 | 5 | 1 |" for name, gap in (("b", "−0.2"), ("c", "0.3"))
-    ]
+    row = "| `x`<br>`x/y` | a 1 vs {} | {} | −1 to 1 | 5 | 1 |"
+    whole = [row.format(*one) for one in (("b", "−0.2"), ("c", "0.3"))]
     assert shown[2:4] == [f"{row} cannot tell at this size |" for row in whole]
     assert shown[4] == "| `x/y` | without layer 0<br>a: 2<br>b: 1 | 1 | 0 to 2 | 5 | 1 | opposite |"
     notes = comparisons.noted([claim, {**claim, "claim": "x/y", "note": f"lost; {line}"}])
@@ -298,11 +297,8 @@ def test_a_claim_that_names_no_quantity_compares_the_quantity_of_its_words():
     told = [("A has a lower loss than B", "loss<br>"), ("A's accuracy rises", "mean score over all tasks (%)<br>")]
     for says, start in [*told, ("A is deeper than B", "")]:
         assert comparisons.deciding({**claim, "says": says, "parts": [line]}).what == f"{start}a: 2<br>b: 1"
-    count = {
-        **claim,
-        "says": "A has a lower loss",
-        "parts": ["a: 5 of 8 seeds trained (5 finished), share 95 % 24% to 91%"],
-    }
+    parts = ["a: 5 of 8 seeds trained (5 finished), share 95 % 24% to 91%"]
+    count = {**claim, "says": "A has a lower loss", "parts": parts}
     assert comparisons.deciding(count).what == "a, seeds that trained"
 
 
@@ -325,9 +321,7 @@ def test_a_verdict_on_a_difference_in_loss_has_five_pairs_of_seeds():
     fewer, judged = set(), 0
     for file in sorted((ROOT / "studies" / "records").glob("*-cpu/claims.json")):
         for claim in json.loads(file.read_text("utf-8")):
-            pairs = [
-                int(found) for part in claim["parts"] for found in re.findall(r": difference .* (\d+) seeds", part)
-            ]
+            pairs = [int(found) for p in claim["parts"] for found in re.findall(r": difference .* (\d+) seeds", p)]
             decided = claim["verdict"] not in ("inconclusive", "needs scale", "not run yet")
             judged += decided and bool(pairs)
             if decided and pairs and min(pairs) < 5:

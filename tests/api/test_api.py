@@ -131,9 +131,8 @@ def test_a_corpus_may_be_texts_paths_or_a_data_set(tmp_path):
     rows = Rows([{"text": "é", "n": 1}])
     assert read(as_settings({"corpus": rows})["corpus"]) == [{"text": "é"}]
     assert read(as_settings({"data": rows})["data"]) == [{"text": "é", "n": 1}]
-    assert read(as_settings({"data": [{"prompt": "p", "completion": "c"}]})["data"]) == [
-        {"prompt": "p", "completion": "c"}
-    ]
+    rows = [{"prompt": "p", "completion": "c"}]
+    assert read(as_settings({"data": rows})["data"]) == rows
 
 
 def test_a_real_data_set_is_taken():

@@ -163,9 +163,7 @@ def test_the_advised_settings_train(corpus, given):
     advised = re.findall(r"--(init|learning-rate) ([\w.]+)", found["change"])
     assert advised, found["change"]
     names = {"init": "init", "learning-rate": "learning_rates"}
-    (better,) = lamina.preflight(**{**plan, **{names[flag]: value for flag, value in advised}}, bar=False).to_dict(
-        "records"
-    )
+    (better,) = lamina.preflight(**{**plan, **{names[f]: value for f, value in advised}}, bar=False).to_dict("records")
     assert better["verdict"] == "fine"
     assert found["change"].endswith("(preflight's new verdict: fine)")
 

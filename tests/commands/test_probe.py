@@ -78,9 +78,7 @@ def test_the_folder_holds_settings_tables_figures_and_the_page(probe, own, check
 def test_the_table_is_what_the_model_computes(probe, own, checkpoint):
     _, folder = probe(own[1])
     model = LlamaForCausalLM.from_pretrained(checkpoint)
-    expected = [
-        sum(p.double().square().sum().item() for p in layer.parameters()) ** 0.5 for layer in model.model.layers
-    ]
+    expected = [sum(p.double().square().sum().item() for p in x.parameters()) ** 0.5 for x in model.model.layers]
     assert pd.read_parquet(folder / "weight_norm.parquet")["value"].tolist() == pytest.approx(expected, rel=1e-5)
 
 

@@ -124,9 +124,8 @@ def test_the_command_line_shows_a_broken_plug_in_as_one_line(tmp_path, command):
     (info / "entry_points.txt").write_text("[lamina.placements]\ntheirs = their_norms\n", encoding="utf-8")
     (tmp_path / "their_norms.py").write_text("raise ImportError('built for another version')\n", encoding="utf-8")
     code = f"import sys; sys.path.append({str(tmp_path)!r}); from lamina.cli import main; sys.exit(main(sys.argv[1:]))"
-    done = subprocess.run(
-        [sys.executable, "-c", code, *command], capture_output=True, text=True, timeout=120, cwd=tmp_path
-    )
+    code = [sys.executable, "-c", code, *command]
+    done = subprocess.run(code, capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
     assert "placement plug-in 'theirs' of the package their-norms 1.0" in done.stderr.splitlines()[-1]

@@ -68,10 +68,7 @@ def test_only_a_mix_has_contributions(blocks):
     if len(blocks.train.parts) == 1:
         assert shares == {}
     else:
-        assert [(part["blocks"], part["share"], part["wanted"]) for part in shares.values()] == [
-            (30, 0.75, 0.75),
-            (10, 0.25, 0.25),
-        ]
+        assert [(p["blocks"], p["share"], p["wanted"]) for p in shares.values()] == [(30, 0.75, 0.75), (10, 0.25, 0.25)]
         assert all(("epochs" in part) == (blocks.stats.train_tokens > 0) for part in shares.values())
 
 
@@ -238,9 +235,8 @@ def test_the_unigram_entropy_is_that_of_the_mixed_frequencies(corpora):
     probability, seen = np.zeros(257), np.zeros(257)
     for share, one in zip((0.75, 0.25), alone, strict=True):
         for split, total in ((one.train, probability), (one.eval, seen)):
-            counts = np.bincount(
-                np.concatenate([split[i]["input_ids"].numpy() for i in range(len(split))]), minlength=257
-            )
+            ids = np.concatenate([split[i]["input_ids"].numpy() for i in range(len(split))])
+            counts = np.bincount(ids, minlength=257)
             counts = counts + (1 if split is one.train else 0)
             total += share * counts / counts.sum()
     assert blocks.stats.unigram_entropy == pytest.approx(-(seen * np.log(probability)).sum())

@@ -57,10 +57,7 @@ def files(cache):
 @pytest.mark.parametrize("spec", ["bytes", "bpe:300"])
 def test_no_line_is_in_both_splits_and_hardly_one_is_in_neither(corpus, spec):
     blocks, tokenizer = packed(corpus, spec)
-    marks = [
-        {text[:5] for text in decoded(part, tokenizer).split("<") if text[5:6] == ">"}
-        for part in (blocks.train, blocks.eval)
-    ]
+    marks = [{t[:5] for t in decoded(p, tokenizer).split("<") if t[5:6] == ">"} for p in (blocks.train, blocks.eval)]
     assert not marks[0] & marks[1]
     assert len(marks[0] | marks[1]) >= 4000 - 4
     assert len(marks[1]) == pytest.approx(200, rel=0.15)

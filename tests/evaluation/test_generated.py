@@ -46,9 +46,7 @@ def test_the_right_continuation_and_word_and_order_make_a_sentence_of_the_corpus
     together = {" ".join(sentence.split()) for sentence in known}
     for item in made["lamina_continuation"]:
         first = item.question.removeprefix("How does this sentence go on? ")
-        assert [f"{first} {choice}" in together for choice in item.choices] == [
-            place == item.answer for place in range(4)
-        ]
+        assert [f"{first} {choice}" in together for choice in item.choices] == [p == item.answer for p in range(4)]
     for item in made["lamina_blank"]:
         sentence = item.question.removeprefix("Which word fits? ")
         assert sentence.replace("___", item.choices[item.answer]) in known

@@ -125,9 +125,8 @@ def test_items_equal_the_harness_s_own(model, data_dir, own, shots):
 def test_a_question_longer_than_the_context_is_cut_and_said(model, data_dir):
     network, tokenizer = loaded(model)
     network.config.get_text_config().max_position_embeddings = 24
-    _, notes = Runner(model=network, tokenizer=tokenizer).run(
-        Tasks.find(str(data_dir), run_code=True).build("quiz"), None
-    )
+    tasks = Tasks.find(str(data_dir), run_code=True).build("quiz")
+    _, notes = Runner(model=network, tokenizer=tokenizer).run(tasks, None)
     assert "longer than the model's context" in notes[0]
     network.config.get_text_config().max_position_embeddings = 3
     with pytest.raises(UserError, match="longer than the model's context of 3 tokens"):
@@ -194,9 +193,8 @@ def test_the_harness_s_own_command_loads_our_checkpoints(model, data_dir, own, t
     argv += ["--tasks", "quiz", "--include_path", str(own), "--device", "cpu", "--batch_size", "4"]
     argv += ["--output_path", str(tmp_path / "out"), "--log_samples"]
     environment = {**os.environ, "HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", script, *argv], capture_output=True, text=True, env=environment, timeout=600
-    )
+    command = [sys.executable, "-c", script, *argv]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     (written,) = (tmp_path / "out").rglob("samples_quiz_*.jsonl")
     samples = [json.loads(line) for line in written.read_text().splitlines()]

@@ -32,9 +32,7 @@ def compared(tables, metric="acc"):
     """The rows of the models in ``tables``, by name and task."""
     names = list(dict.fromkeys(name for name, _ in tables))
     columns = [Wanted(task=task) for task in dict.fromkeys(task for _, task in tables)]
-    numbers = {
-        (name, column): Score(task=column.task, metric=metric, value=0.0) for name in names for column in columns
-    }
+    numbers = {(n, column): Score(task=column.task, metric=metric, value=0.0) for n in names for column in columns}
     candidates = [Candidate(name=name, path=name, arm=name) for name in names]
     return pairing.compared(columns, candidates, numbers, tables)
 

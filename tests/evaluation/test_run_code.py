@@ -106,10 +106,8 @@ def test_what_a_training_and_a_probe_score_needs_the_switch_too(folder, canary):
     TaskMeasure.find("quiz", str(folder), 2, 2, 0, run_code=True)
     assert canary.exists()
     canary.unlink()
-    files = {
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(folder / "toy/quiz/default/test.jsonl")}},
-    }
+    files = {"data_files": {"test": str(folder / "toy/quiz/default/test.jsonl")}}
+    files = {"dataset_path": "json", "dataset_kwargs": files}
     inner = {**QUIZ, **files, "training_split": None, "doc_to_text": f"{RUNS.format(canary=canary)}{{{{question}}}}"}
     (tasks / "quiz.yaml").write_text(yaml.safe_dump(inner))
     registry.make(f"layer_drop(task=quiz, include_path={tasks}, run_code=true)")

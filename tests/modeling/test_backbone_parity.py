@@ -91,9 +91,8 @@ def copy_weights(theirs, ours, renamed, plus_one):
     for key, tensor in theirs.state_dict().items():
         for norm, position in renamed.items():
             key = key.replace(f".{norm}.", f".{position}.")
-        key = (
-            key.replace(".attention.", ".self_attn.") if ".attention.query" in key or ".attention.dense" in key else key
-        )
+        own = ".attention.query" in key or ".attention.dense" in key
+        key = key.replace(".attention.", ".self_attn.") if own else key
         key = key.replace("self_attn.", "attention.module.").replace(".mlp.", ".feed_forward.module.")
         key = key.replace(".block_sparse_moe.", ".feed_forward.module.")
         key = key.replace(".input_residual", ".attention.skip_scale")

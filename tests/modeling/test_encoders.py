@@ -142,9 +142,7 @@ def test_the_embeddings_norm_and_scale_are_the_plans(model_type):
     shake(with_norm)
     state = with_norm.state_dict()
     without.load_state_dict({k: v for k, v in state.items() if "embedding_norm" not in k})
-    normed, plain = (
-        model(**inputs(model_type), output_hidden_states=True).hidden_states[0] for model in (with_norm, without)
-    )
+    normed, plain = (m(**inputs(model_type), output_hidden_states=True).hidden_states[0] for m in (with_norm, without))
     norm = with_norm.model.embedding_norm
     expected = torch.nn.functional.layer_norm(3 * plain, (32,), norm.weight, norm.bias, norm.eps)
     torch.testing.assert_close(normed, expected)

@@ -77,9 +77,8 @@ def test_every_initializer_is_tested_here():
 
 @pytest.mark.parametrize("init", TAKE_STD)
 def test_the_base_standard_deviation_is_read_by_every_initializer_that_takes_it(init):
-    assert max(p.std().item() for p in model_of(f"{init}(std=0.5)").parameters() if p.ndim > 1) == pytest.approx(
-        0.5, rel=0.02
-    )
+    stds = [p.std().item() for p in model_of(f"{init}(std=0.5)").parameters() if p.ndim > 1]
+    assert max(stds) == pytest.approx(0.5, rel=0.02)
 
 
 @pytest.mark.parametrize("name", names())
@@ -174,9 +173,8 @@ def test_small_scaled_is_cut_off_at_three_standard_deviations_and_its_other_form
 
     def largest(init):
         weights_of = {w.role: w for w in weights(model_of(init)) if w.role in STD["small"]}
-        return max(
-            w.parameter.abs().max().item() / STD["small"][r] / SCALED_OUT.get(r, 1) for r, w in weights_of.items()
-        )
+        found = {role: weight.parameter.abs().max().item() for role, weight in weights_of.items()}
+        return max(value / STD["small"][role] / SCALED_OUT.get(role, 1) for role, value in found.items())
 
     assert 2.5 < largest("small_scaled") <= 3.0
     assert largest("small_scaled_uncut") > 3.3

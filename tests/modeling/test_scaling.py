@@ -220,10 +220,7 @@ def test_it_trains_as_transformers_granite_does_with_the_papers_table(scheme, al
     rules = {"learning_rate": eta, "weight_decay": decay, "epsilon": epsilon}
     given = {"lr": eta, "eps": epsilon, "betas": (0.9, 0.95)}
     optimizers = [torch.optim.AdamW(parameter_groups(ours, factors, **rules), **given)]
-    naive = [
-        {"params": [parameter], **table_1(name, m, alpha, eta, decay, epsilon)}
-        for name, parameter in theirs.named_parameters()
-    ]
+    naive = [{"params": [p], **table_1(name, m, alpha, eta, decay, epsilon)} for name, p in theirs.named_parameters()]
     optimizers.append(torch.optim.AdamW(naive, **given))
     ids, losses = token_ids(4, 16), ([], [])
     for model, optimizer, seen in zip((ours, theirs), optimizers, losses, strict=True):

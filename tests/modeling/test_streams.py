@@ -343,13 +343,11 @@ def test_mhc_with_ligers_start_is_its_equations_written_out(collapse):
                 matrix = matrix / matrix.sum(-2, keepdim=True)
             h = half.pre_norm(sum(read[..., i, None] * streams[i] for i in range(N)))
             f = half.module(h) if run is None else run(h)
-            streams = [
-                sum(matrix[..., o, i, None] * streams[i] for i in range(N)) + write[..., o, None] * f for o in range(N)
-            ]
+            mixed = [sum(matrix[..., o, i, None] * streams[i] for i in range(N)) for o in range(N)]
+            streams = [each + write[..., o, None] * f for o, each in enumerate(mixed)]
     norm = model.model.norm.norm
-    last = (
-        sum(map(norm, streams)) if collapse == "sum_of_norms" else norm(sum(streams) / (1 if collapse == "sum" else N))
-    )
+    whole = sum(streams) / (1 if collapse == "sum" else N)
+    last = sum(map(norm, streams)) if collapse == "sum_of_norms" else norm(whole)
     torch.testing.assert_close(model(ids).logits, last @ model.lm_head.weight.T, rtol=1e-4, atol=1e-4)
 
 
@@ -548,8 +546,7 @@ def test_the_monitor_and_the_watch_measure_each_stream(wiring, base):
         for index, one in enumerate(y.unbind(-2)):
             rms = found[layer, name, "all", index, "stream_rms"]
             assert rms == pytest.approx(one.square().mean().sqrt().item(), rel=1e-4)
-        pairs = [
-            torch.cosine_similarity(y[:, :, i], y[:, :, j], dim=-1).mean() for i in range(y.shape[2]) for j in range(i)
-        ]
+        pairs = [(i, j) for i in range(y.shape[2]) for j in range(i)]
+        pairs = [torch.cosine_similarity(y[:, :, i], y[:, :, j], dim=-1).mean() for i, j in pairs]
         cosine = found[layer, name, "all", 0, "stream_cosine"]
         assert cosine == pytest.approx(float(sum(pairs)) / len(pairs), abs=1e-5)

@@ -132,9 +132,8 @@ def test_a_wired_attention_may_return_its_weights_and_take_a_mask():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_norms_keep_the_dtype_and_do_not_overflow(kind, dtype):
     """The square of 300 is beyond float16's 65504: the statistics are in float32."""
-    norm = lamina.build(llama(1), "pre_ln", norm=kind, **({"groups": 4} if kind == "group" else {})).model.norm.to(
-        dtype
-    )
+    more = {"groups": 4} if kind == "group" else {}
+    norm = lamina.build(llama(1), "pre_ln", norm=kind, **more).model.norm.to(dtype)
     x = (300 * torch.randn(2, 3, 32)).to(dtype)
     assert norm(x).dtype == dtype
     assert norm(x).isfinite().all()

@@ -75,9 +75,8 @@ def assert_follows_the_formula(name, num_layers, *, formula=None, formula_option
 
     formula_options = {k: v(model) if callable(v) else v for k, v in (formula_options or {}).items()}
     formula_options["residuals"] = model.model.layers
-    x0 = options.get("embedding_scale", WIDTH**0.5 if name.startswith("gemma") else 1.0) * model.get_input_embeddings()(
-        ids
-    )
+    scale = options.get("embedding_scale", WIDTH**0.5 if name.startswith("gemma") else 1.0)
+    x0 = scale * model.get_input_embeddings()(ids)
     embedding_norm = naive_norm(model.model.embedding_norm, **norm)
     assert (embedding_norm is not None) == options.get("embedding_norm", name in ("peri_ln", "minimax_01"))
     x0 = x0 if embedding_norm is None else embedding_norm(x0)
@@ -164,10 +163,8 @@ def test_every_formula_has_states_of_its_own():
     options = {"mix_ln": {"num_post_layers": 1}}
     distinct = {id(f): name for name, f in FORMULAS.items()}.values()
     with torch.no_grad():
-        last = {
-            n: FORMULAS[n](seen.states[0], *arguments, 2, residuals=residuals, **options.get(n, {}))[-1]
-            for n in distinct
-        }
+        more = {n: {"residuals": residuals, **options.get(n, {})} for n in distinct}
+        last = {n: FORMULAS[n](seen.states[0], *arguments, 2, **more[n])[-1] for n in distinct}
     for name in distinct:
         same = [other for other in distinct if torch.allclose(last[name], last[other], rtol=1e-3, atol=1e-3)]
         assert same == [name]

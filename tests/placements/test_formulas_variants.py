@@ -101,9 +101,7 @@ def test_keels_third_ablation_is_keel():
     config = llama(3)
     keel = lamina.build(config, "keel", head="causal_lm")
     ablation = lamina.build(config, "keel(variant=scale_gain_norm)", head="causal_lm")
-    state = {
-        name: torch.rand_like(value) + 0.5 if value.ndim == 1 else value for name, value in keel.state_dict().items()
-    }
+    state = {n: torch.rand_like(value) + 0.5 if value.ndim == 1 else value for n, value in keel.state_dict().items()}
     keel.load_state_dict(state)
     blocks = range(1, 3)  # the first block is the same in both
     renamed = {
@@ -115,6 +113,4 @@ def test_keels_third_ablation_is_keel():
     ids = torch.randint(0, config.vocab_size, (2, 9))
     torch.testing.assert_close(ablation(ids).logits, keel(ids).logits, rtol=0, atol=1e-6)
     assert sum(p.numel() for p in ablation.parameters()) == sum(p.numel() for p in keel.parameters())
-    assert "computes the same function as Keel" in " ".join(
-        option.help for option in lamina.placements.get("keel").options
-    )
+    assert "computes the same function as Keel" in " ".join(x.help for x in lamina.placements.get("keel").options)

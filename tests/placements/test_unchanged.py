@@ -46,9 +46,8 @@ def specs(name):
     found = [name]
     for option in get(name).options:
         choices = [value for value in get_args(option.type) if isinstance(value, str) and value not in LATER]
-        found += [
-            f"{name}({option.name}={c})" for c in (["true", "false"] if isinstance(option.default, bool) else choices)
-        ]
+        choices = ["true", "false"] if isinstance(option.default, bool) else choices
+        found += [f"{name}({option.name}={c})" for c in choices]
     return [*found, f"{name}(qk_norm=head,v_norm=full,norm=layer,embedding_scale=2,final_norm=true)"]
 
 

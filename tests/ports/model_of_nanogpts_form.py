@@ -27,9 +27,7 @@ class CausalSelfAttention(nn.Module):
         self.n_head, self.n_embd = config.n_head, config.n_embd
 
     def forward(self, x):
-        q, k, v = (
-            part.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for part in self.c_attn(x).split(self.n_embd, dim=2)
-        )
+        q, k, v = (p.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for p in self.c_attn(x).split(self.n_embd, dim=2))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.resid_dropout(self.c_proj(y.transpose(1, 2).flatten(-2)))
 

@@ -360,9 +360,8 @@ def test_a_checkpoint_of_an_emitted_block_has_the_same_logits_here(spec, tmp_pat
     with torch.no_grad():
         assert off(model(IDS), converted(input_ids=IDS).logits) < 1e-6
     if spec.startswith("keel"):
-        assert {"blocks.1.post_attention_norm.weight", "blocks.0.post_feed_forward_norm.weight"} <= {
-            *model.state_dict()
-        }
+        norms = {"blocks.1.post_attention_norm.weight", "blocks.0.post_feed_forward_norm.weight"}
+        assert norms <= {*model.state_dict()}
         assert "blocks.0.post_attention_norm.weight" not in model.state_dict()
 
 

@@ -33,9 +33,8 @@ def test_it_takes_the_steps_of_adamw_on_the_runs_own_batches(corpus, blocks):
     made = burning(corpus, blocks, max_grad_norm=0.3, weight_decay=0.2, learning_rate=0.02)
     made.train(iter([5]))
     torch.manual_seed(0)
-    model = lamina.build(
-        "llama-nano", "peri_ln", num_layers=2, hidden_size=16, num_heads=2, vocab_size=blocks.stats.vocab_size
-    )
+    sizes = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "vocab_size": blocks.stats.vocab_size}
+    model = lamina.build("llama-nano", "peri_ln", **sizes)
     model.train()
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
@@ -214,9 +213,8 @@ PLACEMENTS = ("pre_ln", "post_ln", "peri_ln", "fusenorm", "keel", "b2t")
 
 @pytest.fixture(params=spread(PLACEMENTS, ("peri_ln", "fusenorm", "b2t")))  # norms within, on the sum; other skips
 def model(request):
-    made = lamina.build(
-        "llama-nano", request.param, num_layers=LAYERS, hidden_size=WIDTH, num_heads=2, vocab_size=23, init="xavier"
-    )
+    sizes = {"num_layers": LAYERS, "hidden_size": WIDTH, "num_heads": 2, "vocab_size": 23}
+    made = lamina.build("llama-nano", request.param, **sizes, init="xavier")
     with torch.no_grad():
         for name, parameter in made.named_parameters():
             if "norm" in name:
@@ -255,9 +253,8 @@ def forward(model, ids, replaced=None):
 
 def naive_loss(logits, ids):
     p = logits.softmax(-1)
-    return -sum(p[b, t, ids[b, t + 1]].log() for b in range(len(ids)) for t in range(TOKENS - 1)) / (
-        len(ids) * (TOKENS - 1)
-    )
+    total = sum(p[b, t, ids[b, t + 1]].log() for b in range(len(ids)) for t in range(TOKENS - 1))
+    return -total / (len(ids) * (TOKENS - 1))
 
 
 def test_loss_and_what_the_input_is_worth(model, ids):

@@ -113,15 +113,13 @@ def test_an_undecided_run_is_told_the_step_that_decides():
     # 1.13 + 2 * 0.04 + 0.05 nats at 6 nats for the whole schedule, twice that, on top of what was spent
     assert deciding_share(FALLING, fitted) == pytest.approx(0.15 + 2.0 * 1.26 / 6.0)
     assert deciding_share(replace(FALLING, excess=0.2), fitted) == pytest.approx(1.5 * 0.15)
-    assert (
-        deciding_share(replace(FALLING, pace=-0.1), fitted) == deciding_share(replace(FALLING, spent=0.9), fitted) == 1
-    )
+    shares = [deciding_share(replace(FALLING, **one), fitted) for one in ({"pace": -0.1}, {"spent": 0.9})]
+    assert shares == [1, 1]
     verdict = judge(FALLING, case("pre_ln", steps=400))
     step = math.ceil(400 * deciding_share(FALLING, calibration()))
     assert verdict.deciding_steps == step < 400
-    assert verdict.reason.startswith(
-        "a verdict needs more steps: after 32 of 400 steps the held-out loss is 1.13 ± 0.08 nats"
-    )
+    said = "a verdict needs more steps: after 32 of 400 steps the held-out loss is 1.13 ± 0.08 nats"
+    assert verdict.reason.startswith(said)
     assert verdict.change.startswith(f"measure more steps, with --burn-in {step}: at the pace of these steps")
     close = judge(replace(FALLING, excess=0.02, spent=0.3), case("pre_ln", steps=400))
     assert f"{calibration()['deciding']['times']:g} times as large. This run reaches that sum by step " in close.change
@@ -132,9 +130,8 @@ def test_an_undecided_run_is_told_the_step_that_decides():
 
 def test_a_run_that_learns_with_a_small_chance_is_risky():
     fitted = calibration()
-    numbers = replace(
-        FINE, excess=-fitted["evidence"]["margin"] - 0.06, spent=1.0, pace=0.0, context=0.01, jacobian=-3.0
-    )
+    margin = fitted["evidence"]["margin"]
+    numbers = replace(FINE, excess=-margin - 0.06, spent=1.0, pace=0.0, context=0.01, jacobian=-3.0)
     assert chance(numbers, fitted) < fitted["bands"][1]
     assert verdict_of(numbers, fitted) == "risky"
     assert "The run has an estimated chance of only" in judge(numbers, case("pre_ln")).reason

@@ -97,9 +97,8 @@ def test_a_history_does_not_tell_two_causes_that_share_too_little():
         def odds(self, factors):
             return {"values that are not finite": 0.4, "bad batch": 0.35, "not known": 0.25}
 
-    rise = Alarm(
-        step=40, rule="rise", metric="gradient_norm", layer=1, sublayer="attention", role="all", value=9.0, usual=1.0
-    )
+    place = {"layer": 1, "sublayer": "attention", "role": "all"}
+    rise = Alarm(step=40, rule="rise", metric="gradient_norm", **place, value=9.0, usual=1.0)
     told = causes_of(Signs(alarms=(rise,), rose=None, half=None, view="loss"), Even())
     assert [name for name, _ in told] == ["not known"]
 
@@ -137,9 +136,8 @@ def test_signs_say_what_loss_and_rate_did():
     ],
 )
 def test_signs_say_what_followed_a_jump_of_the_loss(after, said):
-    alarm = Alarm(
-        step=40, rule="rise", layer=-1, sublayer="model", role="all", metric="step_loss", value=6.0, usual=2.0
-    )
+    place = {"layer": -1, "sublayer": "model", "role": "all"}
+    alarm = Alarm(step=40, rule="rise", **place, metric="step_loss", value=6.0, usual=2.0)
     losses = dict(enumerate([*[2.0, 2.01] * 20, *after]))
     assert signature(Signs(alarms=(alarm,), rose=41, losses=losses)).get("jump") == said
 

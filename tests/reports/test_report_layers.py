@@ -131,10 +131,7 @@ def test_a_part_that_cannot_be_read_is_left_out_and_said_once(tmp_path, caplog):
     holes.loc[0, "metric"] = None
     holes.to_parquet(tmp_path / "layers" / "part-00003.parquet")
     assert len(item.trials[0].layers.frame) == 2 * len(recorded()) - 1
-    assert [record.message.partition(" ")[0] for record in caplog.records] == [
-        "part-00001.parquet",
-        "part-00002.parquet",
-    ]
+    assert [r.message.partition(" ")[0] for r in caplog.records] == ["part-00001.parquet", "part-00002.parquet"]
 
 
 def test_a_line_of_many_steps_keeps_its_lowest_and_highest_values():

@@ -115,9 +115,8 @@ def test_a_study_with_results_alone_or_trials_that_lead_out_of_it_is_a_page(stud
 
 
 def test_a_placement_of_the_users_own_shows_its_plan_and_is_not_loaded(tmp_path):
-    folder = write_study(
-        tmp_path / "study", courses={"mine.py": (2.5, 0.1, 1.0, "finished")}, num_layers=4, logged=3, failed=False
-    )
+    courses = {"mine.py": (2.5, 0.1, 1.0, "finished")}
+    folder = write_study(tmp_path / "study", courses=courses, num_layers=4, logged=3, failed=False)
     for plan in folder.glob("trials/*/plan.json"):
         plan.write_text(plan.read_text("utf-8").replace('"placement": "pre_ln"', '"placement": "mine"'), "utf-8")
     body = readable(report(folder).read_text(encoding="utf-8"))
@@ -223,9 +222,8 @@ def test_every_aggregated_column_is_in_the_ranking():
 def trial(folder, seed, speed, flops=600.0):
     folder = folder / str(seed)
     folder.mkdir()
-    lines = [
-        {"step": s, "tokens": 10 * s, "loss": 3.0, "tokens_per_second": speed, "eval_loss": 2.0 + seed} for s in (1, 2)
-    ]
+    line = {"loss": 3.0, "tokens_per_second": speed, "eval_loss": 2.0 + seed}
+    lines = [{"step": s, "tokens": 10 * s, **line} for s in (1, 2)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "result.json").write_text(json.dumps({"tokens": 20, "flops": flops}))
     return Trial(name=str(seed), placement="keel", folder=folder)

@@ -32,9 +32,8 @@ def test_each_placement_is_ranked_at_its_best_learning_rate():
 
 
 def test_mean_and_spread_are_over_the_seeds_that_finished():
-    table = summarize(
-        results(("a", 1, 0, "finished", 2.0), ("a", 1, 1, "finished", 2.2), ("a", 1, 2, "diverged", math.nan))
-    )
+    of_a = [("a", 1, 0, "finished", 2.0), ("a", 1, 1, "finished", 2.2), ("a", 1, 2, "diverged", math.nan)]
+    table = summarize(results(*of_a))
     row = table.iloc[0]
     assert row["eval_loss"] == pytest.approx(2.1)
     assert row["eval_loss_std"] == pytest.approx(math.sqrt(0.02))
@@ -51,9 +50,7 @@ def test_a_rate_does_not_win_by_losing_its_bad_seeds():
 
 def test_what_did_not_finish_ranks_last_whatever_its_loss():
     losses = {"failed": math.nan, "diverged": 0.0, "interrupted": 1.0, "stuck": 3.2, "short": 3.9, "finished": 3.5}
-    table = summarize(
-        results(*((name, 1, 0, name, loss) for name, loss in losses.items()), ("lossless", 1, 0, "finished", math.nan))
-    )
+    table = summarize(results(*((n, 1, 0, n, x) for n, x in losses.items()), ("lossless", 1, 0, "finished", math.nan)))
     order = ["finished", "lossless", "short", "stuck", "interrupted", "diverged", "failed"]
     assert list(table["placement"]) == order
 

@@ -59,10 +59,7 @@ def test_the_parts_of_a_layer_are_panels_and_what_is_outside_is_left_out(tmp_pat
     ]
     table = _rows(pd.DataFrame(rows), "gain", {})
     table = table[table["layer"] >= 0]
-    assert {name: part["value"].mean() for name, part in _parts(table, "layer")} == {
-        "attention": 1.0,
-        "feed-forward": 3.0,
-    }
+    assert {n: part["value"].mean() for n, part in _parts(table, "layer")} == {"attention": 1.0, "feed-forward": 3.0}
     assert [name for name, _ in _parts(table[table["sublayer"] == "attention"], "layer")] == [""]
 
 

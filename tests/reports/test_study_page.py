@@ -93,9 +93,8 @@ plain = pages.plain
 
 def study(name: str, paper: str = "mix_ln", scales=("cpu",), needs: str = "", file: Path = Path()):
     about = {"name": name, "file": file, "paper": paper, "source": "Mix-LN <Table> 1", "title": f"Title of {name}"}
-    of_a_scale = SimpleNamespace(
-        needs=needs, axis_names=("placement",), tuning=None, tuning_seeds=(), seeds=(0, 1, 2), settings={}
-    )
+    none = {"tuning": None, "tuning_seeds": (), "settings": {}}
+    of_a_scale = SimpleNamespace(needs=needs, axis_names=("placement",), seeds=(0, 1, 2), **none)
     return SimpleNamespace(**about, scales=dict.fromkeys(scales, of_a_scale))
 
 

@@ -25,9 +25,8 @@ def stopped(losses, **options):
 def learning(steps=STEPS, noise=0.03):
     """A run that learns throughout: fast to the unigram entropy, then on; with the noise of a small batch."""
     at = np.arange(1, steps + 1)
-    return (
-        2.6 * np.exp(-at / 12) + 4.4 - 0.45 * np.log(at + 10) + noise * np.random.default_rng(0).standard_normal(steps)
-    )
+    jitter = noise * np.random.default_rng(0).standard_normal(steps)
+    return 2.6 * np.exp(-at / 12) + 4.4 - 0.45 * np.log(at + 10) + jitter
 
 
 def stuck(steps=STEPS, noise=0.03):

@@ -85,9 +85,8 @@ def test_a_fitted_gain_is_the_least_squares_one():
     logits(old, ids)
     branch = seen[0].flatten(0, 1)
     normed = branch / (branch.pow(2).mean(-1, keepdim=True) + old.config.backbone_config.rms_norm_eps).sqrt()
-    expected = torch.stack(
-        [torch.linalg.lstsq(normed[:, [i]], branch[:, [i]]).solution[0, 0] for i in range(branch.shape[1])]
-    )
+    lines = [torch.linalg.lstsq(normed[:, [i]], branch[:, [i]]).solution[0, 0] for i in range(branch.shape[1])]
+    expected = torch.stack(lines)
     new, _ = grafted(old, resolve("sandwich_ln", 2), ids)
     assert torch.allclose(new.model.layers[0].attention.out_norm.weight.double(), expected, atol=1e-5)
 

@@ -108,9 +108,7 @@ def runs(folder, given):
 def more(folder, given, corpus):
     """Streams, padded rows, checkpoints that training does not wait for, and fewer processes in the middle."""
     rows = folder / "rows.jsonl"
-    rows.write_text(
-        "".join(json.dumps({"text": line[: 5 + 7 * n % 50]}) + "\n" for n, line in enumerate(corpus.open()))
-    )
+    rows.write_text("".join(json.dumps({"text": x[: 5 + 7 * n % 50]}) + "\n" for n, x in enumerate(corpus.open())))
     padded = {"corpus": str(rows), "packing": "off"}
     plan = [
         {"settings": given("two-then-one", parallel="fsdp2").to_dict(), "terminate": 6},
@@ -301,9 +299,8 @@ def test_one_that_is_killed_ends_the_others_with_one_line(corpus, tmp_path, monk
 
 def test_an_error_of_ones_own_is_not_the_end_of_another():
     """What gloo says when the other end of a connection is gone, and what only looks like trouble."""
-    gone = RuntimeError(
-        "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer"
-    )
+    pair = "gloo/gloo/transport/tcp/pair.cc:537"
+    gone = RuntimeError(f"[/pytorch/third_party/{pair}] Read error: Connection reset by peer")
     wrapped = ValueError("a save failed")
     wrapped.__cause__ = gone
     assert lost_another(gone)

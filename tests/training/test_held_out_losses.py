@@ -32,9 +32,8 @@ NAME = "eval_corpus_loss"
 def second(tmp_path):
     draw = random.Random(3)
     path = tmp_path / "second.txt"
-    path.write_text(
-        "\n".join(" ".join(draw.choices(["quite", "other", "words", "stand", "here"], k=9)) for _ in range(20))
-    )
+    words = ["quite", "other", "words", "stand", "here"]
+    path.write_text("\n".join(" ".join(draw.choices(words, k=9)) for _ in range(20)))
     return path
 
 

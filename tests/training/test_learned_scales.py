@@ -90,9 +90,7 @@ def test_two_processes_train_learned_scales_as_one_does(runs, number, way):
         assert len(curve(ours, metric)) == STEPS
         assert curve(ours, metric) == pytest.approx(curve(theirs, metric), abs=1e-4)
     tensors, expected = (load_file(run / "model" / "model.safetensors") for run in (ours, theirs))
-    assert {name: tensor.shape for name, tensor in tensors.items()} == {
-        name: tensor.shape for name, tensor in expected.items()
-    }
+    assert {n: tensor.shape for n, tensor in tensors.items()} == {n: tensor.shape for n, tensor in expected.items()}
     scales = [name for name in expected if is_of_the_wiring(name)]
     assert scales
     for name in scales:

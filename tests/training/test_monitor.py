@@ -105,9 +105,8 @@ def naive_states(folder, chosen) -> dict[tuple[int, str], torch.Tensor]:
     states = {}
     for index, block in enumerate(model.model.layers):
         for name in ("attention", "feed_forward"):
-            getattr(block, name).register_forward_hook(
-                lambda module, args, output, key=(index, name): states.update({key: output})
-            )
+            keep = lambda module, args, output, key=(index, name): states.update({key: output})  # noqa: E731
+            getattr(block, name).register_forward_hook(keep)
     model.model.layers[0].register_forward_pre_hook(lambda module, args: states.update({(-1, "block"): args[0]}))
     with torch.no_grad():
         model(input_ids=ids, use_cache=False)
@@ -162,9 +161,8 @@ def test_an_image_model_is_monitored_too():
         states = model.eval().model(pixel_values=pixels, output_hidden_states=True).hidden_states
     expected = {(index - 1, "feed_forward" if index else "block"): x.abs().max() for index, x in enumerate(states)}
     assert {key: found[key] for key in expected} == pytest.approx({k: v.item() for k, v in expected.items()}, rel=1e-6)
-    assert found == {
-        (r[1], r[2]): r[6] for r in hidden_state_rows(model, {"pixel_values": pixels}, 0) if "abs_max" in r[5]
-    }
+    rows = hidden_state_rows(model, {"pixel_values": pixels}, 0)
+    assert found == {(r[1], r[2]): r[6] for r in rows if "abs_max" in r[5]}
 
 
 def test_gains_are_those_of_the_saved_model(trained, tmp_path):

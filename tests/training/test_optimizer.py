@@ -111,9 +111,8 @@ def test_a_trainer_argument_that_the_records_rest_on_is_refused(argument):
     ("shape", "middle"), [("linear", 0.5), ("1-sqrt", 1 - math.sqrt(0.5)), ("cosine", 0.5)], ids=str
 )
 def test_it_warms_up_stays_level_and_decays_to_the_lowest_rate(shape, middle):
-    rate = schedule_of(
-        PretrainSettings(schedule="wsd", steps=100, warmup=10, decay=0.2, decay_shape=shape, min_learning_rate=0.1)
-    )
+    given = {"schedule": "wsd", "steps": 100, "warmup": 10, "decay": 0.2, "decay_shape": shape}
+    rate = schedule_of(PretrainSettings(**given, min_learning_rate=0.1))
     assert [rate(step) for step in (0, 5, 10, 40, 80)] == [0.0, 0.5, 1.0, 1.0, 1.0]
     assert rate(90) == pytest.approx(0.1 + 0.9 * middle)
     assert rate(100) == pytest.approx(0.1)

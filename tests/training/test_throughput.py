@@ -61,9 +61,8 @@ def test_the_share_of_the_peak_is_recorded_shown_and_absent_without_a_peak(tiny,
     assert "mfu" not in pretraining.pretrain(tiny("cpu"), bar=False)
     monkeypatch.setattr(pretraining, "peak_of", lambda device: 1e12)
     found = pretraining.pretrain(tiny("card"), bar=True)
-    inner = json.loads((tmp_path / "card" / "model" / "config.json").read_text())["backbone_config"][
-        "intermediate_size"
-    ]
+    config = json.loads((tmp_path / "card" / "model" / "config.json").read_text())
+    inner = config["backbone_config"]["intermediate_size"]
     width, layers, tokens = SMALL["hidden_size"], SMALL["num_layers"], SMALL["sequence_length"]
     a_token = 6 * (layers * (4 * width**2 + 3 * width * inner) + 257 * width) + 12 * layers * width * tokens
     assert found["mfu"] == pytest.approx(found["tokens_per_second"] * a_token / 1e12)
@@ -165,9 +164,8 @@ def test_a_pinned_batch_is_sent_without_waiting(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
     monkeypatch.setattr(torch.Tensor, "to", lambda self, *where, **how: sent.append((self, where, how)) or self)
     trainer = LaminaTrainer.__new__(LaminaTrainer)
-    trainer.args = SimpleNamespace(
-        device=torch.device("cuda"), world_size=1, n_gpu=1, average_tokens_across_devices=True
-    )
+    usual = {"world_size": 1, "n_gpu": 1, "average_tokens_across_devices": True}
+    trainer.args = SimpleNamespace(device=torch.device("cuda"), **usual)
     trainer.is_deepspeed_enabled, trainer.model_accepts_loss_kwargs, trainer._loss_shifts_labels = False, True, True
     trainer.get_tp_size = trainer.get_cp_size = trainer.get_sp_size = lambda: 1
     ids = torch.arange(8).view(2, 4)

@@ -95,9 +95,8 @@ def short(corpus, tmp_path, monkeypatch):
     def make(**changed):
         settings = PretrainSettings(**{**SMALL, "corpus": str(corpus), "steps": 12, **changed})
         torch.manual_seed(0)
-        model = lamina.build(
-            "llama-nano", "pre_ln", num_layers=2, hidden_size=16, num_heads=2, vocab_size=len(tokenizer)
-        )
+        sizes = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "vocab_size": len(tokenizer)}
+        model = lamina.build("llama-nano", "pre_ln", **sizes)
         return ShortRun(settings, model, blocks.train, device="cpu")
 
     return make

@@ -85,9 +85,8 @@ def main(path):
         if "spoil" in run:
             at_step(run["spoil"], spoil, rank=run.get("spoiled_rank", 1))
         try:
-            result = pretraining.pretrain(
-                PretrainSettings(**run["settings"]), resume=run.get("resume", False), bar=False
-            )
+            settings = PretrainSettings(**run["settings"])
+            result = pretraining.pretrain(settings, resume=run.get("resume", False), bar=False)
             said.append(result["status"])
         except UserError as error:
             said.append(str(error))

@@ -46,9 +46,7 @@ def test_parameters_that_are_frozen_and_trained_again_are_a_note(tmp_path):
 
     told, notes = watched(tmp_path / "run", model, after=freeze)
     assert told == []
-    assert [note.partition("(")[2].partition(")")[0] for note in notes if "compares these parts" in note] == [
-        "layer 1"
-    ] * 2
+    assert [n.partition("(")[2].partition(")")[0] for n in notes if "compares these parts" in n] == ["layer 1"] * 2
 
 
 def test_a_look_ahead_is_a_note(tmp_path):

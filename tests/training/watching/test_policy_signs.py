@@ -54,9 +54,8 @@ def test_a_constant_reward_is_said_and_no_layer_is_blamed(kind, beta, every, tmp
     assert (alarm["rule"], alarm["metric"], alarm["layer"], alarm["step"]) == ("equal", EQUAL, -1, BEGINS)
     told = lamina.diagnose(tmp_path / "run").sentences
     assert told[0].startswith(f"Cause: equal rewards within each group from step {BEGINS}.")
-    assert (
-        f"step {BEGINS}, the model: for {alarm['value']:g} steps, all rewards of each group have been equal" in told[2]
-    )
+    steps = f"for {alarm['value']:g} steps, all rewards of each group have been equal"
+    assert f"step {BEGINS}, the model: {steps}" in told[2]
     assert not any(word in " ".join(told) for word in ("dead", "do not move", "not trained"))
     # the same from what Trainer itself saves
     logs = [line for line in trainer.state.log_history if "loss" in line]

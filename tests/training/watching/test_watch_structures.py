@@ -218,9 +218,7 @@ def test_a_compiled_function_hides_the_stream_and_a_line_says_so(tmp_path):
     model = NanoGpt()
     run = torch.compile(lambda *batch: model(*batch), backend="eager")
     (note,) = notes_of(model, tmp_path / "run", run)
-    assert note.startswith(
-        "Lamina does not record the residual stream, because Lamina saw no forward pass of the model"
-    )
+    assert note.startswith("Lamina does not record the residual stream, because Lamina saw no forward pass of the mode")
     assert found(tmp_path / "run", "update_norm", 2)[1, "block", "all"] > 0
 
 
@@ -319,9 +317,8 @@ def test_one_grpo_step_records_the_loss_that_trl_trains(tmp_path):
 
 
 def test_a_dpo_loss_that_rises_ends_the_run(tmp_path):
-    monitor = lamina.LayerMonitor(
-        str(tmp_path / "run"), every=2, on_divergence="stop", divergence_margin=0.5, divergence_patience=2
-    )
+    ends = {"on_divergence": "stop", "divergence_margin": 0.5, "divergence_patience": 2}
+    monitor = lamina.LayerMonitor(str(tmp_path / "run"), every=2, **ends)
     trainer = dpo(tmp_path, monitor, max_steps=30, learning_rate=0.3, lr_scheduler_type="constant", beta=5.0)
     true = trainer.training_step
 

@@ -220,9 +220,8 @@ def test_a_loop_that_ends_its_group_before_its_process_ends_its_last_step(tmp_pa
 
 def seen(x, logit, load):
     spot = (0, "attention", 0)
-    return PassNumbers(
-        states={spot: (x.numel(), state_statistics(x).tolist())}, logits={0: logit}, loads={0: (len(x), load)}
-    )
+    states = {spot: (x.numel(), state_statistics(x).tolist())}
+    return PassNumbers(states=states, logits={0: logit}, loads={0: (len(x), load)})
 
 
 def test_the_parts_of_a_batch_have_the_statistics_of_the_whole():
