@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from lamina.core.json_types import Json
+from lamina.core.text import in_units
 from lamina.core.values import in_order, nearby
 from lamina.errors import UserError
 from lamina.jobs.files import read_config, read_json, read_result
@@ -48,7 +49,6 @@ from lamina.training.monitor.writers import LOSS, NORM, RATE, Row, read_about, r
 _NO_STATE = "Trainer writes trainer_state.json with its first checkpoint: until then, give Trainer's printed log."
 _GIVE = "Give the folder of a run, or another tool's record."
 _AT_STEP = re.compile(r",?(?: visible)? (?:at|from) step \{step\}.*")  # in a cause's finding
-_STEP = re.compile(r"\bstep(?=s? \d)")  # the word before a step's number
 
 
 Rows: TypeAlias = Callable[..., list[Row]]
@@ -83,8 +83,7 @@ class Evidence(Signs):
         return self.imported or bool(self.rows([metric]))
 
     def in_units(self, text: str) -> str:
-        """Replace "step 3" in a text by "record 3" if the record has no steps, or "about step 3" if the steps lag."""
-        return _STEP.sub(f"about {self.unit}" if self.lags else self.unit, text)
+        return in_units(text, self.unit, lags=self.lags)
 
     @cached_property
     def spikes(self) -> Mapping[int, tuple[float, int | None]]:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from lamina.core.text import ranges
+from lamina.core.text import in_units, ranges
 from lamina.errors import UserError
-from lamina.reports.histories import is_history, read_history
+from lamina.reports.histories import History, is_history, read_history
 from lamina.training.monitor.alarms import Alarm, in_words, place_in_words
 from lamina.training.monitor.loss_chart import noise_of
 from lamina.training.monitor.writers import LOSS, NORM, RATE, Row, read_about, read_rows
@@ -58,6 +58,8 @@ class SideBySide:
     whole: Parting | None  # the first difference in a series of the whole model, or None
     layer: Parting | None  # the first difference in a layer, or None
     rate: Parting | None  # the first difference in the learning rate, or None
+    unit: str = "step"  # "record" if one of the records has no steps
+    lags: bool = False  # whether a progress bar shows the steps of one of the records
 
     @property
     def first(self) -> Parting | None:
@@ -70,11 +72,14 @@ class SideBySide:
     def title(self) -> str:
         if self.first is None:
             return "The two runs do not differ"
-        return f"The two runs differ from step {self.first.step} on"
+        return in_units(f"The two runs differ from step {self.first.step} on", self.unit, lags=self.lags)
 
     def sentences(self) -> list[str]:
+        return [in_units(text, self.unit, lags=self.lags) for text in self._sentences()]
+
+    def _sentences(self) -> list[str]:
         steps = sorted({step for first, _ in self.series.values() for step in first})
-        at = f"{len(steps):,} steps, {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
+        at = f"{len(steps):,} {self.unit}s, {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
         texts = [f"Lamina compared {len(self.series)} series of {self.names[0]} and {self.names[1]} at {at}."]
         for name, layers in zip(self.names, self.alone, strict=True):
             if layers:
@@ -103,7 +108,8 @@ class SideBySide:
 
 def side_by_side(first: Path, second: Path) -> SideBySide:
     """Compare two runs (folders from Lamina, or other tools' logs). Raises UserError without a common series."""
-    courses = [_courses(path) for path in (first, second)]
+    histories = [read_history(path) if is_history(path) else None for path in (first, second)]
+    courses = [_courses(path, history) for path, history in zip((first, second), histories, strict=True)]
     shared: dict[Place, tuple[Course, Course]] = {}
     for location in courses[0].keys() & courses[1].keys():
         steps = sorted(courses[0][location].keys() & courses[1][location].keys())
@@ -128,12 +134,14 @@ def side_by_side(first: Path, second: Path) -> SideBySide:
         whole=min(whole, key=lambda one: (one.step, one.place[3] == LOSS), default=None),
         layer=min(layers, key=_order, default=None),
         rate=next((part for part in parted if part.place[3] == RATE), None),
+        unit="step" if all(history is None or history.clock for history in histories) else "record",
+        lags=any(history is not None and history.lags for history in histories),
     )
 
 
-def _courses(path: Path) -> dict[Place, dict[int, float]]:
-    if is_history(path):
-        rows: list[Row] = [*read_history(path).rows]
+def _courses(path: Path, history: History | None) -> dict[Place, dict[int, float]]:
+    if history is not None:
+        rows: list[Row] = [*history.rows]
     else:
         read_about(path)  # refuses records of another version
         rows = read_rows(path, _METRICS)

@@ -47,6 +47,24 @@ def test_the_first_layer_that_parts_is_named_with_its_step(tmp_path, noise):
     assert ("The runs are equal up to step 39." in said) == (not noise)
 
 
+@pytest.mark.parametrize(
+    ("line", "where"),
+    [
+        ("Training: 10%|#   | {step}/600 [00:10<01:30,  9.90it/s, loss={loss:.4f}]", "about step 40"),
+        ("loss: {loss:.4f}", "record 40"),
+    ],
+)
+def test_the_steps_of_a_bar_are_about_right_and_records_without_steps_are_counted(tmp_path, line, where):
+    for name, gap in (("a", 0.0), ("b", 1.0)):
+        losses = [3 - step / 100 + gap * (step >= 40) for step in range(1, LAST + 1)]
+        text = "\n".join(line.format(step=step, loss=loss) for step, loss in enumerate(losses, start=1))
+        (tmp_path / f"{name}.log").write_text(text)
+    compared = side_by_side(tmp_path / "a.log", tmp_path / "b.log")
+    assert compared.title == f"The two runs differ from {where} on"
+    assert f"The whole model differs first at {where}: the loss is" in " ".join(compared.sentences())
+    assert f"at 80 {compared.unit}s, 1 to 80." in compared.sentences()[0]
+
+
 def test_what_has_the_same_noise_does_not_part(tmp_path):
     first, second = run(tmp_path / "a.jsonl", seed=2, noise=0.05), run(tmp_path / "b.jsonl", seed=3, noise=0.05)
     found = side_by_side(first, second)

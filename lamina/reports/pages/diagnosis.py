@@ -154,7 +154,7 @@ def _pair(compared: SideBySide, place: Place) -> Figure:
         for name, color, values in zip(compared.names, _COLORS[1:], compared.series[place], strict=True)
     ]
     marks = ((compared.first.step, _COLORS[0]),) if compared.first is not None else ()
-    return _lines(lines, in_words(place[3]).removeprefix("the "), marks)
+    return _lines(lines, in_words(place[3]).removeprefix("the "), marks, compared.unit)
 
 
 def _quantity(alarm: Alarm) -> str:
