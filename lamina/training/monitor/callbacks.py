@@ -97,14 +97,15 @@ class LayerMonitor(WatchCallback, TrainerCallback):
     If Trainer resumes from a checkpoint, Lamina continues the records. If this is impossible, Lamina logs the reason.
 
     Args:
-        output: the folder of the records.
-        overwrite: whether to replace the folder's content.
+        output: the folder of the records. If an earlier training has records there, Lamina writes to NAME-2, NAME-3,
+            and so on.
+        overwrite: whether to replace the records in ``output``.
         on_alarm: a function that Lamina calls with the first alarm of each event (a group of alarms within 20 steps).
         tokenizer: the tokenizer that decodes recorded batches (default: Trainer's or the model's).
         settings: the other settings of ``lamina.watch``.
 
     Raises:
-        UserError: a setting is invalid or, when training begins, the output folder has files.
+        UserError: a setting is invalid or, when training begins, the output folder has other files.
     """
 
     _release: Callable[[], None] | None = None

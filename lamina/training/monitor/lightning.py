@@ -40,14 +40,15 @@ class LightningMonitor(WatchCallback, _callback()):
     a checkpoint, Lamina continues the records.
 
     Args:
-        output: the folder of the records.
-        overwrite: whether to replace the folder's content.
+        output: the folder of the records. If an earlier training has records there, Lamina writes to NAME-2, NAME-3,
+            and so on.
+        overwrite: whether to replace the records in ``output``.
         on_alarm: a function that Lamina calls with the first alarm of each event (a group of alarms within 20 steps).
         tokenizer: the tokenizer that decodes recorded batches (default: the model's tokenizer).
         settings: the other settings of ``lamina.watch``.
 
     Raises:
-        UserError: a setting is invalid or, when training begins, the output folder has files.
+        UserError: a setting is invalid or, when training begins, the output folder has other files.
     """
 
     def on_train_start(self, trainer: Lightning, pl_module: nn.Module) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import atexit
 import functools
+import glob
 import logging
 import math
 import numbers
+import re
 import shlex
 import sys
 import time
@@ -23,9 +25,9 @@ from lamina.core.json_types import Json
 from lamina.core.terminal import show_error, show_line
 from lamina.errors import UserError, is_reported, mark_reported, one_line
 from lamina.jobs.environment import environment
-from lamina.jobs.files import write_json, write_sealed
+from lamina.jobs.files import read_config, write_json, write_sealed
 from lamina.jobs.folder import Resume, clear, hold, in_use
-from lamina.jobs.kinds import Kind
+from lamina.jobs.kinds import Kind, kind_of
 from lamina.jobs.names import CONFIG, ENVIRONMENT, RESULT
 from lamina.jobs.run_folder import RunFolder
 from lamina.jobs.seals import refuse_altered, write_result
@@ -59,7 +61,7 @@ _IN_A_ROW = 8  # after this many skipped steps, a value that is not finite is a 
 
 
 class WatchedRecords(Writers):
-    """The records of a watched training, with its settings, watched.json and result.json.
+    """The records of a watched training in ``folder``, with its settings, watched.json and result.json.
 
     Args:
         resume: whether to continue the folder's records after ``step``. "auto" continues existing records.
@@ -69,8 +71,7 @@ class WatchedRecords(Writers):
         UserError: the folder has files, or records of another version of Lamina.
     """
 
-    def __init__(self, settings: WatchSettings, *, resume: Resume = False, overwrite: bool = False, step: int = 0):
-        folder = Path(settings.output)
+    def __init__(self, settings: WatchSettings, folder: Path, *, resume: Resume, overwrite: bool, step: int):
         if resume and in_use(folder):
             read_about(folder)  # rejects records of another version
             RunFolder(folder).require_records()
@@ -103,6 +104,27 @@ class WatchedRecords(Writers):
             self.trackers.close()
             if not result["steps"]:
                 clear(self.folder)
+
+
+def folder_for(settings: WatchSettings, *, resume: Resume, overwrite: bool) -> Path:
+    """Return the folder of the records: ``output`` or, if an earlier training has records there, NAME-2, NAME-3, ...
+
+    With ``resume``, return the folder of the last training. With ``overwrite``, always return ``output``.
+    """
+    folder = Path(settings.output)
+    if overwrite or folder.name in ("", "..") or not (in_use(folder) and kind_of(folder) == Kind.WATCHED):
+        return folder
+    used, trainings = [1], [folder]
+    for path in folder.parent.glob(f"{glob.escape(folder.name)}-*"):
+        if re.fullmatch(r"[1-9]\d*", number := path.name.removeprefix(f"{folder.name}-")):
+            used.append(int(number))
+            with suppress(UserError):  # another folder may have such a name by chance, but not this setting
+                trainings += [path] if Path(str(read_config(path).get("output"))).name == folder.name else []
+    if resume:  # every training writes its settings when it begins
+        return max(trainings, key=lambda path: (path / CONFIG).stat().st_mtime_ns if (path / CONFIG).exists() else 0)
+    free = folder.with_name(f"{folder.name}-{max(used) + 1}")
+    logger.warning("lamina.watch: %s holds the records of an earlier training, so Lamina writes to %s", folder, free)
+    return free
 
 
 class LoopMonitor(Monitor):
@@ -202,7 +224,7 @@ class LoopMonitor(Monitor):
     def _announce(self, about: Json) -> None:
         """Log one line about the records. Print the line if logging is not configured."""
         layers = f"{about['num_layers']} layers, " * bool(about["num_layers"])
-        folder = shlex.quote(self.settings.output)
+        folder = shlex.quote(str(self.folder))
         text = (
             f"lamina.watch: recording {about['model']} ({layers}{about['parameters']:,} parameters) in {folder}. "
             f"To read the records, run: lamina diagnose {folder}"
@@ -298,6 +320,10 @@ class LoopMonitor(Monitor):
         if self._open:
             self._waiting += rows
             self._add(rows)
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.settings.output) if self.records is None else self.records.folder
 
     def new_steps(self) -> list[Row]:
         """Return the loss and gradient norm of each new step. A step that a loss scaler skipped has no norm."""
@@ -419,7 +445,7 @@ class Watch:
         elif not is_reported(error):
             show_error(
                 f'{error}. lamina.watch stopped the training (on_divergence="stop"). Run: lamina diagnose '
-                f"{shlex.quote(self.monitor.settings.output)}"
+                f"{shlex.quote(str(self.monitor.folder))}"
             )
 
     def _at_exit(self) -> None:
@@ -484,10 +510,11 @@ def watch(
     Args:
         model: the model that is trained.
         optimizer: the model's optimizer, or a list of optimizers that step together.
-        output: the folder of the records.
-        resume: whether to continue the folder's records. "auto" continues existing records. If Lamina cannot continue
-            the records at a ``step`` above 0, training continues without records.
-        overwrite: whether to replace the folder's records.
+        output: the folder of the records. If an earlier training has records there, Lamina writes to NAME-2, NAME-3,
+            and so on.
+        resume: whether to continue the last training's records. "auto" continues existing records. If Lamina cannot
+            continue the records at a ``step`` above 0, training continues without records.
+        overwrite: whether to replace the records in ``output``.
         step: the number of steps trained so far.
         on_alarm: a function that the first process calls with the first alarm of each event. An event is a group of
             alarms within 20 steps. The alarm has ``step``, ``layer``, ``sublayer``, ``metric`` and ``value``, and
@@ -497,8 +524,8 @@ def watch(
             divergence_margin, divergence_patience, skip_outliers, report_to.
 
     Raises:
-        UserError: a setting is invalid, the model or the optimizer does not come from torch, or the output folder is
-            in use.
+        UserError: a setting is invalid, the model or the optimizer does not come from torch, or the output folder
+            holds files that ``watch`` did not write.
     """
     record = WatchSettings.from_dict({"output": output, **settings})
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
@@ -528,7 +555,10 @@ def open_monitor(
 
     def claim() -> None:
         try:
-            records.append(WatchedRecords(settings, resume=resume, overwrite=overwrite, step=step))
+            folder = Path(settings.output)
+            if stage is None:  # all stages of a pipeline need the same number
+                folder = folder_for(settings, resume=resume, overwrite=overwrite)
+            records.append(WatchedRecords(settings, folder, resume=resume, overwrite=overwrite, step=step))
         except OSError as error:  # the folder cannot be created
             raise UserError(f"output: {settings.output!r}: {one_line(error)}. Choose another folder.") from error
 

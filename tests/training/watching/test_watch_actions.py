@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -189,10 +190,30 @@ def test_a_skipped_step_is_no_divergence_unless_it_goes_on(tmp_path, last, statu
     assert result(tmp_path / "run")["skipped"] == last - 3
 
 
+def test_a_second_training_writes_to_the_next_free_folder_and_a_resumed_one_to_the_last(tmp_path, caplog, capfd):
+    folders = [tmp_path / name for name in ("run", "run-3", "run-4")]
+    (tmp_path / "run-2").mkdir()  # the user's own
+    for steps, folder in enumerate(folders, start=2):
+        loop(NanoGpt(), tmp_path / "run", steps=steps, every=1)
+        assert result(folder)["steps"] == steps
+        assert f"To read the records, run: lamina diagnose {folder}" in caplog.text + capfd.readouterr().out
+    assert f"{folders[0]} holds the records of an earlier training, so Lamina writes to {folders[1]}" in caplog.text
+    loop(NanoGpt(), tmp_path / "run-5", steps=1, every=1)  # another run, which has such a name by chance
+    loop(NanoGpt(), tmp_path / "run", steps=2, every=1, resume="auto", step=4)
+    assert [result(folder)["steps"] for folder in [*folders, tmp_path / "run-5"]] == [2, 3, 6, 1]
+    loop(NanoGpt(), tmp_path / "run", steps=1, every=1, overwrite=True)
+    loop(NanoGpt(), tmp_path / "run", steps=1, every=1, resume=True, step=1)
+    assert [result(folder)["steps"] for folder in folders] == [2, 3, 6]
+
+
+def test_files_that_watch_did_not_write_are_never_mixed_with_records(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match="is not empty"):
+        loop(NanoGpt(), tmp_path)
+
+
 def test_records_are_continued_and_the_page_is_drawn(tmp_path):
     loop(NanoGpt(), tmp_path / "run", steps=4, every=2)
-    with pytest.raises(UserError, match="is not empty"):
-        loop(NanoGpt(), tmp_path / "run")
     first = result(tmp_path / "run")["tokens"]
     loop(NanoGpt(), tmp_path / "run", steps=4, every=2, resume=True, step=4)
     assert result(tmp_path / "run")["tokens"] == 2 * first
@@ -315,9 +336,9 @@ def test_a_failed_trainers_folder_is_free_for_the_next_in_the_same_process(tmp_p
 
     with pytest.raises(RuntimeError, match="my own mistake"):
         train(Fails())
-    with pytest.raises(UserError, match="or add resume=True to continue the folder's job, or overwrite=True"):
-        train()
+    train()
     assert result(tmp_path / "run")["status"] == "interrupted"
+    assert result(tmp_path / "run-2")["status"] == "finished"
     train(overwrite=True)
     assert result(tmp_path / "run")["status"] == "finished"
 
@@ -367,8 +388,10 @@ class Killed(TrainerCallback):
 
 def test_a_trainer_killed_before_its_first_checkpoint_begins_again_in_the_same_folder(tmp_path, caplog):
     in_a_child(trainer_of(tmp_path, Killed(1)).train)
-    with pytest.raises(UserError, match="is not empty"):
-        trainer_of(tmp_path, every=3).train()  # another experiment
+    trainer_of(tmp_path, every=3).train()  # another experiment
+    assert result(tmp_path / "run-2")["status"] == "finished"
+    shutil.rmtree(tmp_path / "run-2")
+    shutil.rmtree(tmp_path / "trainer")
     caplog.clear()
     trainer_of(tmp_path).train()
     assert "was killed before its first checkpoint, so the records begin again" in caplog.text
