@@ -5,6 +5,7 @@ For a checkpoint, transformers copies this file and the other files ``*_lamina.p
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import re
 from collections.abc import Callable, Mapping
@@ -304,9 +305,10 @@ def _check_wirable(backbone: PreTrainedModel, adapter: Adapter, plan: dict) -> N
         raise ValueError(f"{kind}: the layers run attention and feed-forward in parallel. Add wiring=parallel.")
     if not known and not (backbone.config.model_type == "gpt2" and adapter == Adapter.of(GPT2_ADAPTER)):
         lost = [key for key, one in modules.items() if key not in norms and any(True for _ in one.parameters())]
+        near = ", ".join(difflib.get_close_matches(backbone.config.model_type, ADAPTERS) or ["llama"])
         logger.warning_once(
-            f"{kind}: Lamina is not tested with this model type (tested: {', '.join(ADAPTERS)}). Make sure that its "
-            "layers contain only attention, feed-forward, norms and additions"
+            f"{kind}: Lamina is not tested with this model type, but with {near} and others (`lamina backbones` lists "
+            "all). Make sure that its layers contain only attention, feed-forward, norms and additions"
             + (f". Lamina leaves out these modules of the layers: {', '.join(lost)}" if lost else "")
         )
 

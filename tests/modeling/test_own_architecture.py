@@ -17,6 +17,7 @@ import lamina
 from lamina.errors import UserError
 from lamina.modeling.backbones import count_parameters
 from lamina.modeling.initialization import weights
+from lamina.modeling.modeling_lamina import ADAPTERS
 from tools.reliability.tiny_families import MORE, tiny_model
 
 AS_LLAMA = {"backbone.tower.turns": "layers", "backbone.words": "embed_tokens", "backbone.last": "norm"}
@@ -108,6 +109,10 @@ def test_what_wiring_a_layer_again_leaves_out_is_named(monkeypatch, caplog):
     monkeypatch.setattr(Turn, "__init__", with_more)
     talking()
     assert "norms and additions. Lamina leaves out these modules of the layers: twist" in caplog.text
+    assert "not tested with this model type, but with llama and others (`lamina backbones` lists all)." in caplog.text
+    monkeypatch.setitem(ADAPTERS, near := f"{TalkConfig.model_type}s", ADAPTERS["llama"])
+    talking()
+    assert f"not tested with this model type, but with {near} and others" in caplog.text
     with pytest.raises(UserError, match=r"attention: 'pair' is a ModuleList\. Give the name of one module\."):
         talking(attention="pair")
 
