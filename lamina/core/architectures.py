@@ -51,11 +51,12 @@ _PRE_LN = Conversion(
 _GAIN = (
     "transformers applies the norms' gains in float32 and then rounds, but Lamina rounds before it applies the gains"
 )
+_BITNET = replace(_PRE_LN, note="attention and feed-forward contain SubLN's inner norms")
 _OLMO2 = Conversion(
     placement="olmo2(qk_norm=off)",
     norms={"post_attention_layernorm": "attention.out_norm", "post_feedforward_layernorm": "feed_forward.out_norm"},
     rounds=_GAIN,
-    note="the attention itself normalizes queries and keys",
+    note="attention normalizes queries and keys",
 )
 # Gemma has no norm on its embedding; the factor sqrt(hidden_size) is part of its embed_tokens, which stays as it is.
 _GEMMA = Conversion(
@@ -96,7 +97,7 @@ _NEOX = Conversion(
     norms=_PRE_LN.norms,
     options=_PARALLEL,
     rounds=_ADDS,
-    note="the placement has `wiring=parallel` if the checkpoint's configuration sets use_parallel_residual",
+    note="`wiring=parallel` if the checkpoint sets use_parallel_residual",
 )
 _STABLELM = replace(_NEOX, rounds="", one_norm=True)
 _COHERE = Conversion(
@@ -161,7 +162,9 @@ def _rows(conversion: Conversion, roles: Mapping[str, str] = _DECODER, /, **titl
 ARCHITECTURES: dict[str, Architecture] = {
     **_rows(_PRE_LN, llama="Llama", mistral="Mistral", qwen2="Qwen 2", qwen3="Qwen 3", smollm3="SmolLM 3"),
     **_rows(_PRE_LN, ernie4_5="ERNIE 4.5", phi3="Phi-3", seed_oss="Seed-OSS", starcoder2="StarCoder2"),
-    **_rows(_PRE_LN, arcee="Arcee", bitnet="BitNet", cwm="CWM", glm="GLM", jais2="Jais 2", ministral3="Ministral 3"),
+    **_rows(_PRE_LN, arcee="Arcee"),
+    **_rows(_BITNET, bitnet="BitNet"),
+    **_rows(_PRE_LN, cwm="CWM", glm="GLM", jais2="Jais 2", ministral3="Ministral 3"),
     **_rows(_PRE_LN, _EXPERTS, exaone_moe="EXAONE MoE", glm4_moe="GLM-4.5"),
     **_rows(_PRE_LN, _EXPERTS, minimax_m2="MiniMax-M2", mixtral="Mixtral", olmoe="OLMoE", phimoe="Phi-3.5 MoE"),
     **_rows(_PRE_LN, _EXPERTS, qwen2_moe="Qwen 2 MoE", qwen3_moe="Qwen 3 MoE", solar_open="Solar Open"),

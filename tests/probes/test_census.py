@@ -14,6 +14,7 @@ from transformers import AutoConfig
 
 import lamina
 from lamina.cli import main
+from lamina.core.architectures import conversions
 from lamina.errors import UserError
 from lamina.modeling.configuration_lamina import LaminaConfig
 from lamina.placements import Layer, Norm, Plan, Sublayer, names, resolve
@@ -130,6 +131,14 @@ def test_families_that_need_more_than_one_scale(family, monkeypatch):
     monkeypatch.setitem(MORE, "minimax", {f"{kind}_alpha_factor": 3.5 for kind in ("full_attn", "linear_attn", "mlp")})
     verdict, expected = lamina.placement_of(tiny_model(family)).verdict, OF_SCALES[family]
     assert verdict == expected or (" " in expected and expected in verdict)
+
+
+def test_a_conversion_to_another_placement_than_the_census_finds_says_why():
+    rows = {family: name for family, name in (FOREIGN | OF_SCALES).items() if family in conversions()}
+    measured = {family: (name.partition("(")[0], conversions()[family]) for family, name in rows.items()}
+    other = [f for f, (name, row) in measured.items() if name != row.placement.partition("(")[0]]
+    assert other == ["bitnet"]
+    assert all("inner norms" in conversions()[family].note for family in other)
 
 
 def test_a_latent_norm_is_no_norm_on_queries():
