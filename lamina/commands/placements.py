@@ -116,6 +116,9 @@ def _show(spec: str, num_layers: int, svg: str | None) -> None:
     for option in placement.all_options():
         head = f"  {option.name} ({option.type_name}; default {option.default})"
         show(textwrap.fill(f"{head}: {option.help}", 100, subsequent_indent="      "))
+    if placement.bibtex:
+        show("\nTo cite the source (https://arxiv.org/bibtex/NUMBER adds the authors and the title):")
+        show(textwrap.indent(placement.bibtex, "  "))
     if svg:
         _write(svg, draw(plan, title=placement.title))
 

@@ -175,6 +175,17 @@ class Placement:
         is_ours = self.make.__module__.startswith(f"{__package__}.schemes.")
         return re.sub(r"[^a-z0-9]+", "-", self.heading.lower()).strip("-") if is_ours else ""
 
+    @property
+    def bibtex(self) -> str:
+        """Return a BibTeX entry for each arXiv paper in ``source``, or "" if ``source`` names no such paper."""
+        entries = []
+        for part in self.source.split(";"):
+            if found := re.search(r"arXiv (\d{4}\.\d{5})", part):
+                name, number = part.partition(" (")[0].strip().replace("&", r"\&"), found[1]
+                fields = f"note = {{{name}}}, eprint = {{{number}}}, archivePrefix = {{arXiv}}"
+                entries.append(f"@misc{{arxiv:{number}, {fields}, url = {{https://arxiv.org/abs/{number}}}}}")
+        return "\n".join(entries)
+
     def all_options(self) -> tuple[Option, ...]:
         """Return the placement's own options, followed by the options that every placement has."""
         names = {option.name for option in self.options}

@@ -26,6 +26,19 @@ def test_a_placement_has_its_heading_equation_code_and_picture(name, capsys):
     assert f"docs/placements.md#{slugify(placement.heading, '-')}\n" in capsys.readouterr().out
 
 
+def test_every_arxiv_paper_of_a_source_has_a_bibtex_entry(capsys):
+    for name in names():
+        numbers = re.findall(r"arXiv (\d{4}\.\d{5})", get(name).source)
+        entries = re.findall(r"@misc\{arxiv:([\d.]+), note = \{[^{}]+\}, eprint = \{([\d.]+)\}", get(name).bibtex)
+        assert entries == [(number, number) for number in numbers]
+    assert command.run(["group_ln"]) == command.run(["doge"]) == 0
+    fields = r"note = {Wu \& He 2018}, eprint = {1803.08494}, archivePrefix = {arXiv}"
+    entry = f"@misc{{arxiv:1803.08494, {fields}, url = {{https://arxiv.org/abs/1803.08494}}}}"
+    printed = capsys.readouterr().out
+    assert entry in printed
+    assert printed.count("To cite the source") == 1  # no paper describes Doge's placement
+
+
 def test_the_pictures_are_up_to_date():
     pictures = loaded("docs/placement_sections.py").pictures()
     assert {path.name for path in pictures} == {path.name for path in (ROOT / "docs" / "placements").iterdir()}
