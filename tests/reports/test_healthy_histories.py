@@ -15,7 +15,8 @@ from lamina.reports.histories import import_history, read_history
 from lamina.reports.histories.importing import judge
 from lamina.reports.loss_course import loss_rise
 from lamina.reports.signs import Signs
-from lamina.training.monitor.alarms import Alarm, Alarms
+from lamina.training.monitor.alarms import NOTABLE, Alarm, Alarms
+from lamina.training.monitor.writers import LOSS
 
 RECORDS = 300
 
@@ -249,3 +250,16 @@ def test_large_gradients_of_a_risen_loss_are_not_called_harmless(tmp_path):
     said = " ".join(found.sentences)
     assert "The batches of steps 120, 130, 140 had unusually large gradients." in said
     assert "The loss rose at step 120 of 140." in said
+
+
+def test_alarms_look_only_at_the_alarms_of_the_same_steps(monkeypatch):
+    alarms = Alarms()
+    alarms.told = [
+        Alarm(step=n, rule=NOTABLE, layer=0, sublayer="", role="", metric=LOSS, value=1.0, usual=1.0)
+        for n in range(5000)
+    ]
+    seen = []
+    monkeypatch.setattr("lamina.training.monitor.alarms._key", lambda alarm: seen.append(alarm) or alarm.step)
+    for step in range(5000, 5100):
+        alarms.see([(step, -1, "model", "all", 0, LOSS, 1.0)])
+    assert len(seen) < 1000

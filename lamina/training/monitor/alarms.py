@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import TypeAlias
@@ -26,6 +28,7 @@ HELD = 8  # steps for which an isolated gradient outlier waits for another alarm
 FOLLOWS = 4  # steps within which another alarm confirms a gradient outlier
 MARKED = 6.0  # a gradient outlier of one step is reported if it is this many times its usual value
 EVENT = 20  # after this many steps without an alarm, the next alarm begins another event
+_STEP = attrgetter("step")
 NOTABLE = "notable"  # not an alarm: the batch of an isolated gradient outlier
 ORDER = (
     "not_finite", "skipped", "guess", "kept", "dead", "unmoved", "forgotten", "written", "repeated", "equal", "fall",
@@ -136,14 +139,19 @@ class Alarms(Rules):
     def _tell(self, alarms: Sequence[Alarm]) -> list[Alarm]:
         alarms = sorted(alarms, key=lambda alarm: alarm.order)
         told = [alarm for alarm in alarms if alarm.rule != NOTABLE]
-        last = max((alarm.step for alarm in self.told if alarm.rule != NOTABLE), default=-math.inf)
-        self.news = describe(told[0], self.paths) if told and told[0].step > last + EVENT else ""
+        self.news = describe(told[0], self.paths) if told and told[0].step > self._last + EVENT else ""
         self.marked |= {alarm.step for alarm in told}
-        told_keys = {(alarm.step, _key(alarm)) for alarm in self.told}  # a resumed run tells what it had told
+        since = bisect_left(self.told, alarms[0].step, key=_STEP) if alarms else len(self.told)
+        told_keys = {(alarm.step, _key(alarm)) for alarm in self.told[since:]}  # a resumed run tells what it had told
         if new := [alarm for alarm in alarms if (alarm.step, _key(alarm)) not in told_keys]:
-            self.told = sorted([*self.told, *new], key=lambda alarm: alarm.step)
+            self.told[since:] = sorted([*self.told[since:], *new], key=_STEP)
             self._write()
         return told
+
+    @property
+    def _last(self) -> float:
+        """The step of the last alarm, without notable batches."""
+        return next((alarm.step for alarm in reversed(self.told) if alarm.rule != NOTABLE), -math.inf)
 
     def _write(self) -> None:
         if self.folder is not None:
@@ -189,9 +197,8 @@ class Alarms(Rules):
                     del self._high[key]
         over = [alarm for alarm in self._single if alarm.step + HELD < step and alarm not in told]
         self._single = [alarm for alarm in self._single if alarm not in (*told, *over)]
-        last = max((alarm.step for alarm in self.told if alarm.rule != NOTABLE), default=-math.inf)
-        steps = {alarm.step for alarm in over if alarm.step > last + EVENT}  # else the outlier belongs to an event
-        for at in sorted(steps - {alarm.step for alarm in self.told}):
+        steps = {alarm.step for alarm in over if alarm.step > self._last + EVENT}  # else outliers of an event
+        for at in sorted(steps - {alarm.step for alarm in self.told}) if steps else ():
             largest = max((alarm for alarm in over if alarm.step == at), key=lambda alarm: alarm.excess)
             told.append(replace(largest, rule=NOTABLE))
         return told

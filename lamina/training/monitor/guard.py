@@ -56,8 +56,9 @@ class DivergenceGuard:
         self._recent.append((step, loss))
         while self._recent[0][0] <= step - self.patience:
             del self._recent[0]
-        level = statistics.median(value for at, value in self._recent if at > step - max(1, self.patience // 4))
-        self.best = min(self.best, statistics.median_high(value for _, value in self._recent))
+        soon = step - max(1, self.patience // 4)
+        level = statistics.median([value for at, value in self._recent if at > soon])
+        self.best = min(self.best, statistics.median_high([value for _, value in self._recent]))
         if level <= self.best + self.margin or level <= self.best + _NOISES * noise_of(list(self._calm)):
             self.above_since = None
             self._calm.append(loss)

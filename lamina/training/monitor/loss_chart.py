@@ -7,7 +7,7 @@ import statistics
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from operator import sub
 from typing import Any, NamedTuple
 
 from lamina.training.monitor.pasts import WINDOW
@@ -23,7 +23,7 @@ LEAST_FALL = 0.5  # nats: a loss of few classes falls from 0.7 in some steps; al
 
 def noise_of(losses: Sequence[float]) -> float:
     """Estimate the standard deviation of the losses' noise from the differences of successive losses."""
-    moved = [abs(later - earlier) for earlier, later in pairwise(losses)]
+    moved = [*map(abs, map(sub, losses[1:], losses))]
     return 1.4826 * statistics.median(moved) / math.sqrt(2) if moved else 0.0
 
 
