@@ -80,6 +80,7 @@ CONSOLES = {
     "lines with an epoch and a batch": "2023-01-30 18:47:07,107 DEBUG TRAIN Batch 4/{s} loss {l:.6f} loss_att 10.92 lr {r:.8f} rank 0",
     "lines with a step in brackets": "dinov2 helpers.py:102] Training  [{s:>7}/5000000]  eta: 221 days, 20:36:05  lr: {r:.4f} (0.0)  loss: {l:.4f} ({l:.4f})  grad_norm: {g:.4f}",
     "lines below a step and a learning rate": "INFO:44k:Train Epoch: 2 [1%]\nINFO:44k:[{s}, {r}]\nINFO:44k:loss_mel={l:.4f}, grad_norm={g:.4f}",
+    "lines with a step between a loss and its name": "Train loss {s} {l:.6f} Grad Norm {g:.6f} 5.71s/it\nValidation loss {s}: 37.061010",
     "lines with a loss": "loss {l:.4f} grad_norm {g:.4f}",
 }
 NO_STEP = ("printed dictionaries", "lines with a loss")

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from lamina.reports.histories.names import EPOCH_STEPS, is_whole_loss, step_rank, whole
+from lamina.reports.histories.names import EPOCH_STEPS, RATE, is_whole_loss, step_rank, whole
 from lamina.reports.histories.numbers import NUMBER, WHOLE, number_of
 
 _INSIDE = r"(?:[A-Za-z][\w.]*\(\[?|\{['\"][^'\"]*['\"]:\s*|\[[A-Za-z]+:\s*)?"
@@ -58,7 +58,12 @@ FORMS = (
     _form(
         "lines with an average loss before its name",
         rf"^\s*{_STEP}: [\d.]+, {NUMBER} avg loss,",
-        rf"(?<=, )(?=\S+ (?P<name>avg loss|rate)\b){_VALUE}",
+        rf"(?<=, )(?=\S+ (?P<name>avg loss|learning_rate)\b){_VALUE}",
+    ),
+    _form(
+        "lines with a step between a loss and its name",
+        rf"(?i:\btrain(?:ing)? loss) {_STEP} (?={NUMBER})",
+        rf"(?P<name>train(?:ing)? loss|grad norm)(?: \d+(?= ))? {_VALUE}",
     ),
     _form(
         "lines with an iteration and its epoch",
@@ -82,12 +87,12 @@ FORMS = (
     _form("lines below a step and a learning rate", rf"^[\w:./-]*\[{_STEP}, \d[\d.]*(?:e-\d+)?\]\s*$"),
     _form(
         "lines with a step",
-        rf"(?:\btraining: (?P<epoch>\d+) )?(?<!/)(?<![Tt]otal ){_RATED}{_TO_STEP}{_STEP}",
+        rf"(?:\btraining: (?P<epoch>\d+) )?(?<!/)(?<![Tt]otal )(?<![Ee]pisode ){_RATED}{_TO_STEP}{_STEP}",
     ),
     _form(
         "lines that begin with a step",
         rf"(?:^(?:s:|[ |]{{0,3}})|\] )\[? {{0,6}}{_STEP}"
-        r"(?:(?: \| [\d.]+)?(?: \||[\]|:,])|\s*/\s*\d+[\],]?|(?= trl:)| (?= loss))\s",
+        r"(?:(?: \| [\d.]+)?(?: \||[\]|:,])|\s*/\s*\d+[\],:]?|(?= trl:)| (?= loss))\s",
     ),
     _form(
         "lines with a loss",
@@ -97,13 +102,23 @@ FORMS = (
 """The forms of a log's lines, most specific first. If several forms fit equally many lines, Lamina uses the first."""
 _HEADER = re.compile(r"(?:\s*/\s*\d+)?(?:,\w+=\w+)*\W*$|[^\n]*\|\s*$")  # the rest of a line above a record
 _BAR = re.compile(r"(?P<step>\d+)/\d+ \[\d*\d:\d\d")  # of tqdm, before or between printed dictionaries
-_EPOCH = re.compile(r"(?i)^[\d\s:.-]*\bepoch[ :]+(?P<epoch>\d+)(?:\s*/\s*\d+)?\s*$")  # of Keras and nnU-Net, above
+_EPOCH = re.compile(  # above the numbers of an epoch
+    r"(?i)^(?:[^a-z\n]|INFO|start(?:ing)?|begin(?:ning)?|train(?:ing)?)*"
+    r"\bepoch[ :=#]+(?P<epoch>\d+)(?:\s*(?:/|of)\s*\d+)?\W*$"
+)
+_RATE_ALONE = re.compile(  # Current learning rate: 0.01
+    r"(?i)^[^a-z]*(?P<name>(?:(?:current|new) )?(?:learning[ _]rate|lr)\b(?: \w+){0,3})"
+    rf" *[:=] *(?P<value>{NUMBER})\s*$"
+)
+_NOT_FINITE = re.compile(r"(?i)\b(?:nan|inf(?:inity)?)\b")
+_RANK = re.compile(r"(?i)\[(?:default|rank)[ _:]?(\d+)\]|\brank[ =:]+(\d+)\b")  # of the process that prints
 _BEFORE = re.compile(rf"{_RATED}{_TO_STEP}{_STEP}")  # step 10: {'loss': 2.3}
 _OWN = re.compile(r"step|Iteration")  # names of a step beside an epoch's: iter[14/15] [step] 89
 _MOVES = re.compile(r"\x1b\[\d*[ABEF]")  # a bar goes to another line, and leaves its text in this one
 _DATE = re.compile(r"(?<=\S)\s(?=(?:\d{2,4}[-/])?\d\d[-/]\d\d \d\d:\d\d:\d\d)")  # where a paste has lost a line's end
 _BAR_BEGINS = re.compile(r"(?=\b[A-Z]\w*(?: \d+)?: +\d+%\|)|(?<=[^\s:])\s+(?=\d+%\|)")
 _NO_VALUE = re.compile(r"(?<=[:=]) *(?:N/A|n/a|None|null)(?=[\s,|]|$)")
+_DARKNET = re.compile(r"(?<=\d) rate,(?= [\d.]+ seconds)")  # 5.2 avg loss, 0.001 rate, 2.1 seconds
 _MARKED = re.compile(r"(?i)\bnanxxx\b")  # PaddleOCR's way to print NaN
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _HELD_OUT = re.compile(
@@ -124,6 +139,9 @@ def lines_of(text: str) -> Iterator[str]:
     text = (_ANSI.sub("", _MOVES.sub("\n", text)) if "\x1b" in text else text).replace("**", "")  # bold, in pasted text
     text = _MARKED.sub("nan", text) if "xxx" in text else text
     text = _NO_VALUE.sub("", text) if any(word in text for word in ("N/A", "n/a", "None", "null")) else text
+    text = _DARKNET.sub(" learning_rate,", text) if " avg loss, " in text else text
+    if re.match(r"\W*" + _BESIDE.removeprefix("^"), text, re.IGNORECASE) is not None:
+        yield "-" * 8  # above a table's first row, which a paste has lost
     for line in re.split(r"[\r\n]+", text):
         parts = _BAR_BEGINS.split(line) if line.count("%|") > 1 else (line,)  # bars whose returns a paste has lost
         if line.count("loss") > 1 and line.count(":") > 3 and len(parts) == 1:
@@ -137,6 +155,8 @@ def form_of(lines: Iterable[str]) -> Form | None:
     weights = [3 - 2 * (form is FORMS[-1]) if form.general else _SPECIAL for form in FORMS]
     for line in lines:
         judged, fitting = _JUDGED.search(line) is not None, False
+        if judged and _is_suspect(line) and _BROKEN.search(line) and not re.search(r"\d", line):
+            continue  # a sentence without numbers
         for at, form in enumerate(FORMS):
             match = form.line.search(line)
             inline = match is not None and not form.more
@@ -171,10 +191,16 @@ _BROKEN = re.compile(
 """Loss is nan, stopping training; Model diverged with loss = NaN; Invalid loss, terminating training."""
 
 
+def _is_suspect(line: str) -> bool:
+    """Return whether a line may match ``_BROKEN``. This function is far faster than the pattern."""
+    low = line.lower()
+    return any(word in low for word in _BROKEN_WORDS)
+
+
 def records_of(form: Form, lines: Iterable[str]) -> Iterator[Mapping[str, object]]:
     """Yield the records in the lines, with the step if the form has one."""
     kept: Mapping[str, object] = {}
-    for record in _printed(form, lines):
+    for record in _without_settings(_printed(form, lines)):
         if kept.get("step") == record.get("step") and _is_same(kept, record):
             # the trainer printed the record twice
             kept = max(kept, record, key=len)
@@ -184,6 +210,27 @@ def records_of(form: Form, lines: Iterable[str]) -> Iterator[Mapping[str, object
         kept = record
     if kept:
         yield kept
+
+
+def _without_settings(records: Iterable[Mapping[str, object]]) -> Iterator[Mapping[str, object]]:
+    """Leave out records that only have settings, such as {"dim": 10, "lr": 1} or Namespace(lr=0.1, steps=1000)."""
+    rates, first = list[Mapping[str, object]](), True  # the learning rates before the first loss
+    for record in records:
+        kinds = {known.metric for name in record if (known := whole(name)) is not None}
+        if kinds == {RATE}:
+            if first:
+                rates.append(record)
+            elif {"step", "progress bar", "epoch"} & record.keys():
+                yield record
+            continue
+        if first and kinds:
+            first, last = False, _step(str(record.get("step")))
+            for early in rates:
+                step = _step(str(early.get("step")))
+                if {"progress bar", "epoch"} & early.keys() if step is None else last is not None and step <= last:
+                    yield early
+        yield record
+    yield from rates if first else ()
 
 
 def _is_same(one: Mapping[str, object], other: Mapping[str, object]) -> bool:
@@ -202,9 +249,8 @@ def _printed(form: Form, lines: Iterable[str]) -> Iterator[Mapping[str, object]]
     before, last = dict[str, object](), dict[str, object]()
     begins, line, match = form.line.search, "", None
     for line in lines:
-        match, low = begins(line), line.lower()
-        suspect = any(word in low for word in _BROKEN_WORDS)  # far faster than the pattern
-        if suspect and _BROKEN.search(line) and not (match and _has_loss_at_step(form, match)):
+        match = begins(line)
+        if _is_suspect(line) and _BROKEN.search(line) and not (match and _has_loss_at_step(form, match)):
             ended = line
             continue
         if match is None:
@@ -216,6 +262,7 @@ def _printed(form: Form, lines: Iterable[str]) -> Iterator[Mapping[str, object]]
         if last and ended and re.search(_SAID, ended):
             yield _broken(last, last, ended)
         console.begin(line, match)
+        console.leave_out_ranks(line)
         ended = ""
     if console.record:
         if match is not None and not form.more and _is_cut(line, console.record, last):
@@ -224,7 +271,7 @@ def _printed(form: Form, lines: Iterable[str]) -> Iterator[Mapping[str, object]]
         if not (form.more and lost):  # else the log ends within a record
             yield console.record
             before, last = last, console.record
-    if last and ended:
+    if last and ended and any(math.isfinite(number_of(last[name]) or 0.0) for name in filter(is_whole_loss, last)):
         yield _broken(before, last, ended)
 
 
@@ -258,10 +305,12 @@ class _Console:
     """The record that Lamina is reading, with the last step and epoch of earlier lines."""
 
     def __init__(self, form: Form):
-        self.form, self.open, self.held_out = form, int(form.more), False
+        self.form, self.open, self.held_out, self.again = form, int(form.more), False, False
         self.names: dict[str, tuple[str, bool]] = {}
         self.record: dict[str, object] | None = None
         self.bar = self.epoch = ""
+        self.ranks: dict[tuple[object, object], str] = {}  # the first process that printed the losses of a step
+        self.apart, self.rate = True, dict[str, str]()  # whether an epoch has begun, and a rate above its records
 
     def go_on(self, line: str) -> None:
         """Read a line that does not begin a record."""
@@ -271,13 +320,32 @@ class _Console:
             self.bar = seen["step"]
         elif (seen := _EPOCH.match(line)) is not None:
             self.epoch = seen["epoch"]
+            self.apart = True
         elif self.open and self.record is not None and not (general and _is_held_out(line)):
             self._add((general and _ALONE.findall(line)) or pairs)
             self.open -= general and not pairs
+        elif general and not self.held_out and not _is_held_out(line):
+            self._read_beside(line)
+
+    def _read_beside(self, line: str) -> None:
+        """Read a learning rate, or a loss that is not finite, from a line that belongs to no record."""
+        if (alone := _RATE_ALONE.match(line)) is not None:
+            if self.apart or self.record is None:
+                self.rate = {alone["name"]: alone["value"]}
+            elif not _has_rate(self.record):
+                self.record[alone["name"]] = alone["value"]
+        elif self.record and _NOT_FINITE.search(line) is not None:
+            if self.again and not any(map(is_whole_loss, self.record)):
+                return  # the losses of this step are in the record before
+            for name, value in self.form.pair.findall(line):
+                if is_whole_loss(name.strip()) and not math.isfinite(number_of(value) or 0.0):
+                    known = (of for of, _ in self.names.values() if is_whole_loss(of))
+                    names = [*filter(is_whole_loss, self.record)] or [next(known, name.strip())]
+                    self.record |= dict.fromkeys(names, value)
 
     def begin(self, line: str, match: re.Match[str]) -> None:
         """Read the line in which a record begins."""
-        groups, self.record, general = match.groupdict(), {}, self.form.general
+        groups, before, self.record, general = match.groupdict(), self.record or {}, {}, self.form.general
         self.epoch = groups.get("epoch") or self.epoch
         if self.epoch and (general or "epoch" in groups):
             self.record["epoch"] = self.epoch
@@ -293,6 +361,7 @@ class _Console:
             self.record["step"] = step
             if groups.get("of"):
                 self.record[EPOCH_STEPS] = groups["of"]
+        self.again = before.get("step") == self.record.get("step")
         only = step is not None and match.span() == (0, len(line))
         header = not self._add(() if only else self.form.pair.findall(line)) and _is_header(self.form, match)
         if self.form.more:
@@ -300,6 +369,9 @@ class _Console:
         self.open, self.held_out = _BREAKS if header and not self.held_out else 0, header and self.held_out
         if general and _is_held_out(line):
             self.record = {f"valid/{name}": value for name, value in self.record.items()}
+        elif self.rate and not _has_rate(self.record):
+            self.record |= self.rate
+        self.apart, self.rate = False, {}
         if step is None and (seen := _BAR.search(line)) is not None:
             self.bar = seen["step"]
         if step is None and self.bar:
@@ -307,13 +379,22 @@ class _Console:
         if _ENDS in self.record:
             self.record = None
 
+    def leave_out_ranks(self, line: str) -> None:
+        """Leave out a record if another process has printed the losses of this step, and these losses are finite."""
+        if not self.record or (found := _RANK.search(line)) is None:
+            return
+        losses = [number_of(value) for name, value in self.record.items() if is_whole_loss(name)]
+        key = self.record.get("epoch"), self.record.get("step")
+        if losses and self.ranks.setdefault(key, found[1] or found[2]) != (found[1] or found[2]):
+            self.record = None if all(loss is None or math.isfinite(loss) for loss in losses) else self.record
+
     def _add(self, pairs: Iterable[tuple[str, str]]) -> bool:
         """Add pairs to the record, and return whether any pair is a loss, a gradient norm or a learning rate."""
         record, judged = self.record, False
         assert record is not None
         for written, value in pairs:
             if (known := self.names.get(written)) is None:
-                name = written.strip()
+                name = written.strip().removesuffix(" is")
                 known = (low if (low := name.lower()) in ("step", "epoch") else name), whole(name) is not None
                 self.names[written] = known
             record.setdefault(known[0], value)
@@ -321,12 +402,16 @@ class _Console:
         return judged
 
 
+def _has_rate(record: Iterable[str]) -> bool:
+    return any((known := whole(name)) is not None and known.metric == RATE for name in record)
+
+
 def _is_held_out(line: str) -> bool:
     """Return whether a line has the loss of an evaluation."""
     low = line.lower()
     if "train" in low or not any(word in low for word in ("val", "test", "dev")):
         return False
-    return _HELD_OUT.search(line, 0, max(0, low.find("loss"))) is not None
+    return _HELD_OUT.search(line, 0, low.find("loss") if "loss" in low else len(line)) is not None
 
 
 def _step(text: str | None) -> int | None:

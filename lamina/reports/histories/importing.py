@@ -184,7 +184,7 @@ def _placed(recording: Recording, source: Path) -> History:
             name: (owner, len(recording.series[name][0])) for name, owner in wholes.items() if owner.metric == metric
         }
         if names:
-            history.read[metric] = best(names)
+            history.read[metric] = best(names, history.read.get(LOSS, ""))
             history.series[_MODEL, metric] = recording.series[history.read[metric]]
     history.opposed = are_opposed(history.read.get(LOSS, ""), recording.series)
     parts = _add_parts(history, recording.series)

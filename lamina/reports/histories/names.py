@@ -74,7 +74,8 @@ def words_of(name: str) -> list[str]:
 @cache
 def step_rank(name: str) -> int | None:
     """Return the rank of a column with steps (lowest is best), or None for any other column."""
-    if (known := plain(name)) in STEPS:
+    known = plain(name)
+    if known in STEPS or (known != "train_batch" and (known := known.removeprefix("train_")) in STEPS):
         return STEPS.index(known)
     words = words_of(name)
     named = bool(words) and words[-1] in _STEP_WORDS and not set(words) & _NO_STEP
@@ -203,11 +204,18 @@ def _inner(name: str) -> str:
     return re.sub(r"[./_](l2_?)?norm$", "", name)
 
 
-def best(names: Mapping[str, tuple[Whole, int]]) -> str:
-    """Choose one of several series with the same metric. ``names`` maps a series to its rank and number of values."""
+def best(names: Mapping[str, tuple[Whole, int]], loss: str = "") -> str:
+    """Choose one of several series with the same metric. ``names`` maps a series to its rank and number of values.
+
+    If several series are equally good, prefer a series of the same part of the model as the series ``loss``.
+    """
     most = max(length for _, length in names.values())
     long = [name for name, (_, length) in names.items() if 2 * length >= most]
-    if {3, 4} & (ranks := {names[name][0].rank for name in long}) and 5 in ranks:  # of a sum, a part's CE is no whole
-        long = [name for name in long if names[name][0].rank not in (1, 2)]
+    ranks = {names[name][0].rank for name in long if names[name][0].metric == LOSS}
+    if {3, 4} & ranks and _PART in ranks:  # of a sum, a part's CE is no whole
+        long = [name for name in long if names[name][0].rank > 2]
+    part = set(words_of(loss)) - _LOSSES - _NEUTRAL
     trained = {name: "train" in name.lower() for name in long}  # a bare "loss" beside it may be an evaluation's
-    return min(long, key=lambda name: (names[name][0].rank, not trained[name], len(name), name))
+    return min(
+        long, key=lambda name: (names[name][0].rank, not part & {*words_of(name)}, not trained[name], len(name), name)
+    )

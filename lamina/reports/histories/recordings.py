@@ -328,10 +328,10 @@ def _clock(columns: Columns, lines: Ints) -> tuple[str, Ints]:
     if ordered:
         return ordered[0][1], ordered[0][2]
     for name in columns.values:
-        if plain(name) in EPOCHS and _is_whole(columns.values[name][1]) and len(lines) > 1:
+        if plain(name) in EPOCHS and _is_whole(columns.values[name][1]) and len(lines):
             epochs = _carried(columns.values[name], columns.rows).astype(np.int64)
             moves = np.diff(epochs[lines])  # a line for each epoch, but for a few that a resumed run repeats
-            if (moves >= 0).all() and (moves > 0).mean() >= _COVERED:
+            if (moves >= 0).all() and (moves > 0).mean() >= _COVERED if len(moves) else name == "epoch":
                 return name, epochs
     count = np.zeros(columns.rows, np.int64)
     count[lines] = 1

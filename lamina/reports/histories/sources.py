@@ -305,7 +305,8 @@ def _header(first: str) -> tuple[str, list[str]] | None:
         return None
     separator = max(_SEPARATORS, key=first.count)
     names = [name.strip() for name in next(csv.reader([first], delimiter=separator))] if first else []
-    is_table = len(names) > 1 and all(re.search(r"[A-Za-z]", name) or not name for name in names) and any(names)
+    named = (not name or (re.search(r"[A-Za-z]", name) and number_of(name) is None) for name in names)
+    is_table = len(names) > 1 and any(names) and all(named)
     return (separator, names) if is_table and not any(re.search(r"[:=] *-?\d", name) for name in names) else None
 
 
