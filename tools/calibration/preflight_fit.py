@@ -452,7 +452,7 @@ def details(made: dict[str, Any]) -> str:
 def _groups(made: dict[str, Any]) -> list[str]:
     rule = "below a constant prediction after the burn-in"
     lines = [
-        "The table counts right verdicts on runs that we did not use for the fit (with 95 % intervals):",
+        "The table counts right verdicts on runs that we did not use for the fit (with confidence intervals):",
         "",
     ]
     lines += [

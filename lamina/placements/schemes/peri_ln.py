@@ -16,7 +16,8 @@ from lamina.placements.registry import placement
     ),
 )
 def peri_ln(num_layers: int, *, embedding_norm: bool = True, learnable_gain: bool = True) -> Plan:
-    """A norm on each module's output bounds the branch. So the stream's variance grows linearly with depth (Eq 4).
+    """A norm on each module's output bounds the branch. So the residual stream's variance grows linearly with
+    depth (Eq 4).
 
     Args:
         embedding_norm: a norm on the embedding (y_0 = Norm(x_0)), as in the paper's main runs.
