@@ -123,7 +123,7 @@ def shortened(text: str, longest: int) -> str:
 
 
 def out_of_memory(error: BaseException | None) -> str | None:
-    """Return a phrase such as "out of memory" if a lack of memory caused the exception. Otherwise, return None."""
+    """Return a phrase such as "out of memory" if a lack of memory caused the exception, or None for any other cause."""
     while error is not None:
         text = f"{type(error).__name__}: {error}"
         if "CUDA out of memory" in text or "MPS backend out of memory" in text:

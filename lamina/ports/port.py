@@ -422,8 +422,8 @@ class Initialization:
     Attributes:
         std: the standard deviation, or None if the variance is ``variance`` / width.
         out: the divisor for the weights of the last projection in each branch.
-        gains: Xavier's gain for each kind of weight in the blocks. None for other initializers.
-        cut: the largest magnitude of a truncated draw, in standard deviations. None for other initializers.
+        gains: Xavier's gain for each kind of weight in the blocks, or None for other initializers.
+        cut: the largest magnitude of a truncated draw, in standard deviations, or None for other initializers.
     """
 
     def __init__(self, plan: Plan, placement: Placement):

@@ -156,7 +156,8 @@ def deciding_share(numbers: Features, fitted: Json) -> float:
     """Return the fraction of the run after which the verdict should be clear, measured in summed learning rates.
 
     If the loss is far above the loss of token frequencies, Lamina extrapolates the loss at its present pace, times a
-    fitted factor for a slower pace later. Otherwise, the result is the finished fraction times a fitted factor.
+    fitted factor for a slower pace later. If the loss is lower, the result is the finished fraction times a fitted
+    factor.
     """
     rule = fitted["deciding"]
     if not learns_frequencies(numbers):

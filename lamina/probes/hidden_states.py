@@ -253,7 +253,7 @@ class HiddenStates(Probe):
 
 
 def add_streams(total: Ratio, streams: torch.Tensor, mask: torch.Tensor | None) -> None:
-    """Add streams [sequences, tokens, n, width] to a mean of ``stream_figures``. A single stream has no effect."""
+    """Add streams [sequences, tokens, n, width] to a mean of ``stream_figures``. Ignore a single stream."""
     if streams.ndim < 4:
         return
     values = stream_figures(streams.detach().double())

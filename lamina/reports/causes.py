@@ -376,7 +376,7 @@ def _kind(alarm: Alarm) -> str:
 
 
 def signature(signs: Signs) -> dict[str, str]:
-    """Return a run's signs: the alarms, the loss and the learning rate in words. Raises ValueError without an alarm."""
+    """Return a run's signs: the alarms, the loss and the learning rate in words. Raises ValueError without alarms."""
     if signs.first is None:
         raise ValueError("no alarm")
     first, signs = signs.counted.alarms[signs.alarms.index(signs.first)], signs.counted

@@ -426,7 +426,7 @@ def _of_rate(rates: Mapping[int, float], step: int, before: float, after: float)
 
 
 def _jump(evidence: Evidence) -> tuple[int, float, float] | None:
-    """Return the jump of the learning rate before the first anomaly or, without one, before the rise of the loss."""
+    """Return the jump of the learning rate before the first anomaly (without an anomaly: before the loss rose)."""
     if evidence.first is not None:
         return rate_jump(evidence)
     rose = next(iter(evidence.spikes), None) if evidence.rose is None else evidence.rose

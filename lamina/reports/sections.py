@@ -73,7 +73,7 @@ def loss(study: Study, items: list[Shown], several: bool) -> Section:
 
 
 def forgetting(items: list[Shown], guess: Guess | None = None) -> str:
-    """Return charts of the loss on --eval-corpus and the scores on --eval-tasks, if any run has these results."""
+    """Return charts of the loss on --eval-corpus and the scores on --eval-tasks, for runs with these results."""
     html = figure(figures.second_losses(items, guess), _SECOND, "On the second corpus")
     return html + figure(figures.task_scores(items), _TASKS, "On tasks")
 

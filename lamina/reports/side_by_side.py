@@ -107,7 +107,7 @@ class SideBySide:
 
 
 def side_by_side(first: Path, second: Path) -> SideBySide:
-    """Compare two runs (folders from Lamina, or other tools' logs). Raises UserError without a common series."""
+    """Compare two runs (folders from Lamina, or other tools' logs). Raises UserError if no series is in both."""
     histories = [read_history(path) if is_history(path) else None for path in (first, second)]
     courses = [_courses(path, history) for path, history in zip((first, second), histories, strict=True)]
     shared: dict[Place, tuple[Course, Course]] = {}

@@ -151,7 +151,7 @@ def _stop_signals() -> Iterator[list[int]]:
 
 
 def _reap(running: dict[str, Process], trials: Mapping[str, Task], ended: Ended, missing: str = "failed") -> list[str]:
-    """Report the runs whose processes have ended. Return the runs that another process is already executing."""
+    """Report the runs that have ended with their process. Return the runs that another process is already executing."""
     busy = []
     for trial, process in list(running.items()):
         if (code := process.exit_code()) is None:

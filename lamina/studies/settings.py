@@ -164,7 +164,7 @@ def slug(spec: str) -> str:
 
 
 class RisingSettings(RunSettings):
-    """The settings of a run whose learning rate rises until training fails."""
+    """The settings of a run in which the learning rate rises until training fails."""
 
     without = frozenset(
         (
@@ -228,7 +228,7 @@ class MaxRateSettings(
     seed: int = changed(0, help="seed of the weights, the data's order and everything else that is random")
 
     def run(self) -> PretrainSettings:
-        """Return the settings of a pretraining run whose warm-up lasts to the end."""
+        """Return the settings of a pretraining run in which the warm-up lasts to the end."""
         shared = self.shared_with(PretrainSettings)
         return PretrainSettings(**shared, learning_rate=self.max_learning_rate, warmup=float(self.steps))
 

@@ -230,7 +230,7 @@ def _choice(
 
 
 def cut_layers(context: Context, gone: Sequence[int]) -> None:
-    """Remove layers from the model. Raises UserError unless one ModuleList has exactly these layers."""
+    """Remove layers from the model. Raises UserError if no ModuleList has exactly these layers."""
     model, sites = context.model, context.structure.layers
     parents = {site.path.rpartition(".")[0] for site in sites}
     holder = model.get_submodule(parents.pop()) if len(parents) == 1 else None

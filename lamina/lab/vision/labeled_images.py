@@ -76,8 +76,8 @@ class LabeledImages(ABC):
 def split(images: LabeledImages, eval_fraction: float) -> tuple[np.ndarray, np.ndarray]:
     """Return the indices of the training images and of the held-out images. Every call makes the same choice.
 
-    If the source has a test split, Lamina holds out the test split. Otherwise, Lamina holds out a fraction of every
-    class: at least one image, but never the only image of a class.
+    If the source has a test split, Lamina holds out the test split. If the source has no test split, Lamina holds out a
+    fraction of every class: at least one image, but never the only image of a class.
     """
     every = np.arange(len(images.labels))
     if images.held_out is not None:

@@ -23,7 +23,7 @@ def gemma2(num_layers: int, *, zero_centered: bool = True) -> Plan:
     """Gemma 2 has a norm before and after each module, and multiplies the embedding by sqrt(width).
 
     Args:
-        zero_centered: whether the weights store the gain minus 1. False in converted checkpoints.
+        zero_centered: whether the weights store the gain minus 1. In converted checkpoints, the value is false.
     """
     return _plan(num_layers, "off", zero_centered)
 
@@ -39,6 +39,6 @@ def gemma3(num_layers: int, *, zero_centered: bool = True) -> Plan:
     """Gemma 3 is Gemma 2's placement with norms on queries and keys instead of the soft cap on attention logits.
 
     Args:
-        zero_centered: whether the weights store the gain minus 1. False in converted checkpoints.
+        zero_centered: whether the weights store the gain minus 1. In converted checkpoints, the value is false.
     """
     return _plan(num_layers, "head", zero_centered)

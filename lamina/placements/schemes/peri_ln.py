@@ -21,7 +21,7 @@ def peri_ln(num_layers: int, *, embedding_norm: bool = True, learnable_gain: boo
 
     Args:
         embedding_norm: a norm on the embedding (y_0 = Norm(x_0)), as in the paper's main runs.
-        learnable_gain: whether the output norms have learned gains. False fixes these gains at 1 (Fig 8).
+        learnable_gain: whether the output norms have learned gains. If false, these gains stay at 1 (Fig 8).
     """
     sublayer = Sublayer(pre_norm=Norm(), out_norm=Norm(learnable_gain=learnable_gain))
     layer = Layer.of(sublayer)

@@ -81,7 +81,7 @@ class StreamSum:
 
 
 def wirings_of(spec: str, layers: Sequence[Sequence[StreamSum]], n: int) -> list[str]:
-    """Return the placement with each ``wiring`` option whose streams fit the measured equations."""
+    """Return the placement with each ``wiring`` option that fits the measured equations of the streams."""
     specs: dict[str, str] = {}
     for name, more in product(WIRINGS.names(), ({}, {"size": n})):
         plan = resolved(spec, len(layers), wiring=name, **more)

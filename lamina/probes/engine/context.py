@@ -123,7 +123,7 @@ class Context:
         return forward(self.model if head else self.base, inputs)
 
     def loss(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the mean cross-entropy of a batch in nats per token, in float32. Raises UserError without a head."""
+        """Return a batch's mean cross-entropy in nats per token (float32). Raises UserError if there is no head."""
         # a masked model predicts 15 % of the tokens, at the same positions each time
         return self.token_losses(inputs).mean()
 

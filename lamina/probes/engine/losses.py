@@ -85,8 +85,8 @@ def _share(before: float, own: float) -> float:
 def token_losses(
     model: nn.Module, inputs: Mapping[str, torch.Tensor], tokenizer: PreTrainedTokenizerBase | None = None
 ) -> torch.Tensor:
-    """Return the cross-entropy of each predicted token [batch, predicted]. Raises UserError without a head or mask
-    token.
+    """Return the cross-entropy of each predicted token [batch, predicted]. Raises UserError if a head or a mask token
+    is missing.
     """
     ids = inputs.get("input_ids")
     head = getattr(model, "get_output_embeddings", None)

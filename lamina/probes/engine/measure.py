@@ -59,7 +59,7 @@ def run(
 
     Args:
         tolerance: the relative standard error at which the shared forward passes stop (0: use all inputs).
-        strict: whether to raise an error if a probe does not apply to the model. Otherwise, Lamina skips the probe.
+        strict: whether to raise an error if a probe does not apply to the model. If false, Lamina skips the probe.
         done: a function that gets each finished probe, the probe's table and the probe's seconds.
         broken: a function that gets a failed probe and the exception (default: raise the exception).
         estimated: a function that gets the expected seconds, by the name of a probe or "forward passes".

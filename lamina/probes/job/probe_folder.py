@@ -367,7 +367,7 @@ def describe(model: nn.Module, structure: Structure) -> dict[str, object]:
 
 
 def _runs(texts: Sequence[str]) -> str:
-    """Return one text if all layers have the same text. Otherwise, return each text with its layers."""
+    """Return one text if all layers have the same text. If the texts differ, return each text with its layers."""
     runs = [(text, [i for i, _ in run]) for text, run in groupby(enumerate(texts), key=lambda each: each[1])]
     if len(runs) == 1:
         return texts[0]

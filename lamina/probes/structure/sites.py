@@ -108,7 +108,7 @@ class FeedForward:
         return int(down.in_features if hasattr(down, "in_features") else down.weight.shape[0])
 
     def stacked_side(self, module: nn.Module) -> int | None:
-        """Return the axis along which a weight stacks the gate and the up-projection, or None if it does not."""
+        """Return the axis along which a weight stacks the gate and the up-projection, otherwise None."""
         if module is self.down[1] or len(self.up) != 1:
             return None
         weight: Any = module.weight

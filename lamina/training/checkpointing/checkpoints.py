@@ -39,7 +39,7 @@ RUN_STATE = "run_state.json"
 
 
 class Stateful(Protocol):
-    """An object whose state is in the checkpoints. ``TrainingRun.states`` lists all such objects."""
+    """An object with a state that checkpoints store. ``TrainingRun.states`` lists all such objects."""
 
     def state_dict(self) -> Json:
         """Return this object's state as JSON values. No two objects of a run may use the same key."""
@@ -66,7 +66,7 @@ class Checkpoints:
         return sorted((p for p in children if re.fullmatch(r"checkpoint-(0|[1-9]\d*)", p.name)), key=step_of)
 
     def newest(self, allowed: Callable[[Json], bool] = lambda state: True) -> Path | None:
-        """Return the newest intact checkpoint whose run state passes the test ``allowed``. Warn about broken
+        """Return the newest intact checkpoint with a run state that passes the test ``allowed``. Warn about broken
         checkpoints.
         """
         for path in reversed(self.paths()):

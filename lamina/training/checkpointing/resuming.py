@@ -234,7 +234,7 @@ def result_to_keep(folder: Path) -> Json | None:
 
 
 def is_model_damaged(folder: Path, *, missing: bool = False) -> bool:
-    """Return whether a run's model is damaged, or missing (only if ``missing``). If so, log a warning."""
+    """Return whether a run's model is damaged, or missing (only if ``missing``). Log a warning if it is damaged."""
     try:
         if (folder / MODEL).is_dir():
             refuse_damaged(folder / MODEL)

@@ -143,7 +143,7 @@ def scale_learning_rate(trainer: Trainer, factor: float) -> None:
 
 
 def renew_random_state(trainer: Trainer, processes: Processes, checkpoint: Path, step: int) -> None:
-    """Seed the random generators if the number of processes changed. Otherwise, Trainer restores the generators."""
+    """Seed the random generators if the number of processes changed. Without a change, Trainer restores the states."""
     name = f"rng_state_{processes.rank}.pth" if processes.size > 1 else "rng_state.pth"
     written = sum(name.startswith("rng_state") for name in listed(checkpoint))
     if written == processes.size and (checkpoint / name).is_file():

@@ -89,20 +89,15 @@ class Alarms(Rules):
     """Raise alarms for unusual measurements. A metric raises its next alarm only after it was normal again.
 
     An unusual gradient becomes an alarm if it stays unusual, or if another metric, such as the loss, soon becomes
-    unusual. If neither happens, Lamina records the step's batch as notable.
-
-    Attributes:
-        told: all alarms and notable batches so far, oldest first.
-        marked: the steps in which the last call of ``see`` found unusual values.
-        news: the text of the first alarm of a new event, or "".
-        paths: the known module paths, by layer number.
+    unusual. If the gradient becomes usual again and no other metric is unusual, Lamina records the step's batch as
+    notable.
     """
 
     folder: Path | None = None  # the run's folder, for alarms.jsonl and notable.jsonl. None means no files
-    told: list[Alarm] = field(default_factory=list)
-    marked: set[int] = field(default_factory=set)
-    news: str = ""
-    paths: Mapping[int, str] = field(default_factory=dict)
+    told: list[Alarm] = field(default_factory=list)  # all alarms and notable batches so far, oldest first
+    marked: set[int] = field(default_factory=set)  # the steps in which the last call of ``see`` found unusual values
+    news: str = ""  # the text of the first alarm of a new event, or ""
+    paths: Mapping[int, str] = field(default_factory=dict)  # the known module paths, by layer number
     _out: set[Key] = field(default_factory=set)
     _high: dict[Key, list[Alarm]] = field(default_factory=dict)  # gradients that are unusual now
     _single: list[Alarm] = field(default_factory=list)  # gradients that were unusual and are normal again

@@ -73,7 +73,7 @@ def check(
 
 
 def _tried(setup: BeforeTraining, batch: object, loss: LossOf | None) -> list[str]:
-    """Run the model on the batch, if there is one. Return the checks that were not possible."""
+    """If there is a batch, run the model on the batch. Return the checks that were not possible."""
     if batch is None:
         return ["first loss, labels, masks and gradients. Pass batch= for these checks"]
     model = setup.model

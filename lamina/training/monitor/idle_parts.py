@@ -31,19 +31,13 @@ _WORDS = {
 
 @dataclass(kw_only=True)
 class IdleParts:
-    """Track which parts of a model learn little.
+    """Track which parts of a model learn little."""
 
-    Attributes:
-        runs: the number of consecutive idle values of each part.
-        named: the idle parts that notes have reported.
-        counts: each layer's number of zero loads and of all loads, which show how likely a zero load is.
-        told: the number of notes for each metric.
-    """
-
-    runs: dict[Part, int] = field(default_factory=dict)
-    named: set[Part] = field(default_factory=set)
+    runs: dict[Part, int] = field(default_factory=dict)  # the number of consecutive idle values of each part
+    named: set[Part] = field(default_factory=set)  # the idle parts that notes have reported
+    # each layer's number of zero loads and of all loads, which show how likely a zero load is
     counts: dict[int, list[int]] = field(default_factory=dict)
-    told: dict[str, int] = field(default_factory=dict)
+    told: dict[str, int] = field(default_factory=dict)  # the number of notes for each metric
 
     def see(
         self,

@@ -25,16 +25,11 @@ _SHOWN = 4  # names in a note
 
 @dataclass(frozen=True, kw_only=True)
 class StepSigns:
-    """Signs that a training loop skipped, froze or replaced layers in a step.
+    """Signs that a training loop skipped, froze or replaced layers in a step."""
 
-    Attributes:
-        trained: the sub-layers and other parts of the model with trainable parameters.
-        left_out: the sub-layers that earlier steps called and this step did not call.
-        changed: the number of parameters that the loop froze or unfroze in each part (1 for replaced parameters).
-    """
-
-    trained: frozenset[Location] = frozenset()
-    left_out: tuple[tuple[int, str], ...] = ()
+    trained: frozenset[Location] = frozenset()  # the sub-layers and other parts of the model with trainable parameters
+    left_out: tuple[tuple[int, str], ...] = ()  # the sub-layers that earlier steps called and this step did not call
+    # the number of parameters that the loop froze or unfroze in each part (1 for replaced parameters)
     changed: Mapping[Location, int] = field(default_factory=dict)
 
     def rows(self, step: int) -> list[Row]:

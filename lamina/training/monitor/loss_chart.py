@@ -28,27 +28,18 @@ def noise_of(losses: Sequence[float]) -> float:
 
 
 class Chart(NamedTuple):
-    """A control chart's sum of distances from the usual loss, in units of the loss's noise.
-
-    Attributes:
-        alarming: whether the sum has passed its limit, and has not been 0 since.
-    """
+    """A control chart's sum of distances from the usual loss, in units of the loss's noise."""
 
     total: float = 0.0
-    alarming: bool = False
+    alarming: bool = False  # whether the sum has passed its limit, and has not been 0 since
 
 
 @dataclass
 class LossChart:
-    """The control charts "rise" and "fall" of a run's loss.
+    """The control charts "rise" and "fall" of a run's loss."""
 
-    Attributes:
-        losses: the latest losses.
-        charts: the two charts after the last loss, by rule.
-    """
-
-    losses: deque[float] = field(default_factory=lambda: deque(maxlen=2 * WINDOW))
-    charts: dict[str, Chart] = field(default_factory=dict)
+    losses: deque[float] = field(default_factory=lambda: deque(maxlen=2 * WINDOW))  # the latest losses
+    charts: dict[str, Chart] = field(default_factory=dict)  # the two charts after the last loss, by rule
 
     def see(
         self, loss: float, limits: Mapping[str, float], guess: float, *, varies: bool, learns: bool

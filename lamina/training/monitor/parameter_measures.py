@@ -53,11 +53,7 @@ def owned_parameters(model: nn.Module) -> Owned:
 
 
 def found_parameters(model: nn.Module, structure: Structure | None, flat: FlatParameters | None = None) -> Owned:
-    """List a model's parameters with their sub-layers. Without known layers, the whole model is one part.
-
-    A parameter that several layers share (ALBERT) belongs to the first of these layers. A tied parameter belongs to the
-    embedding.
-    """
+    """List a model's parameters with their sub-layers. Without known layers, the whole model is one part."""
     flat = flat or FlatParameters(model)
     if structure is None:
         return [(MODEL, parameter) for parameter in flat.parameters(model)]
@@ -66,8 +62,10 @@ def found_parameters(model: nn.Module, structure: Structure | None, flat: FlatPa
     def claim(owner: Location, *modules: nn.Module | None) -> None:
         for module in modules:
             for parameter in () if module is None else flat.parameters(module):
+                # a parameter that several layers share (ALBERT) belongs to the first layer
                 owners.setdefault(id(parameter), owner)
 
+    # a tied parameter belongs to the embedding
     claim((-1, "block", "embedding"), structure.embedding)
     for site in structure.layers:
         for sublayer in site.sublayers:
@@ -161,13 +159,11 @@ class GradientNorms:
 
     @torch.no_grad()
     def clip(self, limit: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Clip the gradients. Return the total norm and the squared norms by sub-layer, both before clipping.
-
-        The results are bit-identical to separate calls, but the gradients are read only once.
-        """
+        """Clip the gradients. Return the total norm and the squared norms by sub-layer, both before clipping."""
         present = [index for index, parameter in enumerate(self.parameters) if parameter.grad is not None]
         parameters = [self.parameters[index] for index in present]
         gradients = [cast(torch.Tensor, parameter.grad) for parameter in parameters]
+        # bit-identical to separate calls, but reads the gradients only once
         norms = torch.stack(torch._foreach_norm(gradients, 2))  # pyright: ignore[reportPrivateImportUsage]
         total = torch.linalg.vector_norm(norms)
         nn.utils.clip_grads_with_norm_(parameters, limit, total)
@@ -312,7 +308,8 @@ class Samples:
             or 1 if a tensor is missing.
 
     Attributes:
-        resumed: whether the run has earlier steps. If so, an optimizer with an empty state has lost the state.
+        resumed: whether the run has earlier steps. In a run with earlier steps, an optimizer with an empty state has
+            lost the state.
     """
 
     resumed = False
@@ -411,10 +408,7 @@ class Samples:
         return torch.cat(self._views).float()
 
     def rows(self, step: int, *, recorded: bool) -> list[Row]:
-        """Return the changes since the last record that no optimizer made, or [] without such changes.
-
-        Call this in all processes of a sharded model.
-        """
+        """Return the changes since the last record that no optimizer made. Call this in all processes."""
         drift, moved, count, last = self._drift, self._moved, len(self._sizes), self._last
         self._drift, self._moved = (None, None) if recorded else (drift, moved)
         if last is None or (drift is None and not self.groups.sharded):
@@ -572,10 +566,7 @@ class UpdateRatios(TrainerCallback):
         return largest
 
     def _unmoved(self) -> list[int]:
-        """Return the indices of parameters with a gradient but with an update of exactly 0.
-
-        Ignore skipped steps, parameters with a learning rate of 0, and updates that round to 0.
-        """
+        """Return the indices of parameters with a gradient but with an update of exactly 0."""
         if self._largest is None:
             return []
         updates, gradients = self._largest.tolist()
@@ -587,6 +578,7 @@ class UpdateRatios(TrainerCallback):
             if size and id(stored(p)) in self._group_of
         }
         for index, (parameter, update, gradient) in enumerate(zip(parameters, updates, gradients, strict=True)):
+            # skipped steps, learning rates of 0 and updates that round to 0 do not count
             if update or not 0 < gradient < math.inf:
                 continue
             number, rate = self._group_of.get(id(stored(parameter)), (-1, 1.0))

@@ -83,30 +83,20 @@ _WHOLE = ("all", "embedding", "readout")  # the roles of parameters whose update
 
 
 class Found(NamedTuple):
-    """The result of a rule for a measurement.
-
-    Attributes:
-        left: whether the value is outside its usual range.
-        name: the name of the rule's fitted limit, or "".
-        score: the number to compare with this limit.
-    """
+    """The result of a rule for a measurement."""
 
     rule: str
     row: Row
     usual: float
-    left: bool
-    name: str = ""
-    score: float = 0.0
+    left: bool  # whether the value is outside its usual range
+    name: str = ""  # the name of the rule's fitted limit, or ""
+    score: float = 0.0  # the number to compare with this limit
 
 
 class Peak(NamedTuple):
-    """The learning rate's highest value, and the step at which the rate rose to this value.
+    """The learning rate's highest value, and the step at which the rate rose to this value."""
 
-    Attributes:
-        before: the highest value before the latest rise, or 0 during the warm-up.
-    """
-
-    before: float = 0.0
+    before: float = 0.0  # the highest value before the latest rise, or 0 during the warm-up
     highest: float = 0.0
     step: int = 0
 
@@ -130,25 +120,17 @@ def series_of(row: Row) -> Series:
 
 @dataclass(kw_only=True)
 class Rules:
-    """Judge a run's measurements, one step after another.
+    """Judge a run's measurements, one step after another."""
 
-    Attributes:
-        half: whether the model computes in float16 (largest number 65504).
-        starts: the first layer of each further stack, such as a decoder. Lamina compares layers only within a stack.
-        kinds: each layer's kind, such as its attention type. Lamina compares only layers of the same kind.
-        vocabulary: the number of tokens in the vocabulary, or None if unknown.
-        limits: the fitted limits by rule and metric.
-        worst: the highest score so far for each fitted limit.
-        notes: observations that are not alarms.
-    """
-
-    half: bool = False
+    half: bool = False  # whether the model computes in float16 (largest number 65504)
+    # the first layer of each further stack, such as a decoder. Lamina compares layers only within a stack
     starts: Sequence[int] = ()
+    # each layer's kind, such as its attention type. Lamina compares only layers of the same kind
     kinds: Mapping[int, str] = field(default_factory=dict)
-    vocabulary: int | None = None
-    limits: Mapping[str, float] = field(default_factory=limits)
-    worst: dict[str, float] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    vocabulary: int | None = None  # the number of tokens in the vocabulary, or None if unknown
+    limits: Mapping[str, float] = field(default_factory=limits)  # the fitted limits by rule and metric
+    worst: dict[str, float] = field(default_factory=dict)  # the highest score so far for each fitted limit
+    notes: list[str] = field(default_factory=list)  # observations that are not alarms
     _recent: dict[Series, deque[float]] = field(default_factory=dict)
     _seen: dict[Series, tuple[int, int]] = field(default_factory=dict)  # the steps of a series' last two values
     _weights: dict[Location, LastWeights] = field(default_factory=dict)
@@ -229,16 +211,13 @@ class Rules:
             self._forget(lambda series: series[3] in _STILL)
 
     def _estimated(self, step: int, rows: Iterable[Row]) -> bool:
-        """Return whether an optimizer's estimate of its learning rate has grown in the last 20 steps.
-
-        Prodigy and D-Adaptation begin with a far too low estimate. When the estimate grows, Lamina forgets past updates
-        and weights.
-        """
+        """Return whether an optimizer's estimate of its learning rate has grown in the last 20 steps."""
         value, (highest, grew) = (
             max((row.value for row in rows if row.metric == "rate_estimate"), default=0.0),
             self._estimate,
         )
         if value > GROWS * highest > 0:
+            # Prodigy and D-Adaptation begin with a far too low estimate
             grew = step
             self._forget(lambda series: series[3] in PASTS and series[3] not in _EVERY_STEP)
             if not any(ESTIMATES in note for note in self.notes):
@@ -260,12 +239,10 @@ class Rules:
         yield Found("rise", row, before, left=0 < RAISED * before < rate)
 
     def _restart(self, owners: Collection[Location]) -> None:
-        """Forget past measurements of the whole model, and of parts with a change in the trained parameters.
-
-        If many parts have changed, forget all past measurements and the highest learning rate.
-        """
+        """Forget past measurements of the whole model, and of parts with a change in the trained parameters."""
         if not owners:
             return
+        # if many parts have changed, Lamina forgets everything
         several = len(set(owners)) > max(1, FEW * len(self._weights))
         blocks = {(layer, "block") for layer, _, _ in owners if layer >= 0}
 
@@ -338,11 +315,7 @@ class Rules:
         self._seen[series_of(row)] = last, step
 
     def _pace(self, row: Row) -> Iterator[Found]:
-        """Judge how fast a value moves between two records, because changed weights may do harm before the next record.
-
-        A value counts only if it has also moved away from the median of the records. A rise during warm-up does not
-        count, because row norms of embeddings then grow with the learning rate.
-        """
+        """Judge how fast a value moves between two records. Changed weights may do harm before the next record."""
         metric = row.metric.removeprefix(BETWEEN)
         past, key = PASTS[metric], (*series_of(row)[:3], metric)
         recent, (before, last) = self._recent.get(key, deque[float]()), self._seen.get(key, (0, 0))
@@ -353,6 +326,7 @@ class Rules:
         if not (past.rises if rule == "rise" else past.falls):
             return
         usual, score = pace_of(row.value, recent, sign, steps, last - before)
+        # row norms of embeddings grow with the learning rate
         warms_up = self._peak.before == 0 and self._peak.step >= last
         if rule == "rise" and (warms_up or row.value <= max(past.calm, COURSES[metric])):
             score = 0.0
@@ -363,11 +337,9 @@ class Rules:
             self.note_score(found.name, found.score)
 
     def _course(self, rule: str, row: Row, sign: float) -> Found | None:
-        """Judge how far a metric has moved in one direction over its last records.
-
-        Returns None for few records, and for a rise from 0, which may be healthy.
-        """
+        """Judge how far a metric has moved in one direction over its last records."""
         recent = [*self._recent[series_of(row)]]
+        # a rise from 0 may be healthy
         if len(recent) < SAME_WAY or (rule == "rise" and 0.0 in recent):
             return None
         recent = recent[-RECENT:]
@@ -431,10 +403,7 @@ class Rules:
             )
 
     def _peers(self, rows: Sequence[Row]) -> Iterator[Found]:
-        """Compare sub-layers with sub-layers of the same kind in other layers.
-
-        The first layer's gradients and updates do not count, because they differ in most models.
-        """
+        """Compare sub-layers with sub-layers of the same kind in other layers."""
         for members in self._groups(rows, "weight_norm"):
             usual = statistics.median(row.value for row in members)
             if len(members) < 3 or not usual > 0:
@@ -452,6 +421,7 @@ class Rules:
         ratios = self._groups((row for row in rows if row.location not in left_out), "update_ratio")
         lowest = min((row.layer for members in (*groups, *ratios) for row in members), default=0)
         for members in (*groups, *ratios):
+            # the first layer's gradients and updates differ in most models
             peers = [row for row in members if row.layer > lowest and row.layer not in self.starts]
             usual = statistics.median([row.value for row in peers] or [0.0])
             for row in peers if len(peers) >= 3 and usual > 0 else ():  # who is above it leaves it no higher

@@ -96,21 +96,16 @@ def stream_rows(
 
 @dataclass
 class PassNumbers:
-    """The numbers that one process measured in a forward pass.
+    """The numbers that one process measured in a forward pass."""
 
-    Attributes:
-        states: the number of elements and the ``state_statistics`` of each point.
-        streams: the number of elements and the mean ``stream_figures`` of each point with several residual streams.
-        logits: the largest attention logit of each layer.
-        loads: the number of tokens and each expert's load, for each layer.
-        largest: the largest magnitudes of all states, in descending order.
-    """
-
+    # the number of elements and the ``state_statistics`` of each point
     states: dict[Spot, tuple[int, list[float]]] = field(default_factory=dict)
+    # the number of elements and the mean ``stream_figures`` of each point with several residual streams
     streams: dict[Spot, tuple[int, list[float]]] = field(default_factory=dict)
-    logits: dict[int, float] = field(default_factory=dict)
+    logits: dict[int, float] = field(default_factory=dict)  # the largest attention logit of each layer
+    # the number of tokens and each expert's load, for each layer
     loads: dict[int, tuple[int, list[float]]] = field(default_factory=dict)
-    largest: list[float] = field(default_factory=list)
+    largest: list[float] = field(default_factory=list)  # the largest magnitudes of all states, in descending order
 
 
 class ForwardMeter:
@@ -270,10 +265,7 @@ def in_half(device: str) -> bool:
 
 
 def stream_points(structure: Structure) -> dict[Spot, Point]:
-    """Return the points before the first layer and after every sub-layer.
-
-    A layer that does not end with a feed-forward also has a point at the layer's output.
-    """
+    """Return the points before the first layer and after every sub-layer."""
     points: dict[Spot, Point] = {(-1, "block", 0): structure.layers[0].input}
     for site in structure.layers:
         seen: Counter[str] = Counter()
@@ -281,6 +273,7 @@ def stream_points(structure: Structure) -> dict[Spot, Point]:
             if sublayer.after is not None:
                 points[site.index, sublayer.kind, seen[sublayer.kind]] = sublayer.after
             seen[sublayer.kind] += 1
+        # a layer that does not end with a feed-forward
         if not site.sublayers or site.sublayers[-1].kind != "feed_forward":
             points[site.index, "block", 0] = site.output
     return points

@@ -267,7 +267,7 @@ def _spread_of_gains(layer: nn.Module) -> float:
 
 @checks
 def partly_loaded(setup: BeforeTraining) -> Iterator[Mistake]:
-    """Find layers and output heads that look newly initialized, in a model whose other layers look trained."""
+    """Find layers and output heads that look newly initialized, in a model in which other layers look trained."""
     deviation = getattr(setup.config, "initializer_range", None)
     new: list[str] = []
     loaded = False

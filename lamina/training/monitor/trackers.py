@@ -26,13 +26,10 @@ STEP = "train/global_step"  # the x axis of Trainer's own callbacks
 
 
 def series_of(row: Row) -> str:
-    """Return the name under which trackers log a metric of a layer: SECTION/LAYER.SUBLAYER.ROLE.
-
-    A section contains one metric for eight layers, such as "gradient_norm.layers_000-007", or for the model outside the
-    layers. Trackers show each section under one heading.
-    """
+    """Return the name under which trackers log a metric of a layer: SECTION/LAYER.SUBLAYER.ROLE."""
     _, layer, sublayer, role, index, metric, _ = row
     first = layer // SECTION * SECTION
+    # trackers show each section, one metric for eight layers, under one heading
     section = f"layers_{first:03d}-{first + SECTION - 1:03d}" if layer >= 0 else "outside"
     location = f"{layer:03d}.{sublayer}.{role}" if layer >= 0 else f"{sublayer}.{role}"
     return f"{metric}.{section}/{location}" + (f"{index:03d}" if role == "expert" or index else "")

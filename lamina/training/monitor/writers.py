@@ -37,18 +37,13 @@ MODEL: Location = (-1, "model", "all")
 
 
 class Row(NamedTuple):
-    """A measurement.
-
-    Attributes:
-        layer: the layer's number from 0, or -1 outside the layers.
-        number: the index among the values with the same metric and location, such as an expert's number.
-    """
+    """A measurement."""
 
     step: int
-    layer: int
+    layer: int  # the layer's number from 0, or -1 outside the layers
     sublayer: str
     role: str
-    number: int
+    number: int  # the index among the values with the same metric and location, such as an expert's number
     metric: str
     value: float
 
@@ -65,21 +60,13 @@ BETWEEN = "step_"
 
 @dataclass(frozen=True, kw_only=True)
 class LastEvaluation:
-    """The results of the last evaluation.
+    """The results of the last evaluation."""
 
-    Attributes:
-        step: the last trained step before the evaluation, or -1 without an evaluation.
-        loss: the loss on the held-out blocks, in nats per token.
-        second: the loss on the held-out blocks of a second corpus, or None.
-        scores: the objective's other metrics, such as accuracy.
-        tasks: the scores on eval_tasks.
-    """
-
-    step: int = -1
-    loss: float = math.inf
-    second: float | None = None
-    scores: Mapping[str, float] = field(default_factory=dict)
-    tasks: Mapping[str, float] | None = None
+    step: int = -1  # the last trained step before the evaluation, or -1 without an evaluation
+    loss: float = math.inf  # the loss on the held-out blocks, in nats per token
+    second: float | None = None  # the loss on the held-out blocks of a second corpus, or None
+    scores: Mapping[str, float] = field(default_factory=dict)  # the objective's other metrics, such as accuracy
+    tasks: Mapping[str, float] | None = None  # the scores on eval_tasks
 
     def apart(self) -> Json:
         """Return the results on the second corpus and on tasks, by the names that records use."""
@@ -88,11 +75,7 @@ class LastEvaluation:
 
 
 def spike_columns(folder: Path) -> Json:
-    """Count spikes and surges in a run's losses and gradient norms.
-
-    Spikes are None for a run of at most ``FEWEST`` steps, which is too short to judge. Surges are None for a run
-    without steps.
-    """
+    """Count spikes and surges in a run's losses and gradient norms. In a short run, spikes are None."""
     series: dict[str, dict[int, float]] = {LOSS: {}, NORM: {}}
     for step, *_, metric, value in read_rows(folder, [LOSS, NORM]):
         series[metric][step] = value
@@ -121,10 +104,7 @@ def layer_parts(folder: Path) -> list[Path]:
 
 
 def read_part(part: Path, metrics: Sequence[str] | None = None, sublayer: str | None = None) -> dict[str, list[Any]]:
-    """Read a file's columns, for the given metrics and sub-layer (default: all).
-
-    Raises OSError, ValueError or KeyError for a damaged file.
-    """
+    """Read a file's columns, for the given metrics and sub-layer. Raises OSError, ValueError or KeyError."""
     if part.suffix == ".npz":
         import numpy as np
 
@@ -359,10 +339,7 @@ WATCHED = "watched.json"
 
 
 def read_about(folder: Path) -> Json:
-    """Read watched.json. Return {} if the file is missing.
-
-    Raises UserError if the file is damaged, or if another version of Lamina wrote the records.
-    """
+    """Read watched.json, or return {} if it is missing. Raises UserError for damaged or other versions' records."""
     if not (folder / WATCHED).exists():
         return {}
     try:

@@ -46,25 +46,17 @@ Judgment: TypeAlias = tuple[str, Row, float, bool]
 
 @dataclass
 class WrittenWeights:
-    """Judge a run's changed weights and lost moments, one step after another.
+    """Judge a run's changed weights and lost moments, one step after another."""
 
-    Attributes:
-        means: the number of steps so far at which code other than the optimizer changed almost all weights.
-        carried: for each part of the model, a decaying sum of the distances that the optimizer moved the weights before
-            other code changed them.
-        total: the sum of the ``written_ratio`` of all parts at the last step.
-        rate: the last known learning rate, or None.
-        restarts: whether the optimizer restarted at the last step (lost moments, and a new learning rate).
-        elsewhere: whether past measurements no longer count, because weights were replaced or the optimizer restarted.
-        note: the text of this step's note, or "".
-    """
-
-    means: int = 0
-    total: float = 0.0
-    rate: float | None = None
-    restarts: bool = False
+    means: int = 0  # the number of steps so far at which code other than the optimizer changed almost all weights
+    total: float = 0.0  # the sum of the ``written_ratio`` of all parts at the last step
+    rate: float | None = None  # the last known learning rate, or None
+    restarts: bool = False  # whether the optimizer restarted at the last step (lost moments, and a new learning rate)
+    # whether past measurements no longer count, because weights were replaced or the optimizer restarted
     elsewhere: bool = False
-    note: str = ""
+    note: str = ""  # the text of this step's note, or ""
+    # for each part of the model, a decaying sum of the distances that the optimizer moved the weights before other code
+    # changed them
     carried: dict[Location, float] = field(default_factory=dict)
 
     def see(

@@ -232,7 +232,7 @@ class WeightAverage(TrainerCallback):
         self.averaged.update_parameters(self.trained)
 
     def _follow(self) -> None:
-        """Move the average to the trained model's device. (Trainer moves the trained model later than ``__init__``.)"""
+        """Move the average to the trained model's device. Trainer moves the trained model after ``__init__``."""
         device = next(self.trained.parameters()).device
         if next(self.averaged.parameters()).device != device:
             torch.nn.Module.to(self.averaged, device)

@@ -61,7 +61,7 @@ def runnable(trials: Iterable[StudyTrial], store: Store, known: Known) -> dict[s
 
 
 def blocked(trial: StudyTrial, failed: Mapping[str, Json]) -> Json | None:
-    """Return a result with the status "failed" if the training of an input model has failed. Otherwise, return None."""
+    """Return a result with the status "failed" if the training of an input model has failed, otherwise None."""
     for source in trial.inputs.values():
         result = failed.get(source.key)
         if result is None or result["status"] in ENDED:  # the run ended, and only a measurement failed

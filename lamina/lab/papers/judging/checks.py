@@ -109,8 +109,8 @@ def lower(
 
     The claim holds if the 95 % t interval of the difference is below 0. The mean difference must also be at least
     ``by`` in size. If the rule holds with both configurations exchanged, the verdict is `reversed`. If a test at the
-    same level rules out a difference of ``by``, the verdict is `excluded`. Otherwise, or with fewer than 3 pairs, the
-    verdict is `inconclusive`.
+    same level rules out a difference of ``by``, the verdict is `excluded`. If no rule applies, or if there are fewer
+    than 3 pairs, the verdict is `inconclusive`.
 
     Args:
         a: the configuration with lower values, according to the claim.

@@ -57,10 +57,10 @@ def limited(
 ) -> Finding:
     """Replace the verdict if the runs that a claim has read cannot decide the claim.
 
-    The verdict becomes "needs scale" if a configuration has learned too little. This means that the loss is not below a
-    bigram table's loss, the score is not above chance, or the reward has not risen. The verdict becomes inconclusive if
-    the tested seeds also tuned the learning rates. The verdict also becomes inconclusive if a best learning rate is the
-    lowest or highest that ran.
+    The verdict becomes "needs scale" if a configuration has learned too little. Too little means that the loss is not
+    below a bigram table's loss, the score is not above chance, or the reward has not risen. The verdict becomes
+    inconclusive if the tested seeds also tuned the learning rates. The verdict also becomes inconclusive if a best
+    learning rate is the lowest or highest that ran.
 
     Args:
         reads: the columns that the claim has read.
@@ -88,7 +88,7 @@ def limited(
 
 
 def _unlearned(rows: Frame, results: Frame, arms: list[str], *, enough: bool) -> Iterator[str]:
-    """Yield a note that names the configurations whose loss is not below a bigram table's loss.
+    """Yield a note that names the configurations with a loss that is not below a bigram table's loss.
 
     With ``enough``, there is no note if one configuration's loss is below the bigram table's loss.
     """

@@ -63,7 +63,7 @@ def numbers(trials: Trials, arm: Arm, probe: str, value: Callable[[Frame], float
 
 
 def rows(table: Frame, **values: object) -> Frame:
-    """Return the rows whose columns have the given values. A list allows several values."""
+    """Return the rows with the given values in the given columns. A list of values allows each of these values."""
     for column, value in values.items():
         table = table[table[column].isin(value if isinstance(value, list | tuple) else [value])]
     return table

@@ -129,7 +129,7 @@ def inconclusive(ours: str, note: str, seeds: int = 0) -> Finding:
 
 
 def needs_scale(scale: str, why: str) -> Finding:
-    """Return the finding for a claim that needs a larger scale ("gpu" or "paper"). ``why`` is the reason."""
+    """Return the finding for a claim that needs a larger scale ("gpu" or "paper"), with the reason ``why``."""
     return Finding(verdict=Verdict.NEEDS_SCALE, ours="not measured", note=f"this claim needs scale {scale}: {why}")
 
 

@@ -89,7 +89,7 @@ class Trials:
         return len(self._table)
 
     def where(self, **values: object) -> Trials:
-        """Return the runs whose columns have the given values. A list allows several values.
+        """Return the runs with the given values in the given columns. A list of values allows each of these values.
 
         Raises NotMeasured if no run has the column or the value.
         """

@@ -37,7 +37,7 @@ def file_name(measure: str) -> str:
 
 
 def missing(folder: Path, measures: Iterable[str]) -> list[str]:
-    """Return the measurements that Lamina has not tried, and the measurements whose table is missing."""
+    """Return the measurements that Lamina has not tried, and the measurements without a table."""
     state = noted(folder / MEASURES)
     return [
         measure

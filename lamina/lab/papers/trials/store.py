@@ -281,7 +281,7 @@ class Store:
         return lines
 
     def _inherited(self, trial: StudyTrial) -> Json | None:
-        """Return a result with the status of an input model that diverged or got stuck. Otherwise, return None."""
+        """Return a result with the status of an input model that diverged or got stuck, otherwise None."""
         for source in trial.inputs.values():
             result = self.result(source)
             if result is not None and result["status"] in UNTRAINED:
