@@ -27,6 +27,7 @@ from lamina.core.values import (
 )
 from lamina.errors import UserError, shortened
 from lamina.jobs.folder import refuse, source_beside
+from lamina.jobs.run_folder import trainings
 from lamina.placements.resolution import check_spec
 
 if TYPE_CHECKING:
@@ -386,6 +387,8 @@ def diagnose(run: str | PathLike[str], against: str | PathLike[str] | None = Non
         raise UserError(
             f"which: {which!r} has no effect, because {str(folder)!r} holds only one run. Leave 'which' out."
         )
+    if (last := trainings(folder)[-1:]) not in ([], [folder]):
+        read.append(f"The last training with this output wrote to {last[0]}.")
     evidence = gather(folder)
     texts = [*answer(evidence).sentences, *read]
     try:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import glob
 import json
+import re
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 
 from lamina.core.json_types import Json
 from lamina.errors import UserError
-from lamina.jobs.files import is_table
-from lamina.jobs.names import ALARMS, BATCHES, METRICS, NOTABLE_BATCHES, NOTES
+from lamina.jobs.files import is_table, read_config
+from lamina.jobs.kinds import Kind, kind_of
+from lamina.jobs.names import ALARMS, BATCHES, CONFIG, METRICS, NOTABLE_BATCHES, NOTES
 
 
 class RunFolder:
@@ -74,3 +78,23 @@ def parse_lines(path: Path) -> tuple[list[Json], str | None]:
                 fault = fault or f"line {number} of {path.name} goes back from step {last} to step {step}"
             last = max(last, step)
     return records, fault
+
+
+def trainings(output: Path) -> list[Path]:
+    """Return the folders of all watched trainings with this ``output`` (NAME, NAME-2, ...), the latest training last.
+
+    ``output`` may also be one of the later folders. The list is empty if ``output`` holds no watched training.
+    """
+
+    def name(folder: Path) -> str:
+        with suppress(UserError):
+            return Path(str(read_config(folder).get("output"))).name if kind_of(folder) == Kind.WATCHED else ""
+        return ""
+
+    def has_number(folder: Path) -> bool:
+        return re.fullmatch(rf"{re.escape(base)}(-[1-9]\d*)?", folder.name) is not None
+
+    if not (base := name(output)) or not has_number(output):
+        return [output] if base else []
+    beside = [path for path in output.parent.glob(f"{glob.escape(base)}*") if has_number(path) and name(path) == base]
+    return sorted(beside, key=lambda folder: (folder / CONFIG).stat().st_mtime_ns)  # written when a training begins

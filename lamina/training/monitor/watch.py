@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import atexit
 import functools
-import glob
 import logging
 import math
 import numbers
-import re
 import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
+from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -25,11 +24,11 @@ from lamina.core.json_types import Json
 from lamina.core.terminal import show_error, show_line
 from lamina.errors import UserError, is_reported, mark_reported, one_line
 from lamina.jobs.environment import environment
-from lamina.jobs.files import read_config, write_json, write_sealed
+from lamina.jobs.files import write_json, write_sealed
 from lamina.jobs.folder import Resume, clear, hold, in_use
 from lamina.jobs.kinds import Kind, kind_of
 from lamina.jobs.names import CONFIG, ENVIRONMENT, RESULT
-from lamina.jobs.run_folder import RunFolder
+from lamina.jobs.run_folder import RunFolder, trainings
 from lamina.jobs.seals import refuse_altered, write_result
 from lamina.jobs.status import Status
 from lamina.modeling.processes import Processes
@@ -114,15 +113,9 @@ def folder_for(settings: WatchSettings, *, resume: Resume, overwrite: bool) -> P
     folder = Path(settings.output)
     if overwrite or folder.name in ("", "..") or not (in_use(folder) and kind_of(folder) == Kind.WATCHED):
         return folder
-    used, trainings = [1], [folder]
-    for path in folder.parent.glob(f"{glob.escape(folder.name)}-*"):
-        if re.fullmatch(r"[1-9]\d*", number := path.name.removeprefix(f"{folder.name}-")):
-            used.append(int(number))
-            with suppress(UserError):  # another folder may have such a name by chance, but not this setting
-                trainings += [path] if Path(str(read_config(path).get("output"))).name == folder.name else []
-    if resume:  # every training writes its settings when it begins
-        return max(trainings, key=lambda path: (path / CONFIG).stat().st_mtime_ns if (path / CONFIG).exists() else 0)
-    free = folder.with_name(f"{folder.name}-{max(used) + 1}")
+    if resume:
+        return (trainings(folder) or [folder])[-1]
+    free = next(path for number in count(2) if not (path := folder.with_name(f"{folder.name}-{number}")).exists())
     logger.warning("lamina.watch: %s holds the records of an earlier training, so Lamina writes to %s", folder, free)
     return free
 

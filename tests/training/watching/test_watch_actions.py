@@ -201,6 +201,9 @@ def test_a_second_training_writes_to_the_next_free_folder_and_a_resumed_one_to_t
     loop(NanoGpt(), tmp_path / "run-5", steps=1, every=1)  # another run, which has such a name by chance
     loop(NanoGpt(), tmp_path / "run", steps=2, every=1, resume="auto", step=4)
     assert [result(folder)["steps"] for folder in [*folders, tmp_path / "run-5"]] == [2, 3, 6, 1]
+    for folder in folders:
+        last = [text for text in lamina.diagnose(folder).sentences if "last training" in text]
+        assert last == [f"The last training with this output wrote to {folders[-1]}."] * (folder != folders[-1])
     loop(NanoGpt(), tmp_path / "run", steps=1, every=1, overwrite=True)
     loop(NanoGpt(), tmp_path / "run", steps=1, every=1, resume=True, step=1)
     assert [result(folder)["steps"] for folder in folders] == [2, 3, 6]
