@@ -284,11 +284,8 @@ def naive_norm(module, kind="rms", groups=None, eps=EPS):
 
 def naive_norms(model, **norm):
     def positions(residual):
-        return SimpleNamespace(
-            pre=naive_norm(residual.pre_norm, **norm),
-            out=naive_norm(residual.out_norm, **norm),
-            post=naive_norm(residual.post_norm, **norm),
-        )
+        found = {name: naive_norm(getattr(residual, f"{name}_norm"), **norm) for name in ("pre", "out", "post")}
+        return SimpleNamespace(**found)
 
     return [
         SimpleNamespace(attention=positions(b.attention), feed_forward=positions(b.feed_forward))

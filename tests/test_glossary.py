@@ -70,10 +70,8 @@ def shown() -> dict[str, str]:
     texts = {path.name: path.read_text("utf-8") for path in pages}
     reference = loaded("docs/reference.py")
     texts |= {"help": reference.command_line_page(), "settings": reference.settings_page()}
-    return {
-        name: re.sub(r"k_readout|--k-readout", "", text)
-        for name, text in {**texts, "refusals": (ROOT / "tests" / "refusals.txt").read_text("utf-8")}.items()
-    }
+    texts["refusals"] = (ROOT / "tests" / "refusals.txt").read_text("utf-8")
+    return {name: re.sub(r"k_readout|--k-readout", "", text) for name, text in texts.items()}
 
 
 @pytest.mark.parametrize("word", HOUSE)

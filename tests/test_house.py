@@ -19,12 +19,8 @@ def named(path: Path) -> str:
 
 
 def test_no_function_is_longer_than_a_screen():
-    lengths = {
-        f"{named(path)}: {node.name}": node.end_lineno - node.lineno + 1
-        for path, tree in TREES.items()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef)
-    }
+    functions = [(path, n) for path, tree in TREES.items() for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
+    lengths = {f"{named(path)}: {one.name}": one.end_lineno - one.lineno + 1 for path, one in functions}
     assert {name: lines for name, lines in lengths.items() if lines > LONGEST_FUNCTION} == {}
 
 
@@ -112,11 +108,8 @@ def test_few_private_functions_of_a_line_or_two_are_called_once():
     for path, text in FILES.items():
         words = Counter(re.findall(r"\b_\w+\b", text))
         functions = (node for node in ast.walk(TREES[path]) if isinstance(node, ast.FunctionDef))
-        short += [
-            f"{named(path)}: {node.name}"
-            for node in functions
-            if re.match(r"_(?!_)", node.name) and words[node.name] == 2 and node.end_lineno - node.lineno < 4
-        ]
+        once = [one for one in functions if re.match(r"_(?!_)", one.name) and words[one.name] == 2]
+        short += [f"{named(path)}: {one.name}" for one in once if one.end_lineno - one.lineno < 4]
     assert len(short) <= 30, "\n".join(short)
 
 

@@ -79,9 +79,8 @@ def test_the_wheel_has_the_studies_and_not_their_records(built, tmp_path):
         file.extractall(tmp_path / "site")
     folder = tmp_path / "site" / "lamina" / "lab" / "papers" / "studies"
     of_repository = {path.relative_to(ROOT / "studies") for path in (ROOT / "studies").rglob("*.yaml")}
-    assert {path.relative_to(folder) for path in folder.rglob("*.yaml")} == {
-        path for path in of_repository if path.parts[0] != "records"
-    }
+    ours = {path for path in of_repository if path.parts[0] != "records"}
+    assert {path.relative_to(folder) for path in folder.rglob("*.yaml")} == ours
     words = [sys.executable, "-c", "from lamina.cli import main; main()", "study", "list", "--json"]
     paths = {"PYTHONPATH": str(tmp_path / "site")}
     bare = json.loads(run(*words, cwd=tmp_path, env={**os.environ, **paths}))
@@ -106,9 +105,8 @@ def test_a_users_script_is_checked_against_the_types_of_the_wheel(built, tmp_pat
         file.extractall(tmp_path / "site")
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "pyrightconfig.json").write_text('{"extraPaths": ["site"], "include": ["script.py"]}')
-    done = subprocess.run(
-        [sys.executable, "-m", "pyright", "--pythonpath", sys.executable], cwd=tmp_path, capture_output=True, text=True
-    )
+    command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     errors = [line for line in done.stdout.splitlines() if "- error" in line]
     assert len(errors) == 2, done.stdout  # the number for a backbone, and the misspelled name
     assert '"float"' in errors[0]

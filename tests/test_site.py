@@ -102,9 +102,8 @@ def test_the_reference_is_generated_from_the_program(site):
     import lamina
     from lamina.cli import COMMANDS
 
-    python, commands, settings = (
-        (site / "reference" / f"{name}.html").read_text("utf-8") for name in ("python", "command-line", "settings")
-    )
+    pages = (site / "reference" / f"{name}.html" for name in ("python", "command-line", "settings"))
+    python, commands, settings = (page.read_text("utf-8") for page in pages)
     for name in set(lamina.__all__) - {"__version__", "eval", "placements"}:
         assert f'id="lamina.{name}"' in python or f'id="lamina.api.{name}"' in python, name
     assert "lamina.eval, lamina.evaluate" in python

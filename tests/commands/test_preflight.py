@@ -40,17 +40,8 @@ def test_the_table_the_reason_and_the_papers_advice(corpus, capsys):
     assert main(argv(corpus, placements="keel,pre_ln", learning_rates="1e-3,1e-2")) == 0
     out = capsys.readouterr().out
     lines = out.splitlines()
-    assert lines[0].split() == [
-        "placement",
-        "learning",
-        "rate",
-        "verdict",
-        "gain",
-        "x0→xN",
-        "context",
-        "FP16",
-        "headroom",
-    ]
+    heads = ["placement", "learning", "rate", "verdict", "gain", "x0→xN", "context", "FP16", "headroom"]
+    assert lines[0].split() == heads
     rows = [line.split()[:2] for line in lines[1:5]]
     assert rows == [["keel", "0.001"], ["keel", "0.01"], ["pre_ln", "0.001"], ["pre_ln", "0.01"]]
     assert out.count("  reason: after ") + out.count("  reason: a verdict needs more steps: after ") == 4
@@ -198,9 +189,8 @@ def test_ctrl_c_ends_it_with_a_line(corpus, tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr("lamina.preflights.burn_in.BurningIn.train", stopped)
     assert main(argv(corpus, output=tmp_path / "out")) == 130
-    assert [x for x in capsys.readouterr().err.splitlines() if x.startswith("lamina: ")] == [
-        "lamina: interrupted: `lamina preflight` saved nothing"
-    ]
+    said = [x for x in capsys.readouterr().err.splitlines() if x.startswith("lamina: ")]
+    assert said == ["lamina: interrupted: `lamina preflight` saved nothing"]
     assert not (tmp_path / "out").exists()
 
 

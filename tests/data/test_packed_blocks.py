@@ -194,10 +194,8 @@ def test_drafts_of_processes_that_are_gone_are_swept(corpus, own_cache):
     process = subprocess.Popen(["true"])
     process.wait()
     key, mine = "0" * 32, cache._host()
-    gone, alive, elsewhere, old = (
-        own_cache / "blocks" / f".{key}.{name}.abcdef01"
-        for name in (f"{mine}.{process.pid}", f"{mine}.{os.getpid()}", f"01234567.{process.pid}", "99")
-    )
+    owners = f"{mine}.{process.pid}", f"{mine}.{os.getpid()}", f"01234567.{process.pid}", "99"
+    gone, alive, elsewhere, old = (own_cache / "blocks" / f".{key}.{name}.abcdef01" for name in owners)
     for path in (gone, alive, elsewhere, old):
         path.mkdir(parents=True)
     os.utime(old, (0, 0))

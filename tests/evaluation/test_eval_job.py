@@ -308,10 +308,8 @@ def test_a_model_of_256_bytes_is_read_as_probe_and_prune_read_it(quiz, text, tmp
     assert main(argv) == 0
     (unit,) = result(tmp_path / "out")["units"]
     assert f"{len(text.read_bytes()) - 1:,} tokens" in unit["notes"][0]
-    assert (
-        "the model's vocabulary of 256 lacks the end-of-text token 256, so Lamina adds no such token to the text"
-        in unit["notes"][1]
-    )
+    said = "the model's vocabulary of 256 lacks the end-of-text token 256, so Lamina adds no such token to the text"
+    assert said in unit["notes"][1]
     with pytest.raises(
         UserError,
         match=r"for only 256\. Tasks need the token <\|endoftext\|>, which the model lacks\. Leave out --tasks",

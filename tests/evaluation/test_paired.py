@@ -21,10 +21,8 @@ from lamina.evaluation.task_sets import Wanted
 
 def items(right, *, task="quiz", metric="acc", choices=4, first=0):
     whole = {"task": task, "filter": "none", "target": "0", "log_likelihoods": [0.0] * choices}
-    rows = [
-        {**whole, "doc_id": at, "doc_hash": f"hash {at}", "metrics": json.dumps({metric: value})}
-        for at, value in enumerate(right, first)
-    ]
+    values = [{"doc_hash": f"hash {at}", "metrics": json.dumps({metric: one})} for at, one in enumerate(right, first)]
+    rows = [{**whole, "doc_id": at, **value} for at, value in enumerate(values, first)]
     return pd.DataFrame(rows)
 
 

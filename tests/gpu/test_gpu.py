@@ -43,10 +43,8 @@ def compare(theirs, gradients):
         torch.testing.assert_close(theirs[name], gradient, atol=1e-4 * scale, rtol=1e-3, msg=f"{name}: {{}}".format)
 
 
-SCHEMES = [
-    *registry.PLACEMENTS.names(),
-    *(f"pre_ln(wiring={wiring})" for wiring in WIRINGS.names() if wiring != "residual"),
-]
+OTHERS = [wiring for wiring in WIRINGS.names() if wiring != "residual"]
+SCHEMES = [*registry.PLACEMENTS.names(), *(f"pre_ln(wiring={wiring})" for wiring in OTHERS)]
 
 
 @pytest.mark.parametrize("placement", SCHEMES)

@@ -182,11 +182,8 @@ def test_the_placements_that_the_papers_rules_are_for():
 def table_1(name, m, alpha, eta, decay, epsilon):
     """CompleteP's Table 1 at the base width: rate, weight decay and epsilon of a parameter of GraniteForCausalLM."""
     in_block = ".layers." in name  # hidden weights, biases and the norms before them
-    return {
-        "lr": eta * m ** (alpha - 1) if in_block else eta,
-        "weight_decay": decay if "norm" not in name else 0.0,
-        "eps": epsilon * m**-alpha if in_block else epsilon,
-    }
+    rates = {"lr": eta * m ** (alpha - 1), "eps": epsilon * m**-alpha} if in_block else {"lr": eta, "eps": epsilon}
+    return {**rates, "weight_decay": decay if "norm" not in name else 0.0}
 
 
 def granite_names(model):
@@ -211,9 +208,8 @@ def test_it_trains_as_transformers_granite_does_with_the_papers_table(scheme, al
     ours = lamina.build(config, "pre_ln", init="small", scaling=scaling)
     kept = {name: value for name, value in config.to_dict().items() if name not in ("model_type", "architectures")}
     multipliers = {"residual_multiplier": m**-alpha, "attention_multiplier": 8**-0.5}
-    theirs = GraniteForCausalLM(
-        GraniteConfig(**kept, **multipliers, embedding_multiplier=1.0, logits_scaling=1.0, attn_implementation="sdpa")
-    )
+    multipliers |= {"embedding_multiplier": 1.0, "logits_scaling": 1.0}
+    theirs = GraniteForCausalLM(GraniteConfig(**kept, **multipliers, attn_implementation="sdpa"))
     state = {granite: parameter.detach().clone() for granite, _, parameter in granite_names(ours)}
     assert theirs.load_state_dict(state, strict=False).unexpected_keys == []
     factors = step_factors(ours, scaling)

@@ -133,11 +133,8 @@ def test_two_processes_compute_what_one_does(tmp_path):
         assert off["gradient"] < 1e-4, placement
 
 
-FLATTENED = {
-    "llama": llama(),
-    "qwen3": OTHER_BACKBONES["qwen3"],
-    "vit": ViTConfig(**SIZES, image_size=8, patch_size=4, num_labels=3),
-}
+VIT = ViTConfig(**SIZES, image_size=8, patch_size=4, num_labels=3)
+FLATTENED = {"llama": llama(), "qwen3": OTHER_BACKBONES["qwen3"], "vit": VIT}
 
 
 @pytest.mark.parametrize("name", FLATTENED)

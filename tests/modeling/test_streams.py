@@ -423,10 +423,8 @@ def test_what_it_learns_is_the_wirings_and_does_not_decay(wiring):
                 assert torch.equal(value, start)
     plain = dict(built(base).named_parameters())
     end = "norm.norm." if isinstance(model.model.norm, Collapse) else "norm."
-    assert all(
-        torch.equal(value, model.get_parameter(name.replace("backbone.norm.", f"backbone.{end}")))
-        for name, value in plain.items()
-    )
+    names = {name: name.replace("backbone.norm.", f"backbone.{end}") for name in plain}
+    assert all(torch.equal(value, model.get_parameter(names[name])) for name, value in plain.items())
 
 
 @torch.no_grad()
@@ -486,10 +484,8 @@ def test_flops_count_what_the_wiring_multiplies():
     assert wiring_multiplications(resolve("keel", 4)) == 0
 
 
-MEASURED = spread(
-    [("mhc", "pre_ln"), ("residual", "post_ln"), ("attn_res", "keel"), ("mudd", "fusenorm")],
-    [("mhc", "pre_ln"), ("mudd", "fusenorm")],
-)
+FIRST = [("mhc", "pre_ln"), ("mudd", "fusenorm")]
+MEASURED = spread([*FIRST, ("residual", "post_ln"), ("attn_res", "keel")], FIRST)
 
 
 @pytest.mark.parametrize(("wiring", "base"), MEASURED)

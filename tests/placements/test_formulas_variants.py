@@ -104,11 +104,8 @@ def test_keels_third_ablation_is_keel():
     state = {n: torch.rand_like(value) + 0.5 if value.ndim == 1 else value for n, value in keel.state_dict().items()}
     keel.load_state_dict(state)
     blocks = range(1, 3)  # the first block is the same in both
-    renamed = {
-        f"model.backbone.layers.{i}.{part}.pre_norm.weight": f"model.backbone.layers.{i}.{part}.pre_scale"
-        for i in blocks
-        for part in ("attention", "feed_forward")
-    }
+    halves = [f"model.backbone.layers.{i}.{part}.pre_" for i in blocks for part in ("attention", "feed_forward")]
+    renamed = {f"{half}norm.weight": f"{half}scale" for half in halves}
     ablation.load_state_dict({renamed.get(name, name): value for name, value in state.items()})
     ids = torch.randint(0, config.vocab_size, (2, 9))
     torch.testing.assert_close(ablation(ids).logits, keel(ids).logits, rtol=0, atol=1e-6)

@@ -86,10 +86,8 @@ def _attention(**fields):
 
 def _streams(readout=(), **fields):
     one = {"weights": "learned", "read": [1.0, 0.0], "write": [1.0, 1.0], **fields}
-    return plan_of(
-        layers=[{half: {"streams": one} for half in ("attention", "feed_forward")}],
-        readout={"weights": "learned", "read": [1, 1], **dict(readout)},
-    )
+    layer = {half: {"streams": one} for half in ("attention", "feed_forward")}
+    return plan_of(layers=[layer], readout={"weights": "learned", "read": [1, 1], **dict(readout)})
 
 
 @pytest.mark.parametrize(

@@ -21,12 +21,8 @@ def naive(model, inputs, position=None, mask=None):
     """{(l, n): mean over the chosen tokens of the angle over pi}, written out token by token."""
     x = states(model, inputs)
     number, batch, tokens, _ = x.shape
-    chosen = [
-        (b, t)
-        for b in range(batch)
-        for t in (range(tokens) if position is None else [position[b]])
-        if mask is None or mask[b, t]
-    ]
+    places = [range(tokens) if position is None else [position[b]] for b in range(batch)]
+    chosen = [(b, t) for b, own in enumerate(places) for t in own if mask is None or mask[b, t]]
     found = {}
     for start in range(number):
         for end in range(start + 1, number):

@@ -141,8 +141,8 @@ def test_attention_of_another_make_is_seen_too():
         def __init__(self):
             super().__init__()
             self.embed = nn.Embedding(61, 32)
-            layer = lambda: nn.TransformerEncoderLayer(32, 4, 48, batch_first=True, norm_first=True)  # noqa: E731
-            self.layers = nn.ModuleList(layer() for _ in range(2))
+            how = {"batch_first": True, "norm_first": True}
+            self.layers = nn.ModuleList(nn.TransformerEncoderLayer(32, 4, 48, **how) for _ in range(2))
 
         def forward(self, input_ids):
             x = self.embed(input_ids)

@@ -179,11 +179,9 @@ def shifted(weight):
 
 def branch_variances(model, ids):
     """Var of each sub-layer's contribution, and of the input and skip of its post-norm, by (layer, kind)."""
-    parts = {
-        (index, kind): getattr(block, kind)
-        for index, block in enumerate(model.model.backbone.layers)
-        for kind in ("attention", "feed_forward")
-    }
+    kinds = ("attention", "feed_forward")
+    layers = enumerate(model.model.backbone.layers)
+    parts = {(index, kind): getattr(block, kind) for index, block in layers for kind in kinds}
     normed = {key: part.post_norm for key, part in parts.items() if part.post_norm is not None}
     sources = [part.out_norm or part.module for part in parts.values()]
     found = [*outputs(model, ids, sources), *outputs(model, ids, normed.values())]
@@ -298,10 +296,8 @@ def test_an_exponent_that_the_layers_do_not_determine_is_none():
     """Sigmas that hardly differ: their slope is noise, and can be any number."""
     fit = [("fusenorm_eq_9", 32.4, 20.0), ("fusenorm_eq_9_depth", -0.51, 0.03)]
     rows = [(-1, "model", role, 0, "left", slope, error) for role, slope, error in fit]
-    rows += [
-        (-1, "model", role, 0, "right", paper, math.nan)
-        for role, paper in zip(("fusenorm_eq_9", "fusenorm_eq_9_depth"), (-1.0, -0.5), strict=True)
-    ]
+    papers = {"fusenorm_eq_9": -1.0, "fusenorm_eq_9_depth": -0.5}
+    rows += [(-1, "model", role, 0, "right", paper, math.nan) for role, paper in papers.items()]
     rows += [(x, "block", "fusenorm_eq_9", 0, metric, 1.0, 0.1) for x in range(3) for metric in ("left", "ratio")]
     said = list(Bounds().sentences(pd.DataFrame(rows, columns=COLUMNS)))
     unknown = (

@@ -298,10 +298,8 @@ def test_earlier_states_are_told_by_their_indices():
 
 
 def test_a_sum_of_earlier_states_that_no_wiring_has_is_none_of_laminas():
-    layers = [
-        replace(one, sources=Sources(states=((0, 0.5),)) if index == 2 else None)
-        for index, one in enumerate(resolve("pre_ln", 4).layers)
-    ]
+    odd, plan = Sources(states=((0, 0.5),)), resolve("pre_ln", 4)
+    layers = [replace(one, sources=odd if index == 2 else None) for index, one in enumerate(plan.layers)]
     model = lamina.build(llama(layers=4).config, replace(resolve("pre_ln", 4), placement="mine", layers=tuple(layers)))
     found = lamina.placement_of(model)
     assert found.placement is None

@@ -221,6 +221,5 @@ def test_one_tensor_watched_at_two_points_is_not_mistaken_for_another():
         wanted = float(x.var(correction=0))
         assert value(frame, "variance", layer=0, sublayer="attention", role=role) == pytest.approx(wanted, rel=1e-5)
     (given, _), *_ = outputs(model, ids, [model.model.layers[0].attention.out_norm])
-    assert value(frame, "sigma", layer=0, sublayer="attention", role="out_norm") == pytest.approx(
-        float(given.std(-1, correction=0).mean()), rel=1e-5
-    )
+    found = value(frame, "sigma", layer=0, sublayer="attention", role="out_norm")
+    assert found == pytest.approx(float(given.std(-1, correction=0).mean()), rel=1e-5)

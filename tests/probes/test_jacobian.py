@@ -212,8 +212,9 @@ def test_the_norm_of_a_nonlinear_function_is_that_of_its_jacobian_there():
 
 def test_a_batch_is_solved_sequence_by_sequence():
     matrices, x = random(3, 8, 8), random(3, 4, 2, seed=1)
-    multiply = lambda x: torch.einsum("bij,bj->bi", matrices, x.flatten(1)).view(3, 4, 2)  # noqa: E731
-    found = spectral_norm(multiply, x, batch_dims=1, tolerance=1e-8)
+    found = spectral_norm(
+        lambda x: torch.einsum("bij,bj->bi", matrices, x.flatten(1)).view(3, 4, 2), x, batch_dims=1, tolerance=1e-8
+    )
     torch.testing.assert_close(found.value, torch.linalg.matrix_norm(matrices, ord=2))
 
 

@@ -37,8 +37,7 @@ def test_of_streams_the_norms_are_joint_of_each_and_of_their_mean(name):
     frame = measured(exact(), context)
     states, calls, hooks = [], [], []
     for block in model.model.layers:
-        keep = lambda _, args: states.append(args[0].detach().clone())  # noqa: E731
-        hooks.append(block.attention.register_forward_pre_hook(keep))
+        hooks.append(block.attention.register_forward_pre_hook(lambda _, a: states.append(a[0].detach().clone())))
         hooks.append(block.register_forward_pre_hook(lambda _, a, k: calls.append(k), with_kwargs=True))
     with torch.no_grad(), eager_attention(model):
         model(input_ids=context.batches[0]["input_ids"][:1], use_cache=False)

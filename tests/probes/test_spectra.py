@@ -147,9 +147,8 @@ def test_eigenvalues_of_the_embedding_over_their_median(llama_model):
 
 def test_the_rows_covariance_by_chunks():
     weight = torch.randn(50, 4, generator=torch.Generator().manual_seed(0)) + 3
-    np.testing.assert_allclose(
-        row_covariance_eigenvalues(weight, rows=7), np.linalg.eigvalsh(np.cov(weight.double().numpy().T))[::-1]
-    )
+    expected = np.linalg.eigvalsh(np.cov(weight.double().numpy().T))[::-1]
+    np.testing.assert_allclose(row_covariance_eigenvalues(weight, rows=7), expected)
 
 
 def test_as_many_tokens_as_channels_are_refused_or_left_out_or_warned_of(llama_model):

@@ -46,10 +46,8 @@ def model():
 @pytest.fixture
 def squad(tmp_path):
     pairs = [("where sits the norm ?", ["before the branch"]), ("what keeps its size ?", ["the stream", "stream"])]
-    asked = [
-        {"id": str(i), "question": question, "answers": [{"text": text, "answer_start": 0} for text in answers]}
-        for i, (question, answers) in enumerate(pairs)
-    ]
+    answered = [(question, [{"text": text, "answer_start": 0} for text in texts]) for question, texts in pairs]
+    asked = [{"id": str(i), "question": one, "answers": texts} for i, (one, texts) in enumerate(answered)]
     path = tmp_path / "dev.json"
     path.write_text(json.dumps({"version": "1.1", "data": [{"paragraphs": [{"context": CONTEXT, "qas": asked}]}]}))
     return path
@@ -58,10 +56,8 @@ def squad(tmp_path):
 def naive_f1(found, true):
     """By removing shared words one by one."""
     drop = [",", ".", "?"]
-    found, true = (
-        [w for w in "".join(c for c in t.lower() if c not in drop).split() if w not in ("a", "an", "the")]
-        for t in (found, true)
-    )
+    words = ("".join(c for c in text.lower() if c not in drop).split() for text in (found, true))
+    found, true = ([w for w in text if w not in ("a", "an", "the")] for text in words)
     same, left = 0, list(true)
     for word in found:
         if word in left:

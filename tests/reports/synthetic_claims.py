@@ -85,12 +85,9 @@ def _gradients(keys: list[dict], factor: float) -> pd.DataFrame:
 
 
 def _angles(keys: list[dict]) -> pd.DataFrame:
-    rows = [
-        {"key": one["key"], "start": start, "size": size, "metric": "angular_distance", "value": 0.1 * size}
-        for one in keys
-        for start in range(4)
-        for size in range(1, 5 - start)
-    ]
+    blocks = [(start, size) for start in range(4) for size in range(1, 5 - start)]
+    angle = {"metric": "angular_distance"}
+    rows = [{"key": o["key"], "start": s, "size": n, **angle, "value": 0.1 * n} for o in keys for s, n in blocks]
     return pd.DataFrame(rows)
 
 

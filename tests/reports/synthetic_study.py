@@ -1,6 +1,7 @@
 """A synthetic study: what `lamina compare` leaves, with the shapes of a real one, made in a fraction of a second."""
 
 import math
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -36,12 +37,8 @@ def write_study(
 ) -> Path:
     """A study of a trial for each placement, learning rate and seed, and one that failed before it began."""
     courses = COURSES if courses is None else courses
-    rows = [
-        _trial(folder, placement, course, rate, seed, num_layers, steps, logged)
-        for placement, course in courses.items()
-        for rate in rates
-        for seed in seeds
-    ]
+    trials = product(courses.items(), rates, seeds)
+    rows = [_trial(folder, *course, rate, seed, num_layers, steps, logged) for course, rate, seed in trials]
     if failed:
         began = {"trial": "deepnorm-0.003-0", "placement": "deepnorm", "learning_rate": rates[0], "seed": 0}
         rows.append({**began, "status": "failed", "reason": "MemoryError: <b>out of memory</b> & no more"})

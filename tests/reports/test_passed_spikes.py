@@ -99,10 +99,8 @@ def test_the_answer_names_the_spike_and_what_came_after_it():
     evidence = Evidence(alarms=seen.alarms, rose=seen.rose, losses=seen.losses, norms=seen.norms, watched=True, **about)
     told = answer(evidence)
     assert "not finite" in told.cause[0]
-    assert (
-        f"A spike at step {SPIKE} passed by itself. The first anomaly after the spike is at step {found.step}"
-        in " ".join(told.evidence)
-    )
+    said = f"A spike at step {SPIKE} passed by itself. The first anomaly after the spike is at step {found.step}"
+    assert said in " ".join(told.evidence)
     assert evidence.lead is None
 
 

@@ -78,10 +78,8 @@ def test_every_recorded_metric_is_in_the_table_and_drawn(tmp_path):
 def test_a_new_metric_is_drawn_by_its_row_alone(tmp_path, monkeypatch):
     row = Metric(name="entropy", section="Variances", title="<Entropy>", quantity="nats", caption="<Of> each block.")
     monkeypatch.setitem(METRICS, "entropy", row)
-    rows = pd.DataFrame(
-        [(step, layer, "block", "all", 0, "entropy", 1.0 + layer) for step in (1, 2) for layer in range(3)],
-        columns=list(LAYER_COLUMNS),
-    )
+    rows = [(step, layer, "block", "all", 0, "entropy", 1.0 + layer) for step in (1, 2) for layer in range(3)]
+    rows = pd.DataFrame(rows, columns=list(LAYER_COLUMNS))
     (section,) = layers.sections([write_rows(tmp_path, rows)])
     assert section.name == "Variances"
     assert section.html.count("plotly-graph-div") == 2

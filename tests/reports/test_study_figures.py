@@ -250,12 +250,8 @@ def test_the_band_of_a_record_by_prompt_is_the_range_over_seeds(tmp_path):
 
 def test_a_curve_of_a_record_by_layer_says_that_it_is_of_the_largest(tmp_path):
     folder = write_claims_study(tmp_path / "study")
-    rows = [
-        {"step": step, "layer": layer, "metric": m, "value": 1.0 + layer}
-        for step in (0, 10)
-        for layer in (0, 1)
-        for m in ("hidden_variance", "hidden_top_abs")
-    ]
+    at = [(step, layer, m) for step in (0, 10) for layer in (0, 1) for m in ("hidden_variance", "hidden_top_abs")]
+    rows = [{"step": step, "layer": layer, "metric": m, "value": 1.0 + layer} for step, layer, m in at]
     study = with_measure(folder, "records-layers", rows)
     for metric, title in (
         ("hidden_variance", "largest hidden variance of all layers"),

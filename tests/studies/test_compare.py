@@ -54,9 +54,8 @@ def test_the_results_hold_the_columns_of_the_design_and_a_row_for_each_trial(stu
     written = pd.read_csv(tmp_path / "study" / "results.csv")
     assert list(written.columns) == list(columns.names()) == list(table.columns)
     assert len(written) == len(table) == 8
-    assert set(zip(written.placement, written.learning_rate, written.seed, strict=True)) == {
-        (p, r, s) for p in ("pre_ln", "keel") for r in (1e-3, 3e-3) for s in (0, 1)
-    }
+    wanted = {(p, r, s) for p in ("pre_ln", "keel") for r in (1e-3, 3e-3) for s in (0, 1)}
+    assert set(zip(written.placement, written.learning_rate, written.seed, strict=True)) == wanted
     assert set(written.status) <= {"finished", "short", "stuck"}
     assert written.tokens.eq(4 * 2 * 16).all()
     assert written.perplexity.to_numpy() == pytest.approx([math.exp(x) for x in written.eval_loss])
@@ -237,9 +236,8 @@ def test_one_initializer_for_all_is_the_default():
 
 def test_a_placement_may_have_learning_rates_of_its_own():
     own = {"keel": [3e-3, 1e-2], "mix_ln(alpha=0.5)": 1e-4}
-    settings = CompareSettings(
-        placements=["pre_ln", "keel", "mix_ln(alpha=0.5)"], learning_rates="1e-3", learning_rates_of=own, seeds="0,1"
-    )
+    arms = ["pre_ln", "keel", "mix_ln(alpha=0.5)"]
+    settings = CompareSettings(placements=arms, learning_rates="1e-3", learning_rates_of=own, seeds="0,1")
     found = [(t.placement, t.learning_rate, t.seed) for t in settings.trials().values()]
     expected = [("pre_ln", 1e-3), ("keel", 3e-3), ("mix_ln(alpha=0.5)", 1e-4), ("keel", 1e-2)]
     assert found == [(*pair, seed) for seed in (0, 1) for pair in expected]

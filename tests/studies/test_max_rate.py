@@ -86,9 +86,8 @@ def test_a_killed_trial_resumes_to_the_same_result(trial, tmp_path):
 def test_a_study_has_a_trial_per_placement_and_seed(studied):
     folder, results = studied
     assert kind_of(folder) == Kind.MAX_LR
-    assert set(zip(results["placement"], results["seed"], strict=True)) == {
-        (placement, seed) for placement in ("post_ln", "pre_ln") for seed in (0, 1)
-    }
+    found = set(zip(results["placement"], results["seed"], strict=True))
+    assert found == {(placement, seed) for placement in ("post_ln", "pre_ln") for seed in (0, 1)}
     assert set(results["status"]) == {"finished"}
     assert results["max_learning_rate"].between(0, 20, inclusive="right").all()
     written = pd.read_csv(folder / "results.csv")

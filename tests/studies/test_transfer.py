@@ -68,10 +68,8 @@ def test_where_nothing_finishes_no_rate_is_named():
 
 
 def test_a_wider_run_is_compared_with_the_proxy_at_the_same_rate():
-    wide = of(
-        {2e-3: ("finished", 2.8), 4e-3: ("diverged", math.nan), 8e-3: ("diverged", math.nan), 5e-3: ("finished", 3)},
-        256,
-    )
+    lost = ("diverged", math.nan)
+    wide = of({2e-3: ("finished", 2.8), 4e-3: lost, 8e-3: lost, 5e-3: ("finished", 3)}, 256)
     summary = summarize(results(of(FOUND) + wide), CHOSEN, FACTORS)
     agrees = {rate["learning_rate"]: rate["agrees"] for rate in summary["verified"]["256"]}
     assert agrees == {2e-3: True, 4e-3: False, 8e-3: True, 5e-3: None}

@@ -388,10 +388,8 @@ def test_a_finished_process_waits_for_the_threads_of_gloo_before_it_ends(monkeyp
 @pytest.mark.parametrize("ways", [("fsdp2", "fsdp2"), ("fsdp2", "ddp", "fsdp2")], ids="-".join)
 def test_a_program_may_train_more_than_once_in_its_processes(corpus, tmp_path, ways):
     """Each run's curve is the first one's: DTensor's caches keep the group of the first sharded run."""
-    plan = [
-        settings(corpus, tmp_path / f"{number}-{way}", **{**OPTIONS, "steps": 4, "parallel": way}).to_dict()
-        for number, way in enumerate(ways)
-    ]
+    given = ({**OPTIONS, "steps": 4, "parallel": way} for way in ways)
+    plan = [settings(corpus, tmp_path / f"{at}-{one['parallel']}", **one).to_dict() for at, one in enumerate(given)]
     script = tmp_path / "program.py"
     script.write_text(
         "import json, lamina\n"

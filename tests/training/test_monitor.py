@@ -105,8 +105,8 @@ def naive_states(folder, chosen) -> dict[tuple[int, str], torch.Tensor]:
     states = {}
     for index, block in enumerate(model.model.layers):
         for name in ("attention", "feed_forward"):
-            keep = lambda module, args, output, key=(index, name): states.update({key: output})  # noqa: E731
-            getattr(block, name).register_forward_hook(keep)
+            half = getattr(block, name)
+            half.register_forward_hook(lambda m, args, output, key=(index, name): states.update({key: output}))
     model.model.layers[0].register_forward_pre_hook(lambda module, args: states.update({(-1, "block"): args[0]}))
     with torch.no_grad():
         model(input_ids=ids, use_cache=False)

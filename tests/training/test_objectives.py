@@ -58,17 +58,15 @@ def of_images(squares, tmp_path):
     """Settings of a tiny run on images."""
     own = {name: value for name, value in SMALL.items() if name not in TEXT}
     sizes = {**own, **FAST, "backbone": "vit-tiny", "image_size": 8, "patch_size": 4, "batch_size": 4, "steps": 8}
-    return lambda name="run", **changed: PretrainSettings(
-        **{**sizes, "corpus": str(squares), "output": str(tmp_path / name), "learning_rate": 0.01, **changed}
-    )
+    sizes |= {"corpus": str(squares), "learning_rate": 0.01}
+    return lambda name="run", **changed: PretrainSettings(**{**sizes, "output": str(tmp_path / name), **changed})
 
 
 @pytest.fixture
 def masked(bert, tiny):
     """Settings of a tiny run of a masked language model."""
-    return lambda name="run", **changed: tiny(
-        name, **{**FAST, "backbone": str(bert), "num_layers": None, "hidden_size": None, "num_heads": None, **changed}
-    )
+    given = {**FAST, "backbone": str(bert), "num_layers": None, "hidden_size": None, "num_heads": None}
+    return lambda name="run", **changed: tiny(name, **{**given, **changed})
 
 
 @pytest.mark.parametrize("model_type", ADAPTERS)

@@ -134,9 +134,8 @@ def test_a_compiled_run_has_the_losses_of_an_uncompiled_one_and_resumes_exactly(
 
 
 def test_a_study_decides_once_for_all_its_trials(corpus, tmp_path):
-    study = CompareSettings(
-        **{**SMALL, "corpus": str(corpus), "output": str(tmp_path / "study"), "placements": "pre_ln,keel", "workers": 2}
-    )
+    more = {"corpus": str(corpus), "output": str(tmp_path / "study"), "placements": "pre_ln,keel", "workers": 2}
+    study = CompareSettings(**{**SMALL, **more})
     for resume in (False, True):
         compare(study, resume=resume, bar=False)
         for path in (tmp_path / "study" / "study.yaml", *(tmp_path / "study" / "trials").glob("*/config.yaml")):

@@ -70,28 +70,31 @@ def sweep(*, peri=0.1, post_best=3, setup="as it is"):
 def spiking(pre, peri, last=(3.0, 2.0, 1.0)):
     surges = {"post_ln": 0, "pre_ln": pre, "peri_ln": peri}
     ends = dict(zip(surges, last, strict=True))
-    return made(
-        "peri-instability",
-        lambda arm: {"gradient_surges": surges[arm["placement"]]},
-        end_gradients=lambda arm, noise: norms([1.0, ends[arm["placement"]]], noise),
-    )
+
+    def table(arm, noise):
+        return norms([1.0, ends[arm["placement"]]], noise)
+
+    return made("peri-instability", lambda arm: {"gradient_surges": surges[arm["placement"]]}, end_gradients=table)
 
 
 def evenness(post=(1.0, 5.0, 50.0), pre=(9.0, 3.0, 1.0), peri=(1.0, 1.1, 1.0)):
     by_layer = {"post_ln": post, "pre_ln": pre, "peri_ln": peri}
-    table = lambda arm, noise: norms(by_layer[arm["placement"]], noise)  # noqa: E731
+
+    def table(arm, noise):
+        return norms(by_layer[arm["placement"]], noise)
+
     return made("peri-gradients", init_gradients=table, end_gradients=table)
 
 
 def gamma(fixed=2.5, spikes=(5, 0), gains=(1.0, 1.2, 1.4, 1.6)):
-    ends = {"pre": (2.6, spikes[0]), "fixed": (fixed, spikes[1]), "learned": (2.49, 0)}
+    arms = ("pre", 2.6, spikes[0]), ("fixed", fixed, spikes[1]), ("learned", 2.49, 0)
+    ends = {name: {"loss": loss, "gradient_surges": count} for name, loss, count in arms}
 
     def table(arm, noise):
         found = [gain + noise for gain in (gains if arm["scheme"] == "learned" else [1.0])]
         return pd.concat([rows("gain_mean", found, half, "out_norm") for half in ("attention", "feed_forward")])
 
-    outcome = lambda arm: dict(zip(("loss", "gradient_surges"), ends[arm["scheme"]], strict=True))  # noqa: E731
-    return made("peri-gamma", outcome, end_gains=table)
+    return made("peri-gamma", lambda arm: ends[arm["scheme"]], end_gains=table)
 
 
 def turning(pre=0.1, fixed=0.1, pre_init=0.2):

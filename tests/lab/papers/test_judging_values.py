@@ -258,10 +258,8 @@ def test_a_difference_that_is_not_there_needs_no_explanation(scores):
 
 
 def test_the_value_at_a_loss_is_on_the_line_between_two_budgets():
-    budgets = [
-        Budget(losses={0: 2.0, 1: 2.0, 2: 2.0}, values={0: 10.0, 1: 10.0, 2: 10.0}),
-        Budget(losses={0: 1.0, 1: 1.0}, values={0: 30.0, 1: 30.0}),
-    ]
+    first = Budget(losses=dict.fromkeys(range(3), 2.0), values=dict.fromkeys(range(3), 10.0))
+    budgets = [first, Budget(losses={0: 1.0, 1: 1.0}, values={0: 30.0, 1: 30.0})]
     # seed 0 between, seed 1 above both: the value at the highest; seed 2 below all; seed 3 not trained
     assert at_loss(budgets, {0: 1.25, 1: 2.5, 2: 1.5, 3: 1.0}) == {0: 25.0, 1: 10.0}
 
@@ -287,10 +285,8 @@ def test_holms_correction_holds_for_the_controlled_verdicts_too():
 
 
 def test_the_weakest_of_several_decides_and_the_strongest_of_alternatives():
-    one, two, three = (
-        Finding(verdict=v, ours=str(v), p=p)
-        for v, p in ((Verdict.HOLDS_AT_ISO_LOSS, 0.015), (Verdict.HOLDS, 0.01), (Verdict.EXPLAINED, 0.02))
-    )
+    found = {Verdict.HOLDS_AT_ISO_LOSS: 0.015, Verdict.HOLDS: 0.01, Verdict.EXPLAINED: 0.02}
+    one, two, three = (Finding(verdict=v, ours=str(v), p=p) for v, p in found.items())
     assert all_of(one, two).verdict == Verdict.HOLDS
     assert all_of(one, two, three).verdict == Verdict.EXPLAINED
     assert all_of(one, one).verdict == Verdict.HOLDS_AT_ISO_LOSS
@@ -310,8 +306,9 @@ def held_out(points):
 def policies():
     tables = {"a": held_out([(0.0, 1.0), (2.0, 3.0), (4.0, 4.0)]), "b": held_out([(0.0, 1.0), (1.0, 1.5), (3.0, 3.5)])}
     rows = [{"placement": p, "seed": 0, "status": "finished", "key": p} for p in tables]
-    read = lambda key, name, at: tables[key] if at == "records" else None  # noqa: E731
-    return Trials(pd.DataFrame(rows), axes=["placement"], measures=read)
+    return Trials(
+        pd.DataFrame(rows), axes=["placement"], measures=lambda key, name, at: tables[key] if at == "records" else None
+    )
 
 
 def test_rewards_are_compared_at_the_largest_kl_that_both_policies_reached():

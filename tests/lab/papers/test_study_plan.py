@@ -151,10 +151,8 @@ def test_the_tuning_seeds_trials_can_be_shorter(tmp_path, corpus):
     assert {(trial.seed >= 100, trial.settings.steps == 7) for trial in wanted} == {(True, True), (False, False)}
     assert {plan.arms[number].values["placement"]: rate for number, rate in plan.chosen.items()} == BEST
     settings = StudySettings(study=str(plan.scale.folder / "mine.yaml"))
-    assert {name.endswith(", sweep"): {one.steps for one in arm.values()} for name, arm in plan.dry().items()} == {
-        True: {7},
-        False: {plan.scale.settings["steps"]},
-    }
+    steps = {name.endswith(", sweep"): {one.steps for one in arm.values()} for name, arm in plan.dry().items()}
+    assert steps == {True: {7}, False: {plan.scale.settings["steps"]}}
     assert "tuned with 2 seeds that the claims do not use (100, 101) at steps 7" in description(settings)
 
 
@@ -297,19 +295,15 @@ def test_data_of_a_stage_that_is_missing_is_found_before_anything_is_trained(tmp
 
 
 def test_a_dry_run_lists_arms_by_their_labels_and_says_the_minutes_here(tmp_path, corpus):
-    arms = {
-        "slow": {"placement": "pre_ln", "learning_rate": 1e-3},
-        "fast": {"placement": "pre_ln", "learning_rate": 0.1},
-    }
+    slow, fast = ({"placement": "pre_ln", "learning_rate": rate} for rate in (1e-3, 0.1))
+    arms = {"slow": slow, "fast": fast}
     file = write_study(tmp_path, corpus=corpus, axes={"arm": arms, "num_layers": [2, 3], "seed": 2}, claims="")
     text = dry_run_text(StudySettings(study=str(file), workers=2))
     for arm in ("slow, num_layers=2", "fast, num_layers=3"):
         (line,) = (line for line in text.splitlines() if line.startswith(arm))
         assert line.split()[2] == "2", "trials of the arm"
-    assert re.search(
-        r"About [\d,.]+(e-\d+)? minutes on this machine with 2 workers\. Lamina timed two steps of fast, 2, seed 0",
-        text,
-    )
+    said = r"About [\d,.]+(e-\d+)? minutes on this machine with 2 workers\. Lamina timed two steps of fast, 2, seed 0"
+    assert re.search(said, text)
 
 
 def test_a_dry_run_names_the_stages_and_counts_their_trials(tmp_path, corpus):

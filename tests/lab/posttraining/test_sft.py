@@ -52,9 +52,8 @@ def test_the_held_out_loss_falls_and_the_model_answers_in_its_template(tuned):
     assert result["eval_loss"] == evaluated[-1]
     assert (result["examples"], result["held_out"]) == (18, 6)
     assert kind_of(folder) == Kind.SFT
-    assert "Sort abc\n" in AutoTokenizer.from_pretrained(folder / "model").apply_chat_template(
-        [{"role": "user", "content": "Sort abc"}], tokenize=False, add_generation_prompt=True
-    )
+    turns, template = [{"role": "user", "content": "Sort abc"}], AutoTokenizer.from_pretrained(folder / "model")
+    assert "Sort abc\n" in template.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     page = report(folder).read_text()
     assert "held-out loss" in page
     assert "Gradient norm by layer" in page

@@ -162,8 +162,10 @@ def test_prompts_are_tokenized_as_trl_does(form, start, tmp_path):
     prompts = [row.get("prompt") or row["messages"][:-1] for row in rows]
     tokenizer = load_tokenizer(str(start))
     whole = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, **options["chat_template_kwargs"]}
-    encode = lambda p: tokenizer(p) if isinstance(p, str) else tokenizer.apply_chat_template(p, **whole)  # noqa: E731
-    expected = [encode(p)["input_ids"] for p in prompts]
+    expected = [
+        (tokenizer(p) if isinstance(p, str) else tokenizer.apply_chat_template(p, **whole))["input_ids"]
+        for p in prompts
+    ]
     assert list(stage.train["prompt_ids"]) == expected
     assert list(stage.train["prompt"]) == prompts
     assert [json.loads(row) for row in stage.train["row"]] == rows

@@ -82,9 +82,8 @@ def test_two_processes_take_the_same_steps(name, runs):
     for one, two in zip(ours, theirs, strict=True):
         assert one.keys() == two.keys()
         measured = [key for key in one if key == "loss" or key == "grad_norm" or key.startswith("eval_")]
-        assert [one[key] for key in measured] == pytest.approx(
-            [two[key] for key in measured], rel=3e-2 if coarse else 1e-3, abs=1e-2 if coarse else 1e-4
-        )
+        close = {"rel": 3e-2, "abs": 1e-2} if coarse else {"rel": 1e-3, "abs": 1e-4}
+        assert [one[key] for key in measured] == pytest.approx([two[key] for key in measured], **close)
     columns = ["step", "layer", "sublayer", "role", "index", "metric"]
     ours, theirs = (layers(folder / run) for run in (name, f"{name}-one" if alike == "one" else alike))
     pd.testing.assert_frame_equal(ours[columns], theirs[columns])
@@ -132,10 +131,8 @@ def test_accelerate_launch_divides_the_batches_writes_each_record_once_and_resum
     assert len(list((tmp_path / "whole").glob("checkpoints/*/rng_state_*.pth"))) in (0, 2)
     whole, part = (records(tmp_path / run) for run in ("whole", "part"))
     assert whole == part
-    given = {
-        ("from_model" if name == "from" else name): v if isinstance(v, int | float) else str(v)
-        for name, v in usual.items()
-    }
+    given = {name: v if isinstance(v, int | float) else str(v) for name, v in usual.items()}
+    given = {"from_model" if name == "from" else name: v for name, v in given.items()}
     {"pretrain": pretrain, **JOBS}[job]({**given, "output": str(tmp_path / "one")}, bar=False)
     one = records(tmp_path / "one")
     assert [line["step"] for line in whole] == [line["step"] for line in one]

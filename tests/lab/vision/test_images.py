@@ -283,10 +283,8 @@ def test_random_crops_have_the_areas_and_ratios_that_are_stated():
     assert all(min(box) >= 0 and box[2] <= 400 and box[3] <= 300 for box in boxes)
 
 
-ITEMS = [
-    {"pixel_values": torch.full((1, 4, 4), float(i)), "labels": torch.tensor(i % 3), "draw": torch.tensor(i)}
-    for i in range(4)
-]
+PIXELS = [torch.full((1, 4, 4), float(i)) for i in range(4)]
+ITEMS = [{"pixel_values": x, "labels": torch.tensor(i % 3), "draw": torch.tensor(i)} for i, x in enumerate(PIXELS)]
 
 
 def test_label_smoothing_is_torchs():

@@ -50,11 +50,8 @@ def batch_of(step):
 
 
 def parts(layers=range(LAYERS)):
-    by_layer = {
-        (n, kind, "all"): (f"h.{n}.{norm}.", f"h.{n}.{part}.")
-        for n in layers
-        for kind, norm, part in (("attention", "ln_1", "attn"), ("feed_forward", "ln_2", "mlp"))
-    }
+    halves = ("attention", "ln_1", "attn"), ("feed_forward", "ln_2", "mlp")
+    by_layer = {(n, kind, "all"): (f"h.{n}.{norm}.", f"h.{n}.{part}.") for n in layers for kind, norm, part in halves}
     return {(-1, "block", "embedding"): ("wte.", "wpe."), (-1, "block", "readout"): ("ln_f.", "lm_head."), **by_layer}
 
 

@@ -63,10 +63,8 @@ def test_the_rows_behind_a_spike_of_the_loss_alone_are_written(tmp_path):
 
 def test_a_notable_batchs_rows_are_written_without_a_tokenizer_as_token_ids(tmp_path):
     rows = spiked(tmp_path / "run", batches=True)
-    assert read_batches(tmp_path / "run") == [
-        {"step": AT, "process": 0, "row": number, "hash": hash_of(row), "beginning": row}
-        for number, row in enumerate(rows)
-    ]
+    hashed = [{"row": at, "hash": hash_of(row), "beginning": row} for at, row in enumerate(rows)]
+    assert read_batches(tmp_path / "run") == [{"step": AT, "process": 0, **row} for row in hashed]
     assert not (tmp_path / "run" / "alarms.jsonl").exists()  # nothing follows it
     said = " ".join(lamina.diagnose(tmp_path / "run").sentences)
     assert f"The loss had no lasting rise in {STEPS} steps (status: finished)." in said

@@ -83,10 +83,8 @@ def train(folder, steps=30, spoil=None, ends=None):
     stages = [Stage(whole, (0, 1)), Stage(whole, (2, 3))]
     optimizers = [torch.optim.AdamW(stage.parameters(), lr=1e-3) for stage in stages]
     pairs = zip(stages, optimizers, strict=True)
-    watches = [
-        lamina.watch(stage, optimizer, output=str(folder / f"stage-{number}"), every=1)
-        for number, (stage, optimizer) in enumerate(pairs)
-    ]
+    places = [str(folder / f"stage-{number}") for number in range(len(pairs))]
+    watches = [lamina.watch(*pair, output=at, every=1) for pair, at in zip(pairs, places, strict=True)]
     first, last = (watch.__enter__() for watch in watches)
     for step, batch in enumerate(Tokens(items=2 * steps).ids.split(2), 1):
         states = stages[0](batch[:, :-1])
@@ -122,9 +120,8 @@ def test_the_folders_of_stages_are_read_as_one_run(tmp_path):
     whole = tmp_path / "mine-lamina"
     assert diagnosis.page == whole / "diagnosis.html"
     assert read_alarms(whole)[0].layer == 2
-    assert {alarm.step for alarm in read_alarms(whole)} == {
-        alarm.step for stage in (0, 1) for alarm in read_alarms(tmp_path / "mine" / f"stage-{stage}")
-    }
+    parts = [alarm.step for stage in (0, 1) for alarm in read_alarms(tmp_path / "mine" / f"stage-{stage}")]
+    assert {alarm.step for alarm in read_alarms(whole)} == set(parts)
     norms = [found(tmp_path / "mine" / f"stage-{at}", "step_gradient_norm", 7)[-1, "model", "all"] for at in (0, 1)]
     assert found(whole, "step_gradient_norm", 7)[-1, "model", "all"] == pytest.approx(math.hypot(*norms))
     assert found(whole, "step_loss", 7) == found(tmp_path / "mine" / "stage-1", "step_loss", 7)

@@ -94,10 +94,8 @@ def trained(folder, steps, every=1, before_step=lambda step, zero: None, **optio
 def plain(steps):
     model = NanoGpt()
     naive = Naive(model, nano_parts())
-    groups = [
-        {"params": [p for p in model.parameters() if p.ndim == 2], "weight_decay": 0.1},
-        {"params": [p for p in model.parameters() if p.ndim < 2]},
-    ]
+    matrices, vectors = ([p for p in model.parameters() if (p.ndim == 2) == flat] for flat in (True, False))
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors}]
     optimizer = torch.optim.AdamW(groups, lr=1e-2)
     for batch in Tokens(items=2 * steps).ids.split(2):
         optimizer.zero_grad()
