@@ -107,6 +107,7 @@ def paired(first: Frame, other: Frame) -> Json:
     if binary:  # at least 6 items must differ for significance: 2 * 0.5**6 < 0.05
         fewest = math.ceil(math.log2(2 / ALPHA))
         smallest = max(smallest, fewest / count) if smallest == smallest else math.nan
+    smallest = smallest if smallest <= 1 else math.nan  # scores are from 0 to 1: no difference is large enough
     tested = {"p": p, "smallest": smallest, "won": won if binary else None, "lost": lost if binary else None}
     return {"items": count, "difference": mean, "low": low, "high": high, **tested}
 

@@ -62,7 +62,7 @@ class AngularDistance(DirectionsProbe):
     def begin(self, context: Context) -> None:
         super().begin(context)
         self._whose = WHOSE[str(self.tokens)]
-        context.note(f"The angles use {self._whose}.")
+        context.note(f"The angular distances use {self._whose}.")
         self.note_streams(context)
 
     def standard_error(self) -> float | None:

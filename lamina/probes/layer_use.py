@@ -136,23 +136,27 @@ class LayerUse(Probe):
     def sentences(self, frame: Frame) -> Iterator[str]:
         texts = {
             METRICS[0]: (
+                "Skipping layer {} changes the later layers' updates by {:.3g} of the updates' norm.",
                 "Skipping layer {} changes the later layers' updates least ({:.3g} of the updates' norm). Skipping "
-                "layer {} changes the updates most ({:.3g})."
+                "layer {} changes the updates most ({:.3g}).",
             ),
             METRICS[1]: (
+                "Exchanging layer {} with the next layer changes the loss by {:.2%}.",
                 "Exchanging a layer with the next layer changes the loss least for layer {} ({:.2%}) and most "
-                "for layer {} ({:.2%})."
+                "for layer {} ({:.2%}).",
             ),
             METRICS[2]: (
+                "Replacing layer {} with a linear map increases the loss by {:.3g} nats.",
                 "Replacing a layer with a linear map increases the loss least for layer {} ({:.3g} nats), and most for "
-                "layer {} ({:.3g} nats)."
+                "layer {} ({:.3g} nats).",
             ),
         }
-        for metric, text in texts.items():
+        for metric, (one, several) in texts.items():
             rows = frame[frame["metric"] == metric]
             values = rows.groupby("layer")["value"].mean().dropna()
             if not len(values):
                 continue
+            text = several if len(values) > 1 else one
             yield text.format(values.idxmin(), values.min(), values.idxmax(), values.max())
             errors = rows.groupby("layer")["standard_error"].mean().reindex(values.index)
             if metric != METRICS[0] and (near := tied(values, errors, [values.idxmin()])):

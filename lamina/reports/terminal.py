@@ -181,9 +181,10 @@ def _paired(rows: list[Json]) -> list[str]:
     lines = ["", f"scores minus {rows[0]['against']}, same items:", f"{'model':<{width}}  {'task':<{tasks}} {heads}"]
     for row in rows:
         low, high, p, smallest = (math.nan if row[k] is None else row[k] for k in ("low", "high", "p_holm", "smallest"))
+        smallest = f"{smallest:.2%}" if math.isfinite(smallest) else "none"
         lines.append(
             f"{row['model']:<{width}}  {row['column']:<{tasks}} {row['difference']:>+11.2%} "
-            f"{f'{low:+.2%} to {high:+.2%}':>18} {p:>9.2g}  {smallest:.2%} of {row['items']:,} items"
+            f"{f'{low:+.2%} to {high:+.2%}':>18} {p:>9.2g}  {smallest} of {row['items']:,} items"
         )
     return lines
 

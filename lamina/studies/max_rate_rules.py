@@ -129,7 +129,7 @@ def _plateau(rules: MaxRateRules, smooth: np.ndarray, low: np.ndarray, step: int
     if low[step - 1] <= rules.unigram_entropy - rules.given.stuck_margin:
         return _stop(PLATEAU, rules, smooth, fallen_at, step, reason)
     reason += (
-        f"; the minimum of {low[step - 1]:.3f} is less than {rules.given.stuck_margin:g} nats below the corpus's "
+        f"; the minimum of {low[step - 1]:.3f} is not {rules.given.stuck_margin:g} nats below the corpus's "
         f"unigram entropy of {rules.unigram_entropy:.3f}"
     )
     return _stop(STUCK, rules, smooth, fallen_at, step, reason)

@@ -203,8 +203,7 @@ class RisingSettings(RunSettings):
         above(1.0),
     )
     stuck_margin: float = changed(
-        help="stuck: a plateau counts as stuck if the loss is less than this many nats below the corpus's unigram "
-        "entropy",
+        help="stuck: a plateau counts as stuck if the loss is not this many nats below the corpus's unigram entropy",
         default=0.1,
     )
 

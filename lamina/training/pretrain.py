@@ -227,7 +227,7 @@ class Pretraining(TrainingStage[PretrainSettings]):
         if falling is not None:
             return Status.SHORT, (
                 f"{settings.steps} steps are too few to tell: {falling}, and the lowest eval loss, "
-                f"{recorder.best_eval:.3f}, is less than {margin:g} nats below {guess} of {entropy:.3f}"
+                f"{recorder.best_eval:.3f}, is not {margin:g} nats below {guess} of {entropy:.3f}"
             )
         return Status.STUCK, (
             f"the eval loss never got {margin:g} nats below {guess} of {entropy:.3f} "

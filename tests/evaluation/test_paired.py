@@ -17,6 +17,7 @@ from lamina.evaluation import paired as pairing
 from lamina.evaluation.candidates import Candidate
 from lamina.evaluation.scores import Score
 from lamina.evaluation.task_sets import Wanted
+from lamina.reports import terminal
 
 
 def items(right, *, task="quiz", metric="acc", choices=4, first=0):
@@ -73,6 +74,13 @@ def test_fewer_than_six_items_that_differ_are_never_significant():
     assert pairing.paired(pd.Series(one), pd.Series([1.0] * 6 + one[6:]))["p"] < 0.05
     same = pairing.paired(pd.Series(one), pd.Series(one))
     assert (same["p"], same["difference"], same["smallest"]) == (1.0, 0.0, 6 / 50)
+
+
+def test_too_few_items_can_show_no_difference():
+    found = pairing.paired(pd.Series([0.0, 0.0]), pd.Series([0.0, 0.0]))
+    assert math.isnan(found["smallest"])  # six items of two would have to differ
+    row = {**found, "model": "b", "against": "a", "column": "Blank", "p_holm": 1.0, "smallest": None}
+    assert "none of 2 items" in terminal._paired([row])[-1]
 
 
 def test_scores_between_0_and_1_get_a_paired_t_test():

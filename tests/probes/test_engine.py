@@ -14,6 +14,7 @@ from small_models import small_model
 from tiny_contexts import context_of, lamina_model, transformers_model
 from torch import nn
 
+import lamina
 from lamina.errors import UserError
 from lamina.probes.engine.layer_calls import frozen, record_layer_calls, short_inputs
 from lamina.probes.engine.losses import is_causal, masked_positions, token_losses
@@ -302,3 +303,15 @@ def test_a_very_long_estimate_names_the_flag_that_cuts_it(own, seconds, said, ca
     Measuring._plan(measuring, {"jacobian": seconds})
     line = capsys.readouterr().err.rstrip()
     assert "--sequences" not in line if said is None else line.endswith(said)
+
+
+def test_a_note_stands_at_the_probe_that_made_it(tmp_path):
+    """All probes begin before the first one ends: a note from a beginning is not the first one's."""
+    lamina_model("post_ln", vocab_size=300).save_pretrained(tmp_path / "model")
+    text = {"tokenizer": "bytes", "corpus": "embedded", "sequences": 2, "sequence_length": 16}
+    result = lamina.api.probe_folder(
+        checkpoint=str(tmp_path / "model"), probes="gains,angular_distance", output=str(tmp_path / "out"), **text
+    )
+    notes = {name: " ".join(each["notes"]) for name, each in result["probes"].items()}
+    assert "angular distances use each sequence's last token" in notes["angular_distance"]
+    assert "angular distances" not in notes["gains"]

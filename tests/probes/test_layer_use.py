@@ -4,6 +4,7 @@ import copy
 from typing import Any, cast
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from naive_states import states
@@ -157,6 +158,18 @@ def test_the_page_names_the_least_and_the_most_used_layer():
     layers = f"0-{frame['layer'].max()}"
     tokens = frame.loc[frame["metric"] == "linear_loss_increase", "tokens"].iloc[0]
     assert linear == f"With {tokens} tokens, two standard errors cannot tell layers {layers} apart in this measure."
+
+
+def test_a_single_layer_is_not_named_both_least_and_most():
+    rows = [{"layer": 0, "metric": metric, "value": 0.25} for metric in ("causal_score", "permutation_score")]
+    rows += [{"layer": layer, "metric": "linear_loss_increase", "value": 1.0 + layer} for layer in (0, 1)]
+    texts = list(LayerUse().sentences(pd.DataFrame(rows).assign(standard_error=0.0, tokens=64)))
+    assert texts == [
+        "Skipping layer 0 changes the later layers' updates by 0.25 of the updates' norm.",
+        "Exchanging layer 0 with the next layer changes the loss by 25.00%.",
+        "Replacing a layer with a linear map increases the loss least for layer 0 (1 nats), and most for layer 1 "
+        "(2 nats).",
+    ]
 
 
 def test_a_model_that_guesses_is_noted():

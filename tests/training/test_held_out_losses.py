@@ -228,6 +228,7 @@ def test_a_run_of_a_few_steps_is_short_where_its_loss_falls(corpus, tmp_path, ra
     found = pretrain(given, bar=False)
     assert found["status"] == status
     assert ("too few to tell" in found["reason"]) == (status == "short")
+    assert ("is not 0.1 nats below" in found["reason"]) == (status == "short")  # it is above: "less than" misled
     assert "unigram entropy" in found["reason"]
     assert found["eval_loss"] > found["unigram_entropy"]
     assert found == result(tmp_path / "run")

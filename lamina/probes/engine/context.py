@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypedDict
@@ -45,6 +46,8 @@ class Context:
     """The checkpoint's tokenizer, if it has one."""
     notes: list[str] = field(default_factory=list)
     """Notes for the page, to which probes append."""
+    authors: dict[str, str] = field(default_factory=dict)
+    """The name of the probe that added a note, by note."""
     forwards: int = 0
     """The number of batches in the shared forward passes. Lamina sets this number before ``finish``."""
     progress: Callable[[int, int, str], None] = lambda done, total, label: None
@@ -86,6 +89,16 @@ class Context:
         """Log the warnings that a page would show first, for commands and functions without a page."""
         for note in (*self.warnings, *self.unread):
             logger.warning(note)
+
+    @contextmanager
+    def credit(self, name: str) -> Iterator[None]:
+        """Record the probe ``name`` as the author of each note that is added meanwhile."""
+        before = len(self.notes)
+        try:
+            yield
+        finally:
+            for note in self.notes[before:]:
+                self.authors.setdefault(note, name)
 
     def note(self, text: str) -> None:
         if text not in self.notes:

@@ -109,7 +109,8 @@ def run(
 def _attempted(context: Context, probe: Probe, broken: Callable[[Probe, Exception], None] | None) -> Iterator[None]:
     """Run a step of a probe. Add a note if the probe does not apply to the model. Call ``broken`` if it fails."""
     try:
-        yield
+        with context.credit(probe.name):
+            yield
     except UserError as error:
         if context.strict:
             raise
@@ -155,7 +156,8 @@ def _forward_passes(
 
     def see(key: tuple[int, Hashable], value: torch.Tensor) -> None:
         began = time.monotonic()
-        probes[key[0]].see(key[1], value)
+        with context.credit(probes[key[0]].name):
+            probes[key[0]].see(key[1], value)
         seconds[probes[key[0]]] += time.monotonic() - began
 
     sequences = 0
@@ -166,7 +168,8 @@ def _forward_passes(
             output = forward(root, inputs)
             for probe in streaming:
                 began = time.monotonic()
-                probe.end_batch(inputs, output)
+                with context.credit(probe.name):
+                    probe.end_batch(inputs, output)
                 seconds[probe] += time.monotonic() - began
             del output
             context.forwards = number + 1

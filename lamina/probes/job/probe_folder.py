@@ -145,7 +145,6 @@ class Measuring:
         self.bars = self.context.progress = Bars(show=bar)
         self.remaining = [probe for probe in probes if probe.name not in done]
         self.results: Json = dict(done)
-        self._noted = len(self.context.notes)
 
     def run(self, folder: Path) -> Json:
         """Measure the checkpoint, and return the content of result.json. ``probe_folder`` documents the errors."""
@@ -225,9 +224,12 @@ class Measuring:
             sentences=list(probe.sentences(frame)),
             urgent=probe.urgent(frame),
             figures=figures,
-            notes=[note for note in self.context.notes[self._noted :] if SKIPPED not in note and note not in told],
+            notes=[
+                note
+                for note, author in self.context.authors.items()
+                if author == probe.name and SKIPPED not in note and note not in told
+            ],
         )
-        self._noted = len(self.context.notes)
         self._write(*_RUNNING)
 
     def _note(self, probe: Probe, status: str, **more: object) -> None:

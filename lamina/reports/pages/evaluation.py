@@ -135,7 +135,8 @@ def _paired(rows: list[Json]) -> str:
         f"Each row subtracts the score of {rows[0]['against']} from a model's score on the same items, with a 95 % "
         "interval. If every item is either right or wrong, the p value comes from McNemar's exact test. For other "
         "scores, the p value comes from a paired t test. Holm's method adjusts the p values over the tasks. The column "
-        "“smallest to show” is the smallest difference that the test would detect with a probability of 80 %."
+        "“smallest to show” is the smallest difference that the test would detect with a probability of 80 %. With too "
+        "few items, this column is empty."
     )
     return table(_PAIRED, rows, "trials") + f'<p class="source">{escape(about)}</p>'
 

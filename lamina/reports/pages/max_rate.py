@@ -179,7 +179,7 @@ def rules(settings: Mapping[str, object]) -> list[str]:
         f"spike: the loss stayed more than {value['spike_margin']} nats above the lowest smoothed loss for "
         f"{patience}. A shorter rise does not count.",
         f"plateau: the smoothed loss fell by less than {value['plateau_margin']} nats while the learning rate "
-        f"grew by a factor of {value['plateau_factor']}. A plateau is called stuck if the loss was less than "
+        f"grew by a factor of {value['plateau_factor']}. A plateau is called stuck if the loss was not "
         f"{value['stuck_margin']} nats below the corpus's unigram entropy.",
         "Lamina reports the learning rate of the last step with the lowest smoothed loss. For a plateau, Lamina "
         "reports the learning rate of the last step in which the loss fell.",
