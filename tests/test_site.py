@@ -90,6 +90,24 @@ def test_the_results_are_five_pages_beside_the_navigation_and_the_search(site):
     assert keel.index("<details") < keel.index("Plotly.newPlot") < keel.rindex("</details>")
 
 
+def test_links_and_code_of_the_dark_scheme_have_contrast():
+    """Material's palette sets its colors at two attributes, and overrides a rule with one."""
+    style = (ROOT / "docs" / "assets" / "site.css").read_text("utf-8")
+    (colors,) = re.findall(
+        r'^\[data-md-color-scheme="slate"\]\[data-md-color-primary\] \{([^}]*)\}', style, re.MULTILINE
+    )
+
+    def luminance(color):
+        parts = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+        parts = [part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2]
+
+    code = luminance("#272a35")  # the ground of code
+    names = dict(re.findall(r"(--[\w-]+): (#\w{6})", colors))
+    assert names.keys() >= {"--md-typeset-a-color", "--md-code-hl-constant-color"}
+    assert {name: color for name, color in names.items() if (luminance(color) + 0.05) / (code + 0.05) < 4.5} == {}
+
+
 def test_no_page_asks_anything_of_a_server(site):
     pages = sorted(site.rglob("*.html"))
     assert len(pages) > 15

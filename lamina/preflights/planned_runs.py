@@ -99,7 +99,7 @@ class PlanProgress:
 
     def __init__(self, plans: int, steps: int, *, show: bool):
         self.plans, self.steps, self.show = plans, steps, show
-        self.done, self.count = 0, 0
+        self.done, self.begun, self.count = 0, 0, 0  # begun: the steps before the current run
         off = not (show and has_bars())
         self.bar = tqdm(
             total=plans * steps, desc=f"0/{plans} plans", unit="step", disable=off, leave=False, dynamic_ncols=True
@@ -109,11 +109,14 @@ class PlanProgress:
 
     def tick(self) -> None:
         self.done += 1
-        self.lines.total = max(self.lines.total, self.done + (self.plans - self.count - 1) * self.steps, self.done + 1)
+        burn_ins = math.ceil((self.done - self.begun) / self.steps)  # more than one, while no verdict is certain
+        total = self.begun + (burn_ins + self.plans - self.count - 1) * self.steps
+        self.lines.total = max(total, self.done + 1)
         self._write()
 
     def ended(self, run: PretrainSettings, verdict: VerdictWord) -> None:
         self.count += 1
+        self.begun = self.done
         self.lines.total = self.done + (self.plans - self.count) * self.steps
         if self.show:
             which = f"{run.placement} at {run.learning_rate:g}"

@@ -15,8 +15,9 @@ from lamina.cli import main
 from lamina.core.progress import ProgressLines
 from lamina.errors import UserError
 from lamina.placements.registry import get
-from lamina.preflights.planned_runs import burn_in_steps
+from lamina.preflights.planned_runs import PlanProgress, burn_in_steps
 from lamina.preflights.settings import PreflightSettings
+from lamina.training.settings import PretrainSettings
 
 TINY = {"num_layers": 3, "hidden_size": 16, "num_heads": 2, "sequence_length": 16, "batch_size": 2}
 TINY |= {"burn_in": 4, "warmup": 0.02, "sequences": 2, "threads": 1}
@@ -72,6 +73,20 @@ def test_progress_is_a_line_for_each_plan_that_ends_and_lines_with_the_steps(cor
     judged = re.findall(r"^(\w+ at [^:]+): (.+)$", said.out, flags=re.MULTILINE)
     assert ends == [f"{verdict}  {plan}  plans done {number}/4" for number, (plan, verdict) in enumerate(judged, 1)]
     assert len(ends) == 4
+
+
+def test_a_plan_without_a_verdict_is_expected_to_take_another_burn_in():
+    progress = PlanProgress(2, 4, show=False)
+
+    def totals(ticks):
+        for _ in range(ticks):
+            progress.tick()
+            yield progress.lines.total
+
+    assert list(totals(9)) == [8, 8, 8, 8, 12, 12, 12, 12, 16]
+    progress.ended(PretrainSettings(), "fine")
+    assert list(totals(4)) == [13, 13, 13, 14]
+    progress.close()
 
 
 def full(*args, **kwargs):

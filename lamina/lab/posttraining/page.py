@@ -24,7 +24,7 @@ _TUNED = {
     "eval_loss": "held-out loss {:.4f}",
     "eval_accuracy": "accuracy {:.3f}",
     "eval_reward": "held-out reward {:.4f}",
-    "eval_kl": "KL {:.3f} nats",
+    "eval_kl": "KL {:z.3f} nats",
 }
 ending_of(Kind.SFT, Kind.REWARD, Kind.RLHF, Kind.DPO)(partial(run_ended, forms=_TUNED))
 # Each curve's title, its names in metrics.jsonl (training, held out), the y axis, and the caption.

@@ -19,11 +19,13 @@ from training.tiny_runs import records
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from lamina.errors import UserError
+from lamina.lab.posttraining import page
 from lamina.lab.posttraining.pairs import dpo, reward
 from lamina.lab.posttraining.rewards import _number, in_time, make_rewards
 from lamina.lab.posttraining.rlhf import PolicyTrainer, ReMaxTrainer, rlhf, write_held_out
 from lamina.lab.posttraining.settings import RlhfSettings
 from lamina.reports import report
+from lamina.reports.terminal import run_ended
 from lamina.training.monitor.writers import read_rows
 
 ALGORITHMS = ["remax", pytest.param("rloo", marks=pytest.mark.slow), "grpo"]
@@ -417,3 +419,8 @@ def test_a_damaged_line_of_the_held_out_answers_is_named(tmp_path, caplog):
     write_held_out(path, 4, [{"prompt": 0, "reward": 2.0}])
     assert "line 2 of held_out.jsonl is not a record" in caplog.text
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 4]
+
+
+def test_a_kl_that_rounds_to_zero_has_no_sign(tmp_path):
+    said = run_ended(tmp_path, {"status": "finished", "eval_kl": -1e-6}, forms=page._TUNED)
+    assert said.splitlines()[0] == "finished: KL 0.000 nats"
