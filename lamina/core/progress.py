@@ -20,11 +20,15 @@ def has_bars() -> bool:
 
 
 class ProgressLines:
-    """Write progress lines: one every few seconds, and one at the end. With ``show=False``, write nothing."""
+    """Write progress lines: one every few seconds, and one at the end. With ``show=False``, write nothing.
 
-    def __init__(self, total: int, *, show: bool = True, every: float = EVERY):
+    Without ``at_once``, the first line also waits for ``every`` seconds.
+    """
+
+    def __init__(self, total: int, *, show: bool = True, every: float = EVERY, at_once: bool = True):
         self.total, self.show, self.every = total, show, every
-        self._begun, self._last, self._told = time.monotonic(), -float("inf"), -1
+        self._begun, self._told = time.monotonic(), -1
+        self._last = -float("inf") if at_once else self._begun
         self._seen: deque[tuple[float, int]] = deque()  # (time, finished steps), in the later half of the elapsed time
 
     def see(self, done: int, numbers: Mapping[str, str] | None = None) -> None:

@@ -28,6 +28,7 @@ from lamina.probes.engine.measure import make_context, run
 from lamina.probes.engine.probe_settings import ProbeSettings
 from lamina.probes.engine.registry import make_all
 from lamina.probes.engine.statistics import free_layers, ranking, tied
+from lamina.probes.job.probe_folder import Bars
 from lamina.probes.layer_drop import removed
 from lamina.probes.structure.hooks import evaluating
 from lamina.surgery.layer_lists import ANGLE, HARM, measure_of, refuse_twice
@@ -172,7 +173,9 @@ def chosen_layers(context: Context, by: str, drop: int) -> Choice:
         if (total := sum(seconds.values())) > _LONG:
             logger.warning(f"{name} takes about {duration(total)}. To measure less text, add a smaller --sequences")
 
+    context.progress = bars = Bars(show=True)
     frame: Frame = run(context, [probe], estimated=warn)[name]
+    bars.close()
     tokens = int(frame["tokens"].max()) if "tokens" in frame else None
     if by == ANGLE:
         groups: Frame = frame[(frame["metric"] == metric) & (frame["size"] == drop)].set_index("start")

@@ -283,6 +283,21 @@ def test_without_a_terminal_each_finished_part_is_a_line_and_a_long_plan_says_wh
     assert "--probes" not in capsys.readouterr().err
 
 
+def test_without_a_terminal_a_long_part_writes_how_far_it_is_and_a_short_part_nothing(capsys, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    bars = Bars(show=True)
+    for part, seconds in (("layer", 10.0), ("other", 0.1)):
+        for done in range(9):
+            bars(done, 8, f"without {part} {done}")
+            clock[0] += seconds
+    shown = capsys.readouterr().err.splitlines()
+    assert shown == [
+        "step 3/8 (38%)  without layer 3",
+        "step 6/8 (75%)  without layer 6  20 s left",
+    ]
+
+
 @pytest.mark.parametrize(
     ("own", "seconds", "said"),
     [

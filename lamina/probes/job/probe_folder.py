@@ -18,7 +18,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from lamina.core.json_types import Json
-from lamina.core.progress import duration, has_bars
+from lamina.core.progress import ProgressLines, duration, has_bars
 from lamina.core.specs import split
 from lamina.core.terminal import show_line
 from lamina.errors import UserError, one_line
@@ -276,14 +276,14 @@ class Measuring:
 
 
 class Bars:
-    """Show one progress bar at a time, with the time left for all probes.
+    """Show one progress bar at a time, with the time left for all probes. Outside a terminal, write progress lines.
 
     A part is a probe or the shared forward passes. The time left is the expected time of the unfinished parts, times
     the ratio of real to expected time of the finished parts.
     """
 
     def __init__(self, *, show: bool):
-        self.show, self.label, self.bar = show, "", None
+        self.show, self.label, self.bar, self._done = show, "", None, 0
         self._plan: dict[str, float] = {}
         self._finished: list[str] = []
         self._running, self._began = "", time.monotonic()
@@ -319,15 +319,16 @@ class Bars:
         return f", about {duration(remaining * pace)} left" if self._plan else ""
 
     def __call__(self, done: int, total: int, label: str) -> None:
-        if label != self.label:
+        if self.bar is None or total != self.bar.total or done < self._done:  # not at each label, to keep the pace
             self.close()
-            self.label = label
-            self.bar = tqdm(
-                total=total, desc=f"{label}{self.time_left()}", disable=not (self.show and has_bars()), leave=False
-            )
-        if self.bar is not None:
-            self.bar.total = total
-            self.bar.update(done - self.bar.n)
+            self.lines = ProgressLines(total, show=self.show and not has_bars(), every=30.0, at_once=False)
+            self.bar = tqdm(total=total, disable=not (self.show and has_bars()), leave=False)
+        if label != self.label:
+            self.bar.set_description(f"{label}{self.time_left()}")
+        self.bar.update(done - self.bar.n)
+        if done < total:
+            self.lines.see(done, {label: ""})
+        self.label, self._done = label, done
 
     def close(self) -> None:
         if self.bar is not None:
