@@ -13,7 +13,7 @@ from lamina.lab.papers.pages.folder import StudyFolder
 from lamina.lab.papers.study_catalog import STAGE
 from lamina.lab.papers.trials.store import TABLES
 from lamina.reports.ranking import listed
-from lamina.reports.records import read_parquet
+from lamina.reports.records import read_table
 
 _STOPPED = {
     "none": "reached the ceiling",
@@ -148,7 +148,7 @@ def _residual_path(folder: StudyFolder) -> list[str]:
 def _measured(folder: StudyFolder, start: str) -> Frame:
     """Return the recorded table whose name begins so, joined with the tuned runs. The table is empty if none exists."""
     for path in sorted((folder.folder / TABLES).glob(f"{start}*.parquet")):
-        rows = read_parquet(path)
+        rows = read_table(path)
         if {"layer", "metric", "value"} <= set(rows):
             if "meaning" not in rows:
                 rows = rows.assign(meaning="remove")

@@ -216,9 +216,10 @@ def flatten(mapping: Json, prefix: str = "") -> Json:
     return flat
 
 
-def read_parquet(path: Path, columns: Sequence[str] = ()) -> Frame:
-    """Read a table. Raises OSError, or ValueError if the file is not parquet or lacks one of ``columns``."""
-    table = pd.read_parquet(path.absolute())  # a relative path with a colon would look like a URI
+def read_table(path: Path, columns: Sequence[str] = ()) -> Frame:
+    """Read a .csv or .parquet file. Raises OSError, or ValueError for a damaged file or a missing column."""
+    read = pd.read_csv if path.suffix == ".csv" else pd.read_parquet
+    table: Frame = read(path.absolute())  # a relative path with a colon would look like a URI
     if missing := [name for name in columns if name not in table]:
         raise ValueError(f"{path.name} has no column {missing[0]}")
     return table
@@ -286,7 +287,7 @@ def _parts(paths: Iterable[Path]) -> Frame:
     parts = []
     for path in paths:
         try:
-            part = read_parquet(path)
+            part = read_table(path)
             part.loc[:, ["step", "value"]]
             parts.append(part)
         except (OSError, ValueError, TypeError, KeyError) as error:

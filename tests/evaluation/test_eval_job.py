@@ -23,6 +23,7 @@ from lamina.evaluation.candidates import candidates_of
 from lamina.jobs.environment import environment
 from lamina.jobs.folder import has_result
 from lamina.jobs.kinds import Kind, kind_of
+from lamina.jobs.seals import write_with_seal
 from lamina.reports import report
 from lamina.reports.pages.evaluation import headline
 from lamina.studies.evaluated import runs_of
@@ -74,6 +75,13 @@ def test_two_models_on_a_task_and_a_text(model, data_dir, text, tmp_path, capsys
     assert f"{100 * accuracy:.2f}" in (out / "table.md").read_text()
     assert r"\begin{tabular}{lrrrr}" in (out / "table.tex").read_text()
     page = (out / "report.html").read_text()
+    (out / "seal.json").unlink()  # with the digests, Lamina rejects every change of a table
+    write_with_seal(out, "result.json", result(out), ())
+    for column in ("model", "task", "metric", "filter", "value", "stderr", "items", "num_fewshot", "chance"):
+        rows.rename(columns={column: "renamed"}).to_csv(out / "results.csv", index=False)
+        with pytest.raises(UserError, match=rf"results.csv has no column {column}"):
+            report(out)
+    rows.to_csv(out / "results.csv", index=False)
     title = re.findall(r"<title>(.*)</title>", page)[0]
     best = r"\w+ scores highest on average \([\d.]+ %, guessing 25.0 %\), but no difference is significant"
     assert re.fullmatch(best + r"|No model beats random guessing on average \(\w+ [\d.]+ %, guessing 25.0 %\)", title)

@@ -17,7 +17,7 @@ from lamina.errors import UserError
 from lamina.reports.diagnosis import gather
 from lamina.reports.histories import import_history, read_history
 from lamina.reports.histories.numbers import with_commas
-from lamina.reports.records import read_parquet
+from lamina.reports.records import read_table
 from lamina.training.monitor.writers import LOSS
 
 WHOLE = (-1, "model", "all")
@@ -228,4 +228,4 @@ def test_a_table_without_a_column_is_named(tmp_path):
     """As layers.parquet of a preflight, in which one damaged byte renames a column."""
     pd.DataFrame({"step": [1], "netric": ["loss"]}).to_parquet(tmp_path / "layers.parquet")
     with pytest.raises(ValueError, match=r"layers\.parquet has no column metric"):
-        read_parquet(tmp_path / "layers.parquet", ["step", "metric"])
+        read_table(tmp_path / "layers.parquet", ["step", "metric"])

@@ -10,7 +10,9 @@ from training.tiny_runs import flags
 
 from lamina.cli import main
 from lamina.errors import UserError
+from lamina.jobs.seals import write_with_seal
 from lamina.reports import report
+from lamina.reports.records import read_table
 from lamina.studies.coordinates import STREAMS, coord_check, shares, slopes, verdict
 from lamina.studies.settings import CoordCheckSettings
 
@@ -141,6 +143,17 @@ def test_the_folder_the_page_and_going_on(corpus, tmp_path, capsys, refused):
     (folder / "result.json").write_text("3")
     with pytest.raises(UserError, match="the records of the coordinate check are incomplete"):
         report(folder)
+    (folder / "result.json").write_text(result)
+    (folder / "seal.json").unlink()  # with the digests, Lamina rejects every change of a table
+    write_with_seal(folder, "result.json", json.loads(result), ())
+    for name in ("coordinates.parquet", "slopes.csv"):
+        content, table = (folder / name).read_bytes(), read_table(folder / name)
+        for column in [column for column in table if column not in ("seed", "layer")]:  # not on the page
+            renamed = table.rename(columns={column: "renamed"})
+            renamed.to_csv(folder / name) if name.endswith("csv") else renamed.to_parquet(folder / name)
+            with pytest.raises(UserError, match=rf"are incomplete \(ValueError: {name} has no column {column}\)"):
+                report(folder)
+        (folder / name).write_bytes(content)
     (folder / "result.json").write_text(result)
 
     before = pd.read_parquet(folder / "coordinates.parquet")

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from html import escape
 from pathlib import Path
 
-import pandas as pd
-
 from lamina.core.json_types import Json
 from lamina.jobs.files import read_json
 from lamina.jobs.kinds import Kind
@@ -16,7 +14,7 @@ from lamina.reports import charts, tables
 from lamina.reports.charts import Line
 from lamina.reports.page import Section, callouts, details, figure, moment, prose, write_page
 from lamina.reports.plotting import Figure
-from lamina.reports.records import Frame, read_parquet, study_header
+from lamina.reports.records import Frame, read_table, study_header
 from lamina.reports.registry import report_of
 from lamina.reports.style import PALETTE
 from lamina.reports.tables import number, status, table, text
@@ -48,13 +46,13 @@ _SCALING = {"width": "--width-scaling standard", "depth": "--depth-scaling compl
 
 @report_of(Kind.COORD_CHECK, needs="coordinate check")
 def coordinates_report(folder: Path) -> Path:
-    sizes: Frame = read_parquet(folder / COORDINATES)
-    slopes: Frame = pd.read_csv((folder / SLOPES).absolute())
-    result = read_json(folder / RESULT)
     header = study_header(folder)
     settings: Json = header.get("settings", {})
-    verdict, words = str(result.get("verdict", "")), _WORDS["depth" if "depth" in sizes else "width"]
-    axis, scheme = words["axis"], settings.get(f"{words['axis']}_scaling", "")
+    axis = "depth" if "depth" in read_table(folder / COORDINATES) else "width"
+    sizes = read_table(folder / COORDINATES, [axis, "step", "module", "metric", "value"])
+    slopes = read_table(folder / SLOPES, ["metric", "module", "step", "slope", "low", "high", "layers", "verdict"])
+    result, words = read_json(folder / RESULT), _WORDS[axis]
+    verdict, scheme = str(result.get("verdict", "")), settings.get(f"{axis}_scaling", "")
     advice = [_SAID.get(verdict, verdict).format(**words)]
     if verdict in ("grows", "shrinks") and scheme == "none":
         advice.append(f"To scale the learning rates with the {axis}, add {_SCALING[axis]}.")

@@ -5,8 +5,6 @@ from __future__ import annotations
 from html import escape
 from pathlib import Path
 
-import pandas as pd
-
 from lamina.core.json_types import Json
 from lamina.jobs.files import read_json
 from lamina.jobs.kinds import Kind
@@ -14,7 +12,7 @@ from lamina.jobs.names import RESULT, RESULTS
 from lamina.reports import tables
 from lamina.reports.page import Section, callouts, details, figure, moment, write_page
 from lamina.reports.plotting import Figure
-from lamina.reports.records import is_number, rows_of
+from lamina.reports.records import is_number, read_table, rows_of
 from lamina.reports.registry import report_of
 from lamina.reports.style import GREY, colors, polish
 from lamina.reports.tables import (
@@ -34,7 +32,7 @@ from lamina.reports.tables import (
 
 @report_of(Kind.EVALUATION, needs="evaluation")
 def evaluation_report(folder: Path) -> Path:
-    result, rows = read_json(folder / RESULT), rows_of(pd.read_csv(folder / RESULTS))
+    result, rows = read_json(folder / RESULT), rows_of(read_table(folder / RESULTS, _COLUMNS))
     printed, models, units = result["table"], result["models"], result["units"]
     color = colors([line["arm"] for line in printed["lines"]])
     limit = result["settings"].get("limit")
@@ -92,6 +90,7 @@ _MODELS = (
     text("path", kind="reason"),
 )
 _NOTES = (text("model", kind="name"), text("unit", "task"), text("note", kind="reason"))
+_COLUMNS = ("model", "task", "metric", "filter", "value", "stderr", "items", "num_fewshot", "chance")
 _NUMBERS = (
     text("model", kind="name"),
     text("task"),

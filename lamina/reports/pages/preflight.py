@@ -21,7 +21,7 @@ from lamina.reports.charts import Line
 from lamina.reports.page import Section, details, figure, sentence, write_page
 from lamina.reports.plotting import Figure
 from lamina.reports.ranking import listed
-from lamina.reports.records import Frame, read_parquet, rows_of
+from lamina.reports.records import Frame, read_table, rows_of
 from lamina.reports.registry import report_of
 from lamina.reports.style import colors
 from lamina.reports.tables import Field, Row, chip, number, status, swatch, table, text
@@ -53,7 +53,7 @@ _COLUMNS = ("placement", "learning_rate", "step", "layer", "sublayer", "role", "
 @report_of(Kind.PREFLIGHT, needs="preflight")
 def preflight_report(folder: Path) -> Path:
     """Write ``folder/report.html`` from preflight.json (a row and the losses of each run) and layers.parquet."""
-    result, layers = read_json(folder / PREFLIGHT), read_parquet(folder / LAYERS, _COLUMNS)
+    result, layers = read_json(folder / PREFLIGHT), read_table(folder / LAYERS, _COLUMNS)
     rows: Frame = pd.DataFrame(result["rows"])
     records: list[Json] = [
         {name: math.nan if value is None else value for name, value in row.items()} for row in rows_of(rows)

@@ -26,7 +26,7 @@ from lamina.probes.job.compact import compact
 from lamina.reports import sections, tables
 from lamina.reports.page import Section, callouts, details, figure, moment, prose, sentence, write_page
 from lamina.reports.plotting import Figure
-from lamina.reports.records import Frame, groups, lenient_mapping, read_parquet, rows_of
+from lamina.reports.records import Frame, groups, lenient_mapping, read_table, rows_of
 from lamina.reports.registry import drawing_of, report_of
 from lamina.reports.screenshot import screenshot
 from lamina.reports.style import FONT, polish_own
@@ -237,7 +237,7 @@ def _measured(result: Json) -> str:
 
 def _numbers(folder: Path, name: str) -> str:
     try:
-        frame = read_parquet(_inside(folder, f"{name}.parquet"))
+        frame = read_table(_inside(folder, f"{name}.parquet"))
         numbers = main_numbers(frame)
     except (OSError, ValueError, KeyError) as error:
         return callouts([f"{name}.parquet cannot be shown: {error}"])

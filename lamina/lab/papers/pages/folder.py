@@ -19,7 +19,7 @@ from lamina.lab.papers.judging.trials import NO_ARM
 from lamina.lab.papers.study_catalog import STAGE
 from lamina.lab.papers.trials.jobs import SCORE
 from lamina.lab.papers.trials.store import TABLES
-from lamina.reports.records import Frame, complete, groups, read_parquet, rows_of, study_header
+from lamina.reports.records import Frame, complete, groups, read_table, rows_of, study_header
 
 OURS = "ours"  # the source of a study that follows no paper
 _COUNTED = {"num_layers": "layers", "steps": "steps"}
@@ -98,7 +98,7 @@ class StudyFolder:
     def table(self, measure: str) -> Frame:
         """Return a measurement's rows for all runs, with the compared settings. An unreadable file gives no rows."""
         try:
-            rows = read_parquet(self.folder / TABLES / f"{measure}.parquet")
+            rows = read_table(self.folder / TABLES / f"{measure}.parquet")
         except (OSError, ValueError):
             return pd.DataFrame()
         axes = ("key", "placement", *self.arm_axes, "learning_rate", "seed", "status")
