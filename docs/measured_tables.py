@@ -38,27 +38,17 @@ def history_odds_table() -> str:
 
 
 def alarms_table(record: dict[str, Any] | None, where: str) -> str:
-    """A row per failure of which something was missed, a list of the others, a line for healthy set-ups, and counts."""
+    """A row per failure, first those of which Lamina missed something, a line for healthy set-ups, and counts."""
     if record is None:
         return _unmeasured("alarms")
-    lines = [
-        "| failure | runs | runs with an alarm | loss rose | alarm before | right location | right cause |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    whole = []
+    missed, found = list[str](), list[str]()
     for counts in record["kinds"].values():
-        missed = (counts["failures"] - counts["told"], counts["rose"] - counts["before"])
-        missed += (counts["placed"] - counts["place"], counts["failures"] - counts["cause"])
-        if not any(missed):
-            runs = counts["failures"]
-            whole.append(f"- {_marked(counts['what'], counts)} ({runs} run{'s' * (runs > 1)})")
-            continue
-        early = f"{counts['before']}" if counts["rose"] else ""
+        runs, early = counts["failures"], f"{counts['before']}" if counts["rose"] else ""
         place = f"{counts['place']} of {counts['placed']}" if counts["placed"] else ""
-        lines.append(
-            f"| {_marked(counts['what'], counts)} | {counts['failures']} | {counts['told']} | "
-            f"{counts['rose']} | {early} | {place} | {counts['cause']} |"
-        )
+        is_whole = runs == counts["told"] == counts["cause"]
+        is_whole &= counts["rose"] == counts["before"] and counts["placed"] == counts["place"]
+        cells = [_marked(counts["what"], counts), runs, counts["told"], counts["rose"], early, place, counts["cause"]]
+        (found if is_whole else missed).append(f"| {' | '.join(map(str, cells))} |")
     setups = {"other set-ups" if name == "other" else name: counts for name, counts in record["setups"].items()}
     healthy = [
         f"{_marked(name, counts)} ({counts['alarmed_steps']} of {counts['healthy_steps']:,} steps)"
@@ -67,14 +57,17 @@ def alarms_table(record: dict[str, Any] | None, where: str) -> str:
     ]
     parts = record["parts"].items()
     names = {"seen": "seen before", "judged": "in this table", "fitted": "of the fit"}
-    texts = [f"- **Runs {names.get(name, name)}.** {_alarm_counts(c)}" for name, c in parts if c["failures"]]
-    said = [
-        "For these failures, Lamina named the right location and cause in all runs. If the loss rose, the alarm came "
-        "before the rise:",
-        "\n".join(whole),
-        *([f"Some steps of healthy set-ups raised an alarm: {', '.join(healthy)}."] if healthy else []),
+    lines = [
+        "| failure | runs | runs with an alarm | loss rose | alarm before | right location | right cause |",
+        "|---|---|---|---|---|---|---|",
+        *missed,
+        *found,
+        "",
+        *(f"- **Runs {names.get(name, name)}.** {_alarm_counts(c)}" for name, c in parts if c["failures"]),
     ]
-    return "\n".join([*lines, *(f"\n{line}" for line in said), "", *texts, "", where])
+    if healthy:
+        lines.append(f"- **Healthy runs with an alarm.** These set-ups raised alarms: {', '.join(healthy)}.")
+    return "\n".join([*lines, "", where])
 
 
 def alarms_sentence(record: dict[str, Any] | None) -> str:
