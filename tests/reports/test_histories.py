@@ -290,7 +290,7 @@ def test_the_current_folder_has_a_name(tmp_path, run, monkeypatch):
 def test_several_runs_are_refused(tmp_path, run):
     for name in ("one", "two"):
         tensorboard(tmp_path / "logs" / name, run, histograms=False)
-    with pytest.raises(UserError, match="holds several runs"):
+    with pytest.raises(UserError, match=r"holds 2 runs\. Give one of .*one, .*two"):
         read_history(tmp_path / "logs")
 
 

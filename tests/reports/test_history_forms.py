@@ -4,6 +4,7 @@
 import io
 import json
 import math
+import shutil
 import sqlite3
 import sys
 
@@ -222,6 +223,13 @@ def test_trackios_database_is_read_and_its_runs_are_told_apart(tmp_path):
     assert gather(tmp_path / "project.db-lamina").rose == ROSE
     with pytest.raises(UserError, match="holds no run 'other'"):
         lamina.diagnose(path, which="other")
+    (tmp_path / "tb").mkdir()
+    (tmp_path / "tb" / "events.out.tfevents.1").touch()
+    assert "the folder holds another run (tb/events.out.tfevents.1)" in str(read_history(tmp_path, "calm"))
+    for number in range(6):
+        shutil.copy(path, tmp_path / f"copy-{number}.db")
+    with pytest.raises(UserError, match=r"holds 7 runs\. Give one of .*copy-0\.db, .*copy-4\.db and 2 more\."):
+        lamina.diagnose(tmp_path)
 
 
 SEVERAL = {

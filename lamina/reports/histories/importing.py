@@ -36,7 +36,7 @@ from lamina.reports.histories.names import (
 )
 from lamina.reports.histories.owners import Owner, Places, places_of
 from lamina.reports.histories.recordings import Bools, Floats, Ints, Recording, Series
-from lamina.reports.histories.sources import read_runs, recorded_in, runs_in
+from lamina.reports.histories.sources import read_runs, recorded_in, runs_in, tracked
 from lamina.reports.loss_course import BEFORE, restarts, wander_of
 from lamina.training.monitor.alarms import Alarm, Alarms, events, write_alarms
 from lamina.training.monitor.loss_chart import LAG, LEAST_NOISE
@@ -157,7 +157,8 @@ def read_history(path: Path, run: str = "") -> History:
         history.notes.append(f"not read, because they have fewer than {_FEW} rows: {shown} (choose with --run)")
     if source != path:
         history.form = f"{history.form} {source.relative_to(path)}"
-        if others := [str(other.relative_to(path)) for other in runs_in(path)[1:]]:
+        beside = tracked(path) if source.suffix == ".db" else runs_in(path)[1:]
+        if others := [str(other.relative_to(path)) for other in beside]:
             shown = f"{', '.join(others[:_SHOWN])}{', ...' * (len(others) > _SHOWN)}"
             one = len(others) == 1
             history.notes.append(f"the folder holds {'another run' if one else f'{len(others)} other runs'} ({shown})")

@@ -66,7 +66,7 @@ def recorded_in(folder: Path) -> Path | None:
     databases = list(folder.glob("*.db"))
     if len(databases) == 1:
         return databases[0]
-    return folder if tracked(folder) else None
+    return folder if databases or tracked(folder) else None
 
 
 def runs_in(folder: Path) -> list[Path]:
@@ -129,11 +129,13 @@ def read_runs(path: Path) -> dict[str, Recording]:
 
 
 def _of_folder(folder: Path) -> dict[str, Recording]:
-    files = tracked(folder)
+    files = sorted(folder.glob("*.db")) or tracked(folder)
     places = sorted({file.parent for file in files})
-    if not all(place.is_relative_to(places[0]) for place in places) or sum(f.suffix == ".wandb" for f in files) > 1:
-        listed = ", ".join(map(str, (files if len(places) == 1 else places)[:5]))
-        raise UserError(f"the folder holds several runs. Give one of {listed}.")
+    whole_runs = sum(file.suffix in (".wandb", ".db") for file in files)
+    if not all(place.is_relative_to(places[0]) for place in places) or whole_runs > 1:
+        runs = files if len(places) == 1 else places
+        listed = ", ".join(map(str, runs[:5])) + f" and {len(runs) - 5} more" * (len(runs) > 5)
+        raise UserError(f"the folder holds {len(runs)} runs. Give one of {listed}.")
     runs = [read_runs(file) for file in files]
     if len(runs) == 1:
         return runs[0]
