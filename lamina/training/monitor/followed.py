@@ -96,7 +96,9 @@ def _followed(model: nn.Module, small: Inputs, layers: str | None) -> Followed:
         structure = find_structure(model, small, layers=layers)
     except Exception as error:  # an error for an unknown architecture must not end the training
         text = str(error) if isinstance(error, UserError) else f"layers: {one_line(error)}"
-        return Followed(structure=None, notes=[f"{text}. Lamina records only totals of the whole model"])
+        return Followed(
+            structure=None, notes=[f"{text.removesuffix('.')}. Lamina records only totals of the whole model"]
+        )
     main, whole = _proved(model, small, structure)
     if not whole and structure.others:  # of two equally long towers, the first may read images
         main, whole = _proved(model, small, structure, reads_tokens=False)

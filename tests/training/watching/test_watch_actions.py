@@ -62,6 +62,7 @@ def test_layers_that_cannot_be_followed_are_one_line_and_totals_are_recorded(tmp
     said = [r.message for r in caplog.records if "lamina.watch" in r.message]
     assert len(said) == 1
     assert "layers: Lamina found no layers in Flat" in said[0]
+    assert ".." not in said[0]
     assert "layers=PATH" in said[0]
     assert "\n" not in said[0]
     rows = layers(tmp_path / "run")
