@@ -83,8 +83,7 @@ def train(folder, steps=30, spoil=None, ends=None):
     stages = [Stage(whole, (0, 1)), Stage(whole, (2, 3))]
     optimizers = [torch.optim.AdamW(stage.parameters(), lr=1e-3) for stage in stages]
     pairs = zip(stages, optimizers, strict=True)
-    places = [str(folder / f"stage-{number}") for number in range(len(pairs))]
-    watches = [lamina.watch(*pair, output=at, every=1) for pair, at in zip(pairs, places, strict=True)]
+    watches = [lamina.watch(*pair, output=str(folder / f"stage-{at}"), every=1) for at, pair in enumerate(pairs)]
     first, last = (watch.__enter__() for watch in watches)
     for step, batch in enumerate(Tokens(items=2 * steps).ids.split(2), 1):
         states = stages[0](batch[:, :-1])
