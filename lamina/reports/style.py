@@ -73,6 +73,8 @@ _LOOKS = {
     "sandwich_depth_scaled": Look("#4d4d4d", "dashdot", "x"),
 }
 _PAPERS_OWN = 6  # the first looks, which differ by color alone
+# axes of whole numbers
+_COUNTED = re.compile(r"((first|later) |number .*|distance between the )?(layer|state|head)s?\b")
 _OWN = [color for color in PALETTE if color != "#44aa99"]  # for a figure that has no placements
 
 
@@ -158,7 +160,7 @@ def polish(figure: Figure, height: int) -> Figure:
     figure.update_xaxes(**axis)
     figure.update_yaxes(**axis, automargin=True)
     for letter, update in (("x", figure.update_xaxes), ("y", figure.update_yaxes)):
-        if any(re.match(r"(first )?layer", str(axis["title"].get("text", ""))) for axis in figure.axes(letter)):
+        if any(_COUNTED.match(str(axis["title"].get("text", ""))) for axis in figure.axes(letter)):
             values = [value for trace in figure.data for value in trace.get(letter, ())]
             if values and all(isinstance(value, int | float | np.number) and math.isfinite(value) for value in values):
                 span = float(max(values)) - float(min(values))

@@ -25,7 +25,7 @@ from lamina.jobs.folder import has_result
 from lamina.jobs.kinds import Kind, kind_of
 from lamina.jobs.seals import write_with_seal
 from lamina.reports import report
-from lamina.reports.pages.evaluation import headline
+from lamina.reports.pages.evaluation import _bars, headline
 from lamina.studies.evaluated import runs_of
 from lamina.training.pretrain import pretrain
 
@@ -450,3 +450,11 @@ def test_an_unknown_task_is_refused_before_the_folder_is_touched(tmp_path, data_
 def test_the_title_says_whether_a_model_is_above_guessing(scores, title):
     lines = [{"arm": arm, "mean": [score]} for arm, score in zip(("pre_ln", "keel"), scores, strict=False)]
     assert headline({"lines": lines, "shares": [True], "headings": ["Avg."], "chance": [28.6]}, []) == title
+
+
+def test_the_dashes_of_guessing_are_not_wider_than_their_columns_on_a_phone():
+    headings = list("abcdefgh")
+    line = {"arm": "keel", "mean": [50.0] * 8, "std": [None] * 8}
+    printed = {"lines": [line], "shares": [True] * 8, "headings": headings, "chance": [25.0] * 8}
+    (dashes,) = (trace for trace in _bars(printed, {"keel": "#000"}).data if trace.get("name") == "guessing")
+    assert 1.4 * dashes["marker"]["size"] <= 255 / len(headings)  # a line-ew marker is 1.4 times its size

@@ -22,10 +22,11 @@ from lamina.jobs.folder import is_locked, lock
 from lamina.reports import figures, report, summarize
 from lamina.reports import registry as following
 from lamina.reports.figures import loss_curves
+from lamina.reports.pages import diagnosis
 from lamina.reports.plotting import Figure
 from lamina.reports.records import Trial, read_study
 from lamina.reports.screenshot import screenshot
-from lamina.reports.style import Shown, colors, log_ticks, look, looks, to_html
+from lamina.reports.style import Shown, colors, log_ticks, look, looks, polish, to_html
 
 
 @pytest.fixture(scope="module")
@@ -384,3 +385,20 @@ def test_a_lock_is_seen_and_not_taken(tmp_path):
     with lock(tmp_path):
         assert is_locked(tmp_path)
     assert not is_locked(tmp_path)
+
+
+INTEGERS = "layer", "state", "later layer", "number of the sub-layer (-1: the embedding)", "distance between the layers"
+
+
+@pytest.mark.parametrize("title", [*INTEGERS, "rank", "statement", "headroom in layer 1"])
+def test_an_axis_of_layers_or_states_has_no_ticks_between_them(title):
+    figure = Figure()
+    figure.add_scatter(x=[0, 1, 2], y=[0.1, 0.2, 0.3])
+    figure.update_xaxes(title=title)
+    assert polish(figure, 300).axes("x")[0].get("dtick") == (1 if title in INTEGERS else None)
+
+
+def test_the_first_anomaly_and_the_rise_do_not_differ_by_color_alone():
+    marks = [(3, diagnosis._COLORS[1]), (4, diagnosis._COLORS[0])]
+    drawn = diagnosis._lines([("loss", "#000", range(9), [1.0] * 9)], "loss", marks)
+    assert [shape["line"]["dash"] for shape in drawn.layout["shapes"]] == ["dot", "dash"]

@@ -107,7 +107,7 @@ def loss_chart(evidence: Evidence) -> str:
     marks = " The red line marks the rise of the loss." * (evidence.rise is not None)
     if (first := evidence.anomaly) is not None:
         at_once = first.step == evidence.rise
-        marks += " The first anomaly is in the same step." if at_once else " The orange line marks the first anomaly."
+        marks += " The first anomaly is in the same step." if at_once else " The dotted line marks the first anomaly."
     course = _drawn(evidence, [("loss", _COLORS[2], *charts.series(losses))], "loss")
     return figure(course if losses else None, f"Training loss at every recorded step.{marks}")
 
@@ -197,7 +197,8 @@ def _lines(lines: Sequence[Drawn], quantity: str, marks: Sequence[tuple[int, str
             hover=f"{name}, {unit} %{{x}}: %{{y:.4g}}",
         ).draw(picture)
     for step, color in marks:
-        picture.add_vline(x=step, line={"color": color, "width": 1.2, "dash": "dash"})
+        dash = "dot" if color == _COLORS[1] else "dash"
+        picture.add_vline(x=step, line={"color": color, "width": 1.2, "dash": dash})
     few = max((max(steps) - min(steps) for _, _, steps, _ in lines if len(steps)), default=0) < _FEW
     picture.update_xaxes(title=unit, dtick=1 if few else None).update_yaxes(title=quantity, exponentformat="power")
     return polish(picture, 340)

@@ -83,7 +83,7 @@ def headline(printed: Json, paired: list[Json]) -> str:
 
 _MODELS = (
     text("name", "model", kind="name"),
-    text("arm"),
+    text("arm", "setting"),
     number("seed", ".0f"),
     status("status", "run"),
     number("parameters", ",.0f"),
@@ -185,12 +185,13 @@ def _bars(printed: Json, color: dict[str, str]) -> Figure | None:
     chance = printed.get("chance") or [None] * len(printed["headings"])
     levels = [at for at in scored if is_number(chance[at])]
     if levels:
+        wide = min(46, 180 / len(scored))  # a column's width on a phone
         chart.add_scatter(
             x=[escape(printed["headings"][at]) for at in levels],
             y=[chance[at] for at in levels],
             mode="markers",
             name=GUESSING,
-            marker={"symbol": "line-ew", "size": 46, "line": {"width": 2, "color": GREY}, "color": GREY},
+            marker={"symbol": "line-ew", "size": wide, "line": {"width": 2, "color": GREY}, "color": GREY},
         )
     bars = len(scored) * len(printed["lines"])
     chart.update_layout(barmode="group", bargap=max(0.2, 1 - 0.12 * bars))
