@@ -6,6 +6,7 @@ lowers the number of steps. What cannot run is in ``NOT_RUN``, with the reason.
 """
 
 import io
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from documented import typed, words_of
 from documented_scenes import after_pretraining, lay, loop, shorten
 from spread import spread
 
+from lamina.catalog import JOBS
 from lamina.cli import main
 from lamina.placements import registry as placements
 from lamina.placements.wirings import WIRINGS
@@ -106,3 +108,20 @@ def test_what_is_not_run_is_written_somewhere():
         assert any(f"{each}\n".startswith(start) for each in said), start
     for page, test in PYTHON_ELSEWHERE.items():
         assert page.removesuffix(".md") in (Path(__file__).parent.parent / test).read_text("utf-8")
+
+
+def test_no_two_lines_of_a_page_start_jobs_in_the_same_folder():
+    """The second line would stop, because the first one's job is there."""
+    again = re.compile(r"--(resume|overwrite|list|compare|dry-run)\b")
+    folders = {name: str(row.folder_of({})) for name, row in JOBS.items() if name not in ("preflight", "study")}
+    twice = []
+    for page, parts in TYPED.items():
+        seen = set()
+        for said in (said for language, said in parts if language == "bash" and not again.search(said)):
+            words = (words_of(said) if "lamina " in said else None) or [""]
+            if words[0] not in folders or words[-1] == "...":
+                continue
+            folder = words[words.index("--output") + 1] if "--output" in words else folders[words[0]]
+            twice += [f"{page}: {said}"] * (folder in seen)
+            seen.add(folder)
+    assert twice == []

@@ -515,6 +515,8 @@ def growth(variance: Frame, linear: float, exponential: float) -> str:
     fits = f"(R^2 {linear:.2f} linear, {exponential:.2f} exponential)"
     if max(linear, exponential) < FITS:
         return text + f". Neither a linear nor an exponential curve fits {fits}."
+    if f"{linear:.2f}" == f"{exponential:.2f}":
+        return text + f". A linear and an exponential curve fit equally well {fits}."
     kind = "A linear" if linear >= exponential else "An exponential"
     return text + f". {kind} curve fits better {fits}."
 

@@ -135,8 +135,9 @@ class JacobianProbe(ShortProbe):
         for batch, inputs in enumerate(self.inputs):
             self._measure(context, inputs, f"Jacobians of {batch + 1}/{len(self.inputs)}")
         sequences, tokens = self.measured(context)
-        length = f" of {tokens / sequences:g} tokens each" if tokens else ""
-        context.notes.append(f"Jacobians: Lamina measured {sequences} sequences{length}. A Jacobian covers all tokens.")
+        length = f" of {tokens / sequences:g} tokens" if tokens else ""
+        many = "one sequence" if sequences == 1 else f"{sequences} sequences"
+        context.notes.append(f"Jacobians: Lamina measured {many}{length}. A Jacobian covers all tokens.")
         if self._unfinished:
             context.notes.append(
                 f"Jacobians: after {self.options['iterations']} iterations, {self._unfinished} spectral norms had a "

@@ -34,10 +34,10 @@ COMPARE = JobRow(
     ),
     examples="""
   lamina compare
-  lamina compare --placements pre_ln,peri_ln,keel --num-layers 48 --hidden-size 64 --steps 200
+  lamina compare --placements pre_ln,peri_ln,keel --num-layers 48 --hidden-size 64 --steps 200 --output runs/deep
   lamina compare --corpus books/ --tokenizer bpe:4096 --learning-rates 1e-3,3e-3,1e-2 --seeds 0,1,2 --output runs/books
-  lamina compare --learning-rates 3e-3,1e-2 --learning-rates-of "keel=1e-2,3e-2; post_ln=1e-4,1e-3"
-  lamina compare --placements "mix_ln(alpha=0.5),my_placement.yaml" --init same:normal
+  lamina compare --learning-rates 3e-3,1e-2 --learning-rates-of "keel=1e-2,3e-2; post_ln=1e-4,1e-3" --output runs/rates
+  lamina compare --placements "mix_ln(alpha=0.5),my_placement.yaml" --init same:normal --output runs/own
   lamina compare --output runs/books --resume
 """,
     settings=lambda: every_settings().CompareSettings,
@@ -69,7 +69,8 @@ COORD_CHECK = JobRow(
     examples="""
   lamina coord-check
   lamina coord-check --placement keel --width-scaling none --output runs/keel-plain
-  lamina coord-check --backbone llama-71m --num-layers 12 --widths 128,256,512,1024 --width-scaling mup
+  lamina coord-check --backbone llama-71m --num-layers 12 --widths 128,256,512,1024 --width-scaling mup \\
+                     --output runs/mup
   lamina coord-check --depths 8,16,32 --depth-scaling completep --output runs/depths
 """,
     settings=lambda: every_settings().CoordCheckSettings,
@@ -98,7 +99,8 @@ TRANSFER = JobRow(
     examples="""
   lamina transfer
   lamina transfer --placement fusenorm --backbone llama-5b --untie-embeddings --proxy-width 640 --output runs/ws
-  lamina transfer --learning-rates 1e-3,4e-3,1.6e-2,6.4e-2 --verify-rates 4e-3,6.4e-2 --verify-width 256
+  lamina transfer --learning-rates 1e-3,4e-3,1.6e-2,6.4e-2 --verify-rates 4e-3,6.4e-2 --verify-width 256 \\
+                  --output runs/verified
   lamina transfer --output runs/ws --resume
 """,
     settings=lambda: every_settings().TransferSettings,
@@ -133,7 +135,8 @@ MAX_LR = JobRow(
     examples="""
   lamina max-lr
   lamina max-lr --placements post_ln,mix_ln,pre_ln,keel --seeds 0,1,2,3,4 --output runs/limits
-  lamina max-lr --backbone llama-71m --corpus books/ --tokenizer bpe:8192 --steps 5000 --max-learning-rate 5e-2
+  lamina max-lr --backbone llama-71m --corpus books/ --tokenizer bpe:8192 --steps 5000 --max-learning-rate 5e-2 \\
+                --output runs/books-limit
   lamina max-lr --output runs/limits --resume
 """,
     settings=lambda: every_settings().MaxRateStudySettings,

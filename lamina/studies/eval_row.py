@@ -47,7 +47,7 @@ row per model. results.csv holds all numbers, and items/ holds the scores of eve
     examples="""
   lamina eval runs/keel-64 --corpus my_text.txt
   lamina eval runs/keel-64 runs/pre-64 --tasks generated --output runs/scores
-  lamina eval models/smollm2 --tasks peri_ln --limit 200 --data-dir eval-data
+  lamina eval models/smollm2 --tasks peri_ln --limit 200 --data-dir eval-data --output runs/peri-200
   lamina eval models/smollm2 --tasks arc_easy,hellaswag@5 --output runs/smollm2
   lamina eval runs/compare --tasks peri_ln --data-dir eval-data --output runs/peri --resume=auto
   lamina eval --compare runs/scores-a runs/scores-b --output runs/a-and-b

@@ -3,6 +3,7 @@
 import math
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from probes.tiny import bert, blocks, llama, outputs, states, value
@@ -12,7 +13,7 @@ from lamina.probes.engine.context import Context
 from lamina.probes.engine.measure import make_context, probe, run
 from lamina.probes.engine.probe_settings import ProbeSettings
 from lamina.probes.engine.statistics import TokenStates, as_tokens
-from lamina.probes.hidden_states import HiddenStates, moments, r_squared
+from lamina.probes.hidden_states import HiddenStates, growth, moments, r_squared
 
 
 def measure(model, ids, spec="hidden_states", **settings):
@@ -210,6 +211,9 @@ def test_growth_tells_a_line_from_an_exponential():
     assert r_squared([1.0, 2.0, 3.0]) == pytest.approx(1.0)
     assert math.isnan(r_squared([1.0, 1.0, 1.0]))
     assert r_squared(np.exp(np.arange(12.0)).tolist()) < r_squared(np.arange(12.0).tolist())
+    states = pd.Series([0.1, 0.9, 1.0])
+    assert growth(states, 0.754, 0.746).endswith("equally well (R^2 0.75 linear, 0.75 exponential).")
+    assert "A linear curve fits better" in growth(states, 0.76, 0.75)
 
 
 def test_one_tensor_watched_at_two_points_is_not_mistaken_for_another():

@@ -144,7 +144,9 @@ def test_a_total_norm_below_the_smallest_float32():
     model = lamina_model("post_ln", num_layers=2, scale=0.02)
     for part in (layer.feed_forward for layer in model.model.backbone.layers):
         torch.nn.init.constant_(part.post_norm.weight, 1e-30)
-    frame = measured(exact(), context_of(model, sequences=1))
+    context = context_of(model, sequences=1)
+    frame = measured(exact(), context)
+    assert any("Lamina measured one sequence of 5 tokens." in note for note in context.notes)
     total = value(frame, "log10_total", "jacobian")
     assert -60 < total < -50
     assert total == pytest.approx(value(frame, "log10_product", "jacobian"), abs=1.0)
@@ -156,6 +158,7 @@ def test_what_was_not_found_exactly_is_said_and_the_model_is_left_as_it_was():
     before = model.config._attn_implementation
     frame = measured(JacobianProbe(iterations=1), context)
     assert any("lower bounds" in note for note in context.notes)
+    assert "Jacobians: Lamina measured 2 sequences of 5 tokens. A Jacobian covers all tokens." in context.notes
     assert (frame[frame.metric == "residual"].value > 0.01).any()
     assert all(parameter.requires_grad for parameter in model.parameters())
     assert model.config._attn_implementation == before

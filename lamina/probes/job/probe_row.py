@@ -53,7 +53,7 @@ PROBE = JobRow(
     examples="""
   lamina probe runs/keel-64
   lamina probe models/smollm2 --probes hidden_states,angular_distance,layer_drop --output runs/smollm2
-  lamina probe models/bert --corpus my_texts/ --sequences 256 --sequence-length 128
+  lamina probe models/bert --corpus my_texts/ --sequences 256 --sequence-length 128 --output runs/bert
   lamina probe models/smollm2 --probes "angular_distance(tokens=all)" --output runs/smollm2 --resume
   lamina probe --list
 """,
