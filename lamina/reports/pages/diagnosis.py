@@ -106,8 +106,8 @@ def loss_chart(evidence: Evidence) -> str:
     losses = evidence.losses
     marks = " The red line marks the rise of the loss." * (evidence.rise is not None)
     if (first := evidence.anomaly) is not None:
-        at_once = first.step == evidence.rise
-        marks += " The first anomaly is in the same step." if at_once else " The dotted line marks the first anomaly."
+        apart = " The orange line marks the first anomaly (dotted)."
+        marks += " The first anomaly is in the same step." if first.step == evidence.rise else apart
     course = _drawn(evidence, [("loss", _COLORS[2], *charts.series(losses))], "loss")
     return figure(course if losses else None, f"Training loss at every recorded step.{marks}")
 
