@@ -205,7 +205,7 @@ def _rise_in(losses: Mapping[int, float], steps: Sequence[int], *, may_wander: b
         before, after = values[max(0, number - BEFORE) : number], values[number : number + AFTER]
         high = isfinite(values[number]) and risen(before, after)
         if high and may_wander:
-            high = risen(before, after, wanders=wander_of(values[:number]))
+            high = risen(before, after, wanders=wander_of(values[max(0, number - 4 * BEFORE) : number]))
         if high or not isfinite(values[number]):
             return step if guard.above_since is None else steps[guard.above_since]
         try:

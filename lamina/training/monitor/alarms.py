@@ -132,11 +132,14 @@ class Alarms(Rules):
         self._tell(self._followed(math.inf, begun=math.inf))
 
     def _tell(self, alarms: Sequence[Alarm]) -> list[Alarm]:
+        self.news = ""
+        if not alarms:
+            return []
         alarms = sorted(alarms, key=lambda alarm: alarm.order)
         told = [alarm for alarm in alarms if alarm.rule != NOTABLE]
         self.news = describe(told[0], self.paths) if told and told[0].step > self._last + EVENT else ""
         self.marked |= {alarm.step for alarm in told}
-        since = bisect_left(self.told, alarms[0].step, key=_STEP) if alarms else len(self.told)
+        since = bisect_left(self.told, alarms[0].step, key=_STEP)
         told_keys = {(alarm.step, _key(alarm)) for alarm in self.told[since:]}  # a resumed run tells what it had told
         if new := [alarm for alarm in alarms if (alarm.step, _key(alarm)) not in told_keys]:
             self.told[since:] = sorted([*self.told[since:], *new], key=_STEP)
@@ -181,6 +184,8 @@ class Alarms(Rules):
     def _followed(self, step: float, begun: float) -> list[Alarm]:
         """Return new notable batches, and the unusual gradients that a new alarm confirms."""
         told: list[Alarm] = []
+        if not (self._high or self._single):
+            return told
         high = [(key, values[0]) for key, values in self._high.items()]
         for key, alarm in [*high, *((None, alarm) for alarm in self._single)]:
             if key is None and alarm.step < self._done_at <= begun:
@@ -193,7 +198,8 @@ class Alarms(Rules):
         over = [alarm for alarm in self._single if alarm.step + HELD < step and alarm not in told]
         self._single = [alarm for alarm in self._single if alarm not in (*told, *over)]
         steps = {alarm.step for alarm in over if alarm.step > self._last + EVENT}  # else outliers of an event
-        for at in sorted(steps - {alarm.step for alarm in self.told}) if steps else ():
+        since = bisect_left(self.told, min(steps), key=_STEP) if steps else len(self.told)
+        for at in sorted(steps - {alarm.step for alarm in self.told[since:]}):
             largest = max((alarm for alarm in over if alarm.step == at), key=lambda alarm: alarm.excess)
             told.append(replace(largest, rule=NOTABLE))
         return told

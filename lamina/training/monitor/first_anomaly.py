@@ -90,4 +90,4 @@ def _calm_steps(
     later = steps[bisect_left(steps, between.start) : bisect_left(steps, between.stop)]
     threes = zip(later, later[1:], later[2:], strict=False)
     most = max(times * usual, usual + noise)
-    return {three[-1] for three in threes if statistics.median(values[step] for step in three) <= most}
+    return {three[-1] for three in threes if sorted([values[step] for step in three])[1] <= most}

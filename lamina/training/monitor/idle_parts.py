@@ -54,7 +54,7 @@ class IdleParts:
         """
         idle = {part for members in groups for part in self._behind(members, recent)} | self._without_tokens(loads)
         new, self.named = idle - self.named, idle | {part for part in self.named if self.runs[part]}
-        for metric, words in _WORDS.items():
+        for metric, words in _WORDS.items() if new else ():
             which = sorted(part for part in new if part[3] == metric)
             if which and self.told.get(metric, 0) < TOLD:
                 self.told[metric] = self.told.get(metric, 0) + 1

@@ -163,9 +163,9 @@ class Rules:
             return
         if self._policy.idle:
             rows = [row for row in rows if row.metric not in _STILL or not math.isfinite(row.value)]
-        changed = {row.location for row in rows if row.metric == "trained_changed"}
-        self._changed |= dict.fromkeys(changed, step)
-        self._restart(changed)
+        if changed := {row.location for row in rows if row.metric == "trained_changed"}:
+            self._changed |= dict.fromkeys(changed, step)
+            self._restart(changed)
         yield from self._schedule(step, rate if latest else None)
         new = {owner for owner, at in self._changed.items() if step < at + INTERVAL}  # Adam's first steps are large
         starts = self._estimated(step, rows)
@@ -198,7 +198,7 @@ class Rules:
             if row.metric == LOSS and math.isfinite(row.value):
                 yield from self._loss(row)
         yield from self._scaler(rows)
-        groups = [members for metric in _LAGS for members in self._groups(rows, metric)]
+        groups = [members for metric in _LAGS for members in self._groups(rows, metric)] if compares else []
         self.notes += self._idle.see(step, groups, (row for row in rows if row.metric == "expert_load"), self._recent)
 
     def _rewarded(self, step: int, rows: Sequence[Row]) -> Iterator[Found]:
@@ -240,8 +240,6 @@ class Rules:
 
     def _restart(self, owners: Collection[Location]) -> None:
         """Forget past measurements of the whole model, and of parts with a change in the trained parameters."""
-        if not owners:
-            return
         # if many parts have changed, Lamina forgets everything
         several = len(set(owners)) > max(1, FEW * len(self._weights))
         blocks = {(layer, "block") for layer, _, _ in owners if layer >= 0}
@@ -310,7 +308,9 @@ class Rules:
             if metric in COURSES and (course := self._course(rule, row, sign)) is not None:
                 self.note_score(course.name, course.score)
                 course_now = course if course.left and not course_now.left else course_now
-            yield course_now._replace(left=score > STANDS_OUT) if metric in GRADIENTS and rule == "rise" else course_now
+            if metric in GRADIENTS and rule == "rise":
+                course_now = Found(rule, row, course_now.usual, score > STANDS_OUT, course_now.name, course_now.score)
+            yield course_now
         recent.append(scaled)
         self._seen[series_of(row)] = last, step
 
@@ -511,7 +511,8 @@ class Rules:
                 yield Found("fall", row, usual, left=len(past) >= EVERY_STEP and usual > MATCH and row.value < NO_MATCH)
                 past.append(row.value)
             elif row.metric == LOSS:
-                yield Found("repeated", row._replace(metric="batch_repeats", value=again), 0.0, left=again >= REPEATS)
+                repeats = Row(row.step, *row.location, row.number, "batch_repeats", again)
+                yield Found("repeated", repeats, 0.0, left=again >= REPEATS)
 
     def _loss(self, row: Row) -> Iterator[Found]:
         """Judge the first loss, and the loss's rises and falls."""
@@ -522,10 +523,9 @@ class Rules:
             yield self._fitted("guess", row._replace(sublayer="block", role="readout"), guess, row.value / guess)
         learns = row.step < max(self._changed.values(), default=-2 * WINDOW) + 2 * WINDOW
         varies = self._chance or self._writes.means > 0
-        for rule, usual, total, left in self._loss_chart.see(
-            row.value, self.limits, guess, varies=varies, learns=learns
-        ):
-            yield self._fitted(rule, row, usual, total)._replace(left=left)
+        seen = self._loss_chart.see(row.value, self.limits, guess, varies=varies, learns=learns)
+        for rule, usual, total, left in seen:
+            yield Found(rule, row, usual, left, f"{rule}/{LOSS}", total)
 
     def _scaler(self, rows: Sequence[Row]) -> Iterator[Found]:
         """Count consecutive steps that a loss scaler skipped. Skipped steps have a loss but no gradient."""
