@@ -43,7 +43,7 @@ def runs(base, pairs, tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
     seven = write_rows(folder / "held_out.jsonl", uneven())
     rows = write_rows(folder / "rows.jsonl", answers(24))
-    other = write_rows(folder / "other.jsonl", [{"text": "what it may forget " * 20}])
+    other = write_rows(folder / "other.jsonl", [{"text": "what it may forget " * 80}])
     rewards = write_reward(folder, "answer.count('a') - len(answer) / 9")
     filled = {"eval_corpus": str(other), "from_model": str(write_foreign(folder / "arcee", "arcee"))}
 
