@@ -28,15 +28,22 @@ class Guess:
     @classmethod
     def of(cls, row: Mapping[str, object]) -> Guess:
         """Return the words for a run's kind of data. Only runs on images have a top-5 accuracy."""
-        return _OF_IMAGES if is_number(row.get("top5_accuracy")) else _OF_TEXT
+        if is_number(row.get("top5_accuracy")):
+            return _OF_IMAGES
+        loss, bits = row.get("eval_loss"), row.get("bits_per_byte")
+        # if each token is a byte, the text has a few more tokens than bytes, because of the end-of-text tokens
+        is_bytes = is_number(loss) and is_number(bits) and loss > 0 and 0.9999 < bits * math.log(2) / loss < 1.01
+        return _OF_BYTES if is_bytes else _OF_TEXT
 
     @classmethod
     def of_any(cls, results: Frame) -> Guess:
-        """Return the words for all runs in a table. A failed run may lack an accuracy, so Lamina reads all rows."""
-        return _OF_IMAGES if any(cls.of(row) == _OF_IMAGES for row in rows_of(results)) else _OF_TEXT
+        """Return the words for all runs in a table. A failed run may lack the numbers, so Lamina reads all rows."""
+        words = {cls.of(row) for row in rows_of(results) if is_number(row.get("eval_loss"))}
+        return _OF_IMAGES if _OF_IMAGES in words else _OF_BYTES if words == {_OF_BYTES} else _OF_TEXT
 
 
 _OF_TEXT = Guess("unigram entropy", "token", "context", "nats per token")
+_OF_BYTES = Guess("unigram entropy", "byte", "context", "nats per byte")
 _OF_IMAGES = Guess("entropy of the classes", "class", "images", "nats per image")
 
 

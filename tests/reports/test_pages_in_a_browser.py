@@ -143,12 +143,12 @@ def saved_rows(page, folder, *clicks):
 def test_the_csv_of_the_loss_is_in_the_unit_that_is_shown_with_its_spread(page, tmp_path):
     save, press = ('#loss [aria-label$="as CSV"]', 0), ('#loss [aria-label="Draw against FLOPs"]', 0)
     tokens, flops = saved_rows(page, tmp_path, save, press, save)
-    assert list(tokens[0]) == ["panel", "line", "tokens", "loss (nats per token)", "low", "high", "note"]
+    assert list(tokens[0]) == ["panel", "line", "tokens", "loss (nats per byte)", "low", "high", "note"]
     lines = ("eval loss", "training loss, seed 0", "training loss, seed 1")
     assert {row["line"] for row in tokens} == {f"{name}, {line}" for name in ("pre_ln", "keel") for line in lines}
     assert {row["panel"] for row in tokens} == {""}
     evaluated = [row for row in tokens if row["line"] == "keel, eval loss"]
-    assert all(float(row["low"]) <= float(row["loss (nats per token)"]) <= float(row["high"]) for row in evaluated)
+    assert all(float(row["low"]) <= float(row["loss (nats per byte)"]) <= float(row["high"]) for row in evaluated)
     assert max(float(row["FLOPs"]) for row in flops) > 1e3 * max(float(row["tokens"]) for row in tokens)
 
 

@@ -1,5 +1,6 @@
 """The figures of a study: their numbers are those of its tables, on a page and for a paper."""
 
+import math
 import xml.etree.ElementTree as ElementTree
 
 import pandas as pd
@@ -233,6 +234,10 @@ def with_measure(folder, name, rows):
 def test_a_loss_has_the_unit_of_what_was_trained(tmp_path):
     study = read_folder(write_claims_study(tmp_path / "text"))
     assert value_title(study, "eval_loss") == "eval loss (nats per token)"
+    for bits, unit in ((1.0001, "byte"), (0.9, "token")):  # bits per byte, for each bit of loss per token
+        rate = bits / math.log(2)
+        study = changed(tmp_path / "text", lambda rows, rate=rate: rows.assign(bits_per_byte=rate * rows["eval_loss"]))
+        assert value_title(study, "eval_loss") == f"eval loss (nats per {unit})"
     images = changed(write_claims_study(tmp_path / "images"), lambda rows: rows.assign(accuracy=0.7, top5_accuracy=0.9))
     assert {drawing.y.title for drawing in chosen(images)[0]} == {"eval loss (nats per image)"}
     assert "eval loss (nats per image)" in claims_report(tmp_path / "images").read_text("utf-8")
