@@ -116,7 +116,7 @@ class Grid:
         return number + self.across >= self.count
 
 
-def side_by_side(
+def in_panels(
     titles: Sequence[str], lines: Iterable[tuple[int, Line]], x: str, y: str, height: int = 430, *, log: bool = False
 ) -> Figure:
     """Draw lines in a row of panels with one y axis. ``lines`` has pairs of a panel number (from 1) and a line."""

@@ -81,7 +81,7 @@ def ends(items: Sequence[Shown], quantity: Quantity) -> Figure | None:
             values = pd.DataFrame(np.stack([own[:, column] for own in arrays], axis=1), index=layers)
             lines.append((panel, _mean_with_range(item, values, log=quantity.log, legend=panel == 1)))
     depth = _axis(quantity, [table for _, seeds in tables for table in seeds])
-    return charts.side_by_side(captions, lines, depth, quantity.label, log=quantity.log)
+    return charts.in_panels(captions, lines, depth, quantity.label, log=quantity.log)
 
 
 def _axis(quantity: Quantity, tables: Sequence[Frame]) -> str:

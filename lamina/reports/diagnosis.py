@@ -44,7 +44,7 @@ from lamina.reports.loss_course import BEFORE, back_at, restarts, rise_begins, r
 from lamina.reports.signs import Signs
 from lamina.training.monitor.alarms import EVENT, NOTABLE, Alarm, describe, place_in_words, read_alarms, says_where
 from lamina.training.monitor.batches import beginning_of, read_batches
-from lamina.training.monitor.writers import LOSS, NORM, RATE, Row, read_about, read_rows
+from lamina.training.monitor.writers import LOSS, NORM, RATE, Row, by_step, read_about, read_rows
 
 _NO_STATE = "Trainer writes trainer_state.json with its first checkpoint: until then, give Trainer's printed log."
 _GIVE = "Give the folder of a run, or another tool's record."
@@ -149,7 +149,7 @@ def gather(folder: Path) -> Evidence:
         settings = read_config(folder)
     told, logged = sorted(read_alarms(folder), key=lambda alarm: alarm.order), RunFolder(folder).metrics
     losses, rates = (
-        {row.step: row.value for row in every if row.metric == metric}
+        by_step(every, metric)
         or {record["step"]: float(record[name]) for record in logged if isinstance(record.get(name), int | float)}
         for metric, name in ((LOSS, "loss"), (RATE, RATE))
     )
@@ -170,7 +170,7 @@ def gather(folder: Path) -> Evidence:
         view=_view(history.get("metrics", ())) if history else "",
         falls=tuple(history.get("falls", ())),
         opposed=opposed,
-        epochs={row.step: row.value for row in every if row.metric == EPOCH},
+        epochs=by_step(every, EPOCH),
         rows=rows,
         batches=batches,
         watched=kind_of(folder) == Kind.WATCHED,
@@ -178,7 +178,7 @@ def gather(folder: Path) -> Evidence:
         lags=bool(history.get("lags")),
         losses=losses,
         rates=rates,
-        norms={row.step: row.value for row in every if row.metric == NORM},
+        norms=by_step(every, NORM),
         alarms=alarms,
         notable=tuple(alarm for alarm in told if alarm.rule == NOTABLE),
         rose=rose,
@@ -389,10 +389,11 @@ def _recorded(evidence: Evidence, cause: Cause) -> tuple[str, list[str], str]:
                 "",
             )
         if cause.name == "optimizer groups" and alarm.metric == "rate_ratio":
+            part = place_in_words(alarm.location)
             return (
-                f"In the record, the learning rate of {place_in_words(alarm)} is {alarm.excess:.3g} times the other "
-                "parameters' learning rate.",
-                [f"give {place_in_words(alarm)} the same learning rate as the other parameters"],
+                f"In the record, the learning rate of {part} is {alarm.excess:.3g} times the other parameters' "
+                "learning rate.",
+                [f"give {part} the same learning rate as the other parameters"],
                 "",
             )
     return "", [], ""
@@ -439,7 +440,7 @@ def _filled(text: str, evidence: Evidence, cause: Cause | None = None) -> str:
     """Insert the step and location of the first anomaly into a text, or the step of the learning rate's jump."""
     first, jump = evidence.anomaly, _jump(evidence) if cause is not None and "rate: jumped" in cause.proofs else None
     step = jump[0] if jump is not None else "" if first is None else first.step
-    where = "" if first is None else place_in_words(evidence.place or first)
+    where = "" if first is None else place_in_words((evidence.place or first).location)
     text = text.replace("{batch}", _batches(evidence, first)) if first is not None else text
     return text.replace("{step}", str(step)).replace("{where}", where)
 

@@ -6,17 +6,15 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from lamina.core.text import in_units, ranges
 from lamina.errors import UserError
 from lamina.reports.histories import History, is_history, read_history
-from lamina.training.monitor.alarms import Alarm, in_words, place_in_words
+from lamina.training.monitor.alarms import in_words, place_in_words
 from lamina.training.monitor.loss_chart import noise_of
-from lamina.training.monitor.writers import LOSS, NORM, RATE, Row, read_about, read_rows
+from lamina.training.monitor.writers import LOSS, NORM, RATE, read_about, read_rows
 
-Place: TypeAlias = tuple[int, str, str, str]
-"""The layer, sub-layer, role and metric of a series."""
 Course: TypeAlias = Mapping[int, float]
 """The values of a series, by step."""
 
@@ -29,29 +27,36 @@ _STAY, _PAST = 5, 32  # records: how long a difference must last, and how many e
 _SAME = 1e-6  # the largest relative difference between two equal values
 
 
+class Series(NamedTuple):
+    """The layer, sub-layer, role and metric of a series."""
+
+    layer: int
+    sublayer: str
+    role: str
+    metric: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Parting:
     """The first step at which two runs differ in one series, and the two values at this step."""
 
     step: int
-    place: Place
+    series: Series
     first: float
     second: float
 
     def __str__(self) -> str:
-        layer, sublayer, role, metric = self.place
+        layer, sublayer, role, metric = self.series
         if layer < 0 and metric in _FORWARD:
             role = "embedding"  # the value describes the embedding's output
-        location = {"layer": layer, "sublayer": sublayer, "role": role, "metric": metric}
-        alarm = Alarm(step=self.step, rule="rise", value=1.0, usual=1.0, **location)
-        where = "" if metric in (LOSS, NORM, RATE) else f", {place_in_words(alarm)}"
+        where = "" if metric in (LOSS, NORM, RATE) else f", {place_in_words((layer, sublayer, role))}"
         return f"step {self.step}{where}: {in_words(metric)} is {self.first:.4g} against {self.second:.4g}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SideBySide:
     names: tuple[str, str]  # the runs' names
-    series: Mapping[Place, tuple[Course, Course]]  # the two runs' values by step, for each series in both runs
+    series: Mapping[Series, tuple[Course, Course]]  # the two runs' values by step, for each series in both runs
     # the layers that only the first run has, and the layers that only the second run has
     alone: tuple[Collection[int], Collection[int]]
     same_until: int | None  # the last step up to which all series are equal, or None if the runs differ from the start
@@ -95,7 +100,7 @@ class SideBySide:
             texts.append(f"The whole model differs first at {self.whole}.")
         if self.layer is not None:
             texts.append(f"The first layer that differs is at {self.layer}.")
-        elif not any(location[0] >= 0 for location in self.series):
+        elif not any(series.layer >= 0 for series in self.series):
             texts.append(
                 "Neither run has records by layer. To find the first layer that differs, record both with lamina.watch."
             )
@@ -110,70 +115,70 @@ def side_by_side(first: Path, second: Path) -> SideBySide:
     """Compare two runs (folders from Lamina, or other tools' logs). Raises UserError if no series is in both."""
     histories = [read_history(path) if is_history(path) else None for path in (first, second)]
     courses = [_courses(path, history) for path, history in zip((first, second), histories, strict=True)]
-    shared: dict[Place, tuple[Course, Course]] = {}
-    for location in courses[0].keys() & courses[1].keys():
-        steps = sorted(courses[0][location].keys() & courses[1][location].keys())
+    shared: dict[Series, tuple[Course, Course]] = {}
+    for series in courses[0].keys() & courses[1].keys():
+        steps = sorted(courses[0][series].keys() & courses[1][series].keys())
         if steps:
-            first_course, second_course = ({step: course[location][step] for step in steps} for course in courses)
-            shared[location] = first_course, second_course
+            first_course, second_course = ({step: course[series][step] for step in steps} for course in courses)
+            shared[series] = first_course, second_course
     if not shared:
         raise UserError(
             f"against: {str(second)!r} has no series at the steps of {str(first)!r}. Give two runs that recorded the "
             "loss or the gradient norm at the same steps."
         )
-    layers_of = [{location[0] for location in each if location[0] >= 0} for each in courses]
+    layers_of = [{series.layer for series in each if series.layer >= 0} for each in courses]
     both = all(layers_of)  # a record without layers is no model without them
-    parted = [part for location, pair in shared.items() if (part := parting(location, *pair)) is not None]
-    whole = [part for part in parted if part.place[3] in (LOSS, NORM)]
-    layers = [part for part in parted if part.place[3] not in (LOSS, NORM, RATE)]
+    parted = [part for series, pair in shared.items() if (part := parting(series, *pair)) is not None]
+    whole = [part for part in parted if part.series.metric in (LOSS, NORM)]
+    layers = [part for part in parted if part.series.metric not in (LOSS, NORM, RATE)]
     return SideBySide(
         names=(str(first), str(second)),
         series=shared,
         alone=(layers_of[0] - layers_of[1], layers_of[1] - layers_of[0]) if both else ((), ()),
         same_until=_same_until(shared),
-        whole=min(whole, key=lambda one: (one.step, one.place[3] == LOSS), default=None),
+        whole=min(whole, key=lambda one: (one.step, one.series.metric == LOSS), default=None),
         layer=min(layers, key=_order, default=None),
-        rate=next((part for part in parted if part.place[3] == RATE), None),
+        rate=next((part for part in parted if part.series.metric == RATE), None),
         unit="step" if all(history is None or history.clock for history in histories) else "record",
         lags=any(history is not None and history.lags for history in histories),
     )
 
 
-def _courses(path: Path, history: History | None) -> dict[Place, dict[int, float]]:
+def _courses(path: Path, history: History | None) -> dict[Series, dict[int, float]]:
     if history is not None:
-        rows: list[Row] = [*history.rows]
+        rows = [*history.rows]
     else:
         read_about(path)  # refuses records of another version
         rows = read_rows(path, _METRICS)
     if not rows:
         raise UserError(f"run: {str(path)!r} holds no records. Give the folder of a run, or another tool's record.")
-    courses: dict[Place, dict[int, float]] = {}
-    for step, layer, sublayer, role, index, metric, value in rows:
-        if metric in _METRICS and not index:
-            courses.setdefault((layer, sublayer, role, metric), {})[step] = value
+    courses: dict[Series, dict[int, float]] = {}
+    for row in rows:
+        if row.metric in _METRICS and not row.number:
+            courses.setdefault(Series(*row.location, row.metric), {})[row.step] = row.value
     return courses
 
 
-def parting(place: Place, first: Course, second: Course) -> Parting | None:
+def parting(series: Series, first: Course, second: Course) -> Parting | None:
     """Return the first step at which two series differ, and the two values at this step, or None.
 
     Two series differ if five successive differences have the same sign and exceed the noise, or if only one value is
     finite. Learning rates have no noise, so one difference above 0.1 % is enough. Lamina subtracts losses. For other
     metrics, Lamina takes the logarithm of the ratio.
     """
-    steps, ratio = sorted(first), place[3] != LOSS
-    least, stay = _LEAST.get(place[3], _SHARE), 1 if place[3] == RATE else _STAY
+    steps, ratio = sorted(first), series.metric != LOSS
+    least, stay = _LEAST.get(series.metric, _SHARE), 1 if series.metric == RATE else _STAY
     distances = [_distance(first[step], second[step], ratio=ratio) for step in steps]
     for at, step in enumerate(steps):
         after = distances[at : at + stay]
         if math.isinf(after[0]):
-            return Parting(step=step, place=place, first=first[step], second=second[step])
+            return Parting(step=step, series=series, first=first[step], second=second[step])
         if len(after) < min(stay, len(steps)) or not all(map(math.isfinite, after)):
             continue
         finite = [each for each in distances[max(0, at - _PAST) : at + _STAY] if math.isfinite(each)]
         limit = least if stay == 1 else max(least, _NOISES * noise_of(finite))
         if all(each > limit for each in after) or all(each < -limit for each in after):
-            return Parting(step=step, place=place, first=first[step], second=second[step])
+            return Parting(step=step, series=series, first=first[step], second=second[step])
     return None
 
 
@@ -189,12 +194,12 @@ def _distance(first: float, second: float, *, ratio: bool) -> float:
 
 def _order(one: Parting) -> tuple[float, ...]:
     """Return the sort key for differences by layer: the step, then hidden states by layer, then the largest ratio."""
-    layer, _, _, metric = one.place
+    layer, _, _, metric = one.series
     forward = metric in _FORWARD
     return one.step, not forward, layer if forward else -abs(_distance(one.first, one.second, ratio=True)), layer
 
 
-def _same_until(series: Mapping[Place, tuple[Course, Course]]) -> int | None:
+def _same_until(series: Mapping[Series, tuple[Course, Course]]) -> int | None:
     steps = sorted({step for first, _ in series.values() for step in first})
     last = None
     for step in steps:

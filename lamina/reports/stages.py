@@ -27,6 +27,7 @@ from lamina.training.monitor.writers import (
     WATCHED,
     LayersWriter,
     Row,
+    by_step,
     read_about,
     read_rows,
     spike_columns,
@@ -56,7 +57,7 @@ def joined(folder: Path) -> Path:
         write_json(target / ENVIRONMENT, environment(0, Kind.WATCHED))
         write_sealed(target / CONFIG, {**read_config(stages[0]), "output": str(target)})
         steps = _write_rows(target, stages)
-        norms = {row.step: row.value for row in read_rows(target, [NORM])}
+        norms = by_step(read_rows(target, [NORM]), NORM)
         lines: dict[int, Json] = {}
         for line in (line for stage in stages for line in RunFolder(stage).metrics):
             known = lines.setdefault(line["step"], {})
@@ -85,19 +86,19 @@ def notes_of_stages(folder: Path) -> list[str]:
 def _write_rows(target: Path, stages: Sequence[Path]) -> dict[Path, set[int]]:
     """Write the rows of all stages to ``target``, and return the recorded steps of each stage."""
     writer, steps = LayersWriter(target), dict[Path, set[int]]()
-    outside: dict[tuple[int, str, str, int, str], list[float]] = {}
+    outside: dict[tuple[int, int, str, str, int, str], list[float]] = {}
     for stage in stages:
         rows = read_rows(stage)
         steps[stage] = {row.step for row in rows}
         writer.add(row for row in rows if row.layer >= 0)
-        for step, layer, sublayer, role, index, metric, value in rows:
-            if layer < 0:
-                outside.setdefault((step, sublayer, role, index, metric), []).append(value)
-    all_of = max((len(values) for key, values in outside.items() if key[-1] == NORM), default=0)
-    for (step, sublayer, role, index, metric), values in sorted(outside.items()):
-        if metric != NORM or len(values) == all_of:  # the norm of only some stages would look like a fall
-            value = math.hypot(*values) if metric == NORM else values[0]
-            writer.add([Row(step, -1, sublayer, role, index, metric, value)])
+        for row in (row for row in rows if row.layer < 0):
+            outside.setdefault(row[:6], []).append(row.value)
+    all_of = max((len(values) for (*_, metric), values in outside.items() if metric == NORM), default=0)
+    for key, values in sorted(outside.items()):
+        if key[-1] != NORM:
+            writer.add([Row(*key, values[0])])
+        elif len(values) == all_of:  # the norm of only some stages would look like a fall
+            writer.add([Row(*key, math.hypot(*values))])
     writer.flush()
     return steps
 

@@ -218,7 +218,7 @@ class Pretraining(TrainingStage[PretrainSettings]):
     def verdict(self, run: TrainingRun) -> tuple[Status, str] | Diverged:
         settings, recorder, step = self.settings, run.recorder, run.trainer.state.global_step
         if not math.isfinite(loss := recorder.evaluation.loss):
-            return Diverged(step, f"the eval loss is {loss}; {run.guard.first_to_leave()}")
+            return Diverged(step, f"the eval loss is {loss}; {run.guard.describe_first_anomaly()}")
         entropy, margin = self.splits.stats.unigram_entropy, settings.stuck_margin
         guess = self.resolved.objective.guess
         if recorder.best_eval <= entropy - margin:

@@ -40,7 +40,7 @@ def run(path, *, seed=0, parts=None, layer=1, scale=3.0, rate=None, noise=0.0, a
 def test_the_first_layer_that_parts_is_named_with_its_step(tmp_path, noise):
     first, second = run(tmp_path / "a.jsonl"), run(tmp_path / "b.jsonl", seed=1, parts=40, noise=noise)
     found = side_by_side(first, second)
-    assert (found.layer.step, *found.layer.place) == (40, 1, "feed_forward", "all", "gradient_norm")
+    assert (found.layer.step, *found.layer.series) == (40, 1, "feed_forward", "all", "gradient_norm")
     assert found.same_until == (39 if not noise else None)
     said = " ".join(lamina.diagnose(first, second).sentences)
     assert "The first layer that differs is at step 40, layer 1 (feed-forward): the gradient norm is" in said

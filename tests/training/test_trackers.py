@@ -11,7 +11,7 @@ from training.watching.loops import NanoGpt, Tokens, found, loop
 from lamina.errors import UserError
 from lamina.training.monitor import trackers
 from lamina.training.monitor.stream_measures import TOP
-from lamina.training.monitor.trackers import STEP, Trackers, series_of
+from lamina.training.monitor.trackers import STEP, Trackers, tag_of
 from lamina.training.monitor.writers import Row
 
 ROWS = [
@@ -55,7 +55,7 @@ def wandb(monkeypatch):
 
 
 def test_a_series_stands_in_the_section_of_its_metric_and_eight_layers():
-    assert [series_of(row) for row in ROWS[:4]] == [
+    assert [tag_of(row) for row in ROWS[:4]] == [
         "gradient_norm.outside/embedding.all",
         "gradient_norm.layers_000-007/000.attention.all",
         "load.layers_008-015/009.feed_forward.expert012",

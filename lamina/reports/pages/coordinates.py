@@ -116,7 +116,7 @@ def _figure(sizes: Frame, verdicts: Mapping[str, str], axis: str) -> Figure:
                 hover=f"{escape(module)}: %{{y:.3g}} at %{{x}}",
             )
             lines.append((column, line))
-    chart = charts.side_by_side(titles, lines, axis, "mean |x|", 460)
+    chart = charts.in_panels(titles, lines, axis, "mean |x|", 460)
     ticks = sorted(set(map(int, sizes[axis])))
     chart.update_xaxes(type="log", tickvals=ticks, ticktext=[str(tick) for tick in ticks])
     chart.update_yaxes(type="log", exponentformat="power")

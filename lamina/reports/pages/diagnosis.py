@@ -17,11 +17,11 @@ from lamina.reports.diagnosis import Answer, Evidence, answer, headline
 from lamina.reports.metrics import METRICS
 from lamina.reports.page import Section, details, figure, prose, sentence, words, write_page
 from lamina.reports.plotting import Figure
-from lamina.reports.side_by_side import Place, SideBySide
+from lamina.reports.side_by_side import Series, SideBySide
 from lamina.reports.style import polish, single
 from lamina.training.monitor.alarms import Alarm, describe, events, in_words
 from lamina.training.monitor.batches import beginning_of
-from lamina.training.monitor.writers import LOSS, NORM
+from lamina.training.monitor.writers import LOSS, MODEL, NORM
 
 PAGE = "diagnosis.html"
 Drawn: TypeAlias = tuple[str, str, Sequence[int] | np.ndarray, Sequence[float] | np.ndarray]
@@ -128,13 +128,13 @@ def write_comparison(path: Path, compared: SideBySide) -> Path:
     """Write the comparison of two runs as a page to ``path``."""
     texts = _paragraphs(compared.sentences())
     parted = [part for part in (compared.whole, compared.layer) if part is not None]
-    places = [(-1, "model", "all", LOSS), *(part.place for part in parted)]
+    shown = [Series(*MODEL, LOSS), *(part.series for part in parted)]
     mark = " The red line marks the first difference." * bool(parted)
     html = ""
-    for place in dict.fromkeys(place for place in places if place in compared.series):
-        layer, sublayer, _, metric = place
+    for series in dict.fromkeys(series for series in shown if series in compared.series):
+        layer, sublayer, _, metric = series
         where = f" at layer {layer} ({words(sublayer)})" if layer >= 0 else ""
-        html += figure(_pair(compared, place), f"{sentence(in_words(metric))} of both runs{where}.{mark}")
+        html += figure(_pair(compared, series), f"{sentence(in_words(metric))} of both runs{where}.{mark}")
     return write_page(
         path.parent,
         name=path.name,
@@ -148,13 +148,13 @@ def write_comparison(path: Path, compared: SideBySide) -> Path:
     )
 
 
-def _pair(compared: SideBySide, place: Place) -> Figure:
+def _pair(compared: SideBySide, series: Series) -> Figure:
     lines = [
         (name, color, sorted(values), [values[step] for step in sorted(values)])
-        for name, color, values in zip(compared.names, _COLORS[1:], compared.series[place], strict=True)
+        for name, color, values in zip(compared.names, _COLORS[1:], compared.series[series], strict=True)
     ]
     marks = ((compared.first.step, _COLORS[0]),) if compared.first is not None else ()
-    return _lines(lines, in_words(place[3]).removeprefix("the "), marks, compared.unit)
+    return _lines(lines, in_words(series.metric).removeprefix("the "), marks, compared.unit)
 
 
 def _quantity(alarm: Alarm) -> str:

@@ -174,4 +174,4 @@ def _by_layer(rows: Frame, layers: Frame, metric: str, quantity: str, color: Map
             lines.append((panel, line))
     depth = "layer (-1: the embedding)" if len(chosen) > 0 and chosen["layer"].min() < 0 else "layer"
     titles = ("before the first step", "after the burn-in")
-    return charts.side_by_side(titles, lines, depth, quantity, log=metric != "token_similarity")
+    return charts.in_panels(titles, lines, depth, quantity, log=metric != "token_similarity")

@@ -18,7 +18,7 @@ from lamina.reports.records import read_run
 from lamina.reports.registry import report_of
 from lamina.reports.style import PALETTE
 from lamina.training.monitor.alarms import describe, events, read_alarms
-from lamina.training.monitor.writers import NORM, read_about
+from lamina.training.monitor.writers import read_about
 
 
 @report_of(Kind.WATCHED)
@@ -64,9 +64,8 @@ def watched_report(folder: Path) -> Path:
 def _course(evidence: Evidence | None) -> str:
     if evidence is None:
         return ""
-    norms = {row.step: row.value for row in evidence.rows([NORM])}
     panels = {}
-    for name, values in (("learning rate", evidence.rates), ("gradient norm", norms)):
+    for name, values in (("learning rate", evidence.rates), ("gradient norm", evidence.norms)):
         if values:
             steps, heights = charts.series(values)
             panels[name] = [Line(x=steps.tolist(), y=heights.tolist(), color=PALETTE[0], width=1.6, legend=False)]

@@ -17,8 +17,9 @@ from lamina.core.json_types import Json, RunState
 from lamina.jobs.files import write_lines
 from lamina.jobs.names import ALARMS, NOTABLE_BATCHES
 from lamina.jobs.run_folder import parse_lines
-from lamina.training.monitor.rules import GRADIENTS, STAYS, Found, Rules, Series, series_of
-from lamina.training.monitor.writers import LOSS, NORM, RATE, Row
+from lamina.training.monitor.pasts import Judgment
+from lamina.training.monitor.rules import GRADIENTS, STAYS, Rules, Series, series_of
+from lamina.training.monitor.writers import LOSS, NORM, RATE, Location, Row
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,10 @@ class Alarm:
         return describe(self)
 
     @property
+    def location(self) -> Location:
+        return self.layer, self.sublayer, self.role
+
+    @property
     def excess(self) -> float:
         """``value / usual``, or infinity if ``usual`` is not positive or ``value`` is not finite."""
         return self.value / self.usual if self.usual > 0 and math.isfinite(self.value) else math.inf
@@ -101,7 +106,7 @@ class Alarms(Rules):
     _out: set[Key] = field(default_factory=set)
     _high: dict[Key, list[Alarm]] = field(default_factory=dict)  # gradients that are unusual now
     _single: list[Alarm] = field(default_factory=list)  # gradients that were unusual and are normal again
-    _done_at: int = -1  # the step of the last independent alarm
+    _independent_at: int = -1  # the step of the last independent alarm
     _scores: dict[Key, list[float]] = field(default_factory=dict)  # the last scores of metrics that must stay unusual
 
     def see(self, rows: Iterable[Row], rate: float | None = None) -> list[Alarm]:
@@ -112,10 +117,12 @@ class Alarms(Rules):
         alarms: list[Alarm] = []
         self.marked = set()
         for step, group in sorted(by_step.items()):
-            found = self.judge(step, group, rate, latest=step == max(by_step))
-            told = [alarm for candidate in found for alarm in self._once(candidate)]
+            judgments = self.judge(step, group, rate, latest=step == max(by_step))
+            told = [alarm for judgment in judgments for alarm in self._once(judgment)]
             soft = [alarm.step for alarm in told if not is_independent(alarm)]
-            self._done_at = max([alarm.step for alarm in told if is_independent(alarm)], default=self._done_at)
+            self._independent_at = max(
+                [alarm.step for alarm in told if is_independent(alarm)], default=self._independent_at
+            )
             alarms += [*self._followed(step, begun=min(soft, default=math.inf)), *told]
         return self._tell(alarms)
 
@@ -161,7 +168,7 @@ class Alarms(Rules):
             "out": sorted([rule, *series] for rule, series in self._out),
             "waiting": [[rule, *series, [*map(asdict, high)]] for (rule, series), high in self._high.items()],
             "back": list(map(asdict, self._single)),
-            "hard": self._done_at,
+            "hard": self._independent_at,
         }
         return {"alarms": state}
 
@@ -174,7 +181,7 @@ class Alarms(Rules):
             (rule, (layer, sub, role, metric)): [Alarm(**one) for one in values]
             for rule, layer, sub, role, metric, values in seen["waiting"]
         }
-        self._single, self._done_at = [Alarm(**one) for one in seen["back"]], seen.get("hard", -1)
+        self._single, self._independent_at = [Alarm(**one) for one in seen["back"]], seen.get("hard", -1)
         if self.folder is not None and "step" in state:
             waiting = {alarm.step for alarm in (*chain(*self._high.values()), *self._single)}
             told = [alarm for alarm in read_alarms(self.folder) if alarm.step <= state["step"]]
@@ -188,7 +195,7 @@ class Alarms(Rules):
             return told
         high = [(key, values[0]) for key, values in self._high.items()]
         for key, alarm in [*high, *((None, alarm) for alarm in self._single)]:
-            if key is None and alarm.step < self._done_at <= begun:
+            if key is None and alarm.step < self._independent_at <= begun:
                 continue  # the independent alarm in between explains the new alarm better
             if begun <= alarm.step + FOLLOWS and alarm.step <= step <= alarm.step + HELD:
                 told.append(alarm)
@@ -204,32 +211,32 @@ class Alarms(Rules):
             told.append(replace(largest, rule=NOTABLE))
         return told
 
-    def _once(self, found: Found) -> list[Alarm]:
+    def _once(self, judgment: Judgment) -> list[Alarm]:
         """Return an alarm if a metric leaves its usual range, or if a gradient stays outside for several steps."""
-        if not (found.left or found.name or self._out):
+        if not (judgment.unusual or judgment.name or self._out):
             return []
-        rule, row, metric = found.rule, found.row, found.row.metric
+        rule, row, metric = judgment.rule, judgment.row, judgment.row.metric
         key = (rule, series_of(row))
         waits = rule in ("rise", "apart", "low") and metric in GRADIENTS
         lasts = waits and rule == "rise"
         if lasts:
-            self.note_score(found.name, len(self._high.get(key, ())) + found.left)
-        elif found.name:
+            self.note_score(judgment.name, len(self._high.get(key, ())) + judgment.unusual)
+        elif judgment.name:
             scores = self._scores.setdefault(key, []) if waits else []
-            scores.append(found.score)
+            scores.append(judgment.score)
             if len(scores) == STAYS or not waits:
-                self.note_score(found.name, min(scores))
+                self.note_score(judgment.name, min(scores))
             del scores[: len(scores) - STAYS + 1]
-        if not found.left:
+        if not judgment.unusual:
             self._out.discard(key)
             self._single += [alarm for alarm in self._high.pop(key, []) if alarm.excess > MARKED]
         elif key not in self._out:
             location = {"layer": row.layer, "sublayer": row.sublayer, "role": row.role, "metric": metric}
             high = self._high.setdefault(key, [])
-            high.append(Alarm(step=row.step, rule=rule, **location, value=row.value, usual=found.usual))
+            high.append(Alarm(step=row.step, rule=rule, **location, value=row.value, usual=judgment.usual))
             if high[-1].excess > MARKED or not waits:
                 self.marked.add(row.step)
-            if not waits or (len(high) > self.limits[found.name] if lasts else len(high) == STAYS):
+            if not waits or (len(high) > self.limits[judgment.name] if lasts else len(high) == STAYS):
                 self._out.add(key)
                 return self._high.pop(key)[:1]
         return []
@@ -260,7 +267,7 @@ def is_spike(alarms: Sequence[Alarm]) -> bool:
 
 
 def _key(alarm: Alarm) -> Key:
-    return alarm.rule, (alarm.layer, alarm.sublayer, alarm.role, alarm.metric)
+    return alarm.rule, (*alarm.location, alarm.metric)
 
 
 _OUTSIDE = {"embedding": "the embedding", "readout": "the output head", "other": "the other layers"}
@@ -282,10 +289,9 @@ _NAMES = {
 }
 
 
-def place_in_words(alarm: Alarm) -> str:
-    if alarm.layer < 0:
-        return _OUTSIDE.get(alarm.role, "the model")
-    return f"layer {alarm.layer} ({alarm.sublayer.replace('_', '-')})"
+def place_in_words(location: Location) -> str:
+    layer, sublayer, role = location
+    return _OUTSIDE.get(role, "the model") if layer < 0 else f"layer {layer} ({sublayer.replace('_', '-')})"
 
 
 def in_words(metric: str) -> str:
@@ -336,7 +342,7 @@ def describe(alarm: Alarm, paths: Mapping[int, str] = MappingProxyType({})) -> s
     if alarm.metric == RATE:
         words["rise"] = f"the learning rate is {alarm.excess:.3g} times its highest value so far"
     path = paths.get(alarm.layer)
-    return f"step {alarm.step}, {place_in_words(alarm)}: {words[alarm.rule]}{f' ({path})' if path else ''}"
+    return f"step {alarm.step}, {place_in_words(alarm.location)}: {words[alarm.rule]}{f' ({path})' if path else ''}"
 
 
 def events(alarms: Iterable[Alarm]) -> list[list[Alarm]]:

@@ -52,7 +52,7 @@ class DivergenceGuard:
         """Check a step's loss. Raises Diverged. If the loss is not finite, first check ``rows`` for alarms."""
         if not math.isfinite(loss):
             self.alarms.see(rows)
-            raise Diverged(step, f"the loss is {loss} at step {step}; {self.first_to_leave()}")
+            raise Diverged(step, f"the loss is {loss} at step {step}; {self.describe_first_anomaly()}")
         self._recent.append((step, loss))
         while self._recent[0][0] <= step - self.patience:
             del self._recent[0]
@@ -68,7 +68,7 @@ class DivergenceGuard:
             raise Diverged(
                 step,
                 f"the loss was more than {self.margin:g} nats above its lowest level, {self.best:.3f}, from step "
-                f"{self.above_since} to {step} (now {loss:.3f}); {self.first_to_leave()}",
+                f"{self.above_since} to {step} (now {loss:.3f}); {self.describe_first_anomaly()}",
             )
 
     def accept(self) -> None:
@@ -89,7 +89,7 @@ class DivergenceGuard:
             self.alarms.see(rows)
             # ``first`` is the first step with such a norm
             at = f"step {step}" if first in (None, step) else f"step {first} (Lamina read the norm at step {step})"
-            raise Diverged(step, f"the gradient norm is {norm} at {at}; {self.first_to_leave()}")
+            raise Diverged(step, f"the gradient norm is {norm} at {at}; {self.describe_first_anomaly()}")
 
     def state_dict(self) -> Json:
         seen = {"best": self.best, "above_since": self.above_since, "losses": [*self._recent], "calm": list(self._calm)}
@@ -106,7 +106,7 @@ class DivergenceGuard:
         """Return the entries that the guard adds to result.json (none, except in subclasses)."""
         return {}
 
-    def first_to_leave(self) -> str:
+    def describe_first_anomaly(self) -> str:
         """Describe the first anomaly and its step."""
         rose = math.inf if self.above_since is None else self.above_since
         if (first := first_anomaly(self.alarms.so_far, rose, self._course[LOSS], self._course[NORM])) is None:

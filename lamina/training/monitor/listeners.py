@@ -17,7 +17,6 @@ from torch.nn.utils import clip_grad as torch_clipping
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-    from torch.distributed.pipelining import PipelineStage
 
 
 class Listener(Protocol):
@@ -54,21 +53,24 @@ _PATCHED = ExitStack()  # the wrapped functions, while there are listeners
 def listening(listener: Listener) -> Iterator[None]:
     """Inside the context, notify a listener when torch computes, scales or clips gradients."""
     if not _LISTENERS:
+        unscaled = _after(lambda listener, *args, **kwargs: listener.unscales())
+        tried = _after(lambda listener, result, scaler, optimizer, *args, **kwargs: listener.tries(optimizer))
+        divided = _before(lambda listener, stage, divisor: listener.divides(stage.submod, divisor))
+        scalers = (torch.amp.GradScaler, ShardedGradScaler)
         patches: list[tuple[object, str, Telling]] = [
-            *((holder, name, _telling_clip) for holder in (torch_clipping, torch.nn.utils) for name in _INNER),
-            *((scaler, "scale", _telling_scale) for scaler in (torch.amp.GradScaler, ShardedGradScaler)),
-            (torch.amp.GradScaler, "step", _telling_try),  # ShardedGradScaler inherits it
-            *((scaler, "unscale_", _telling_unscale) for scaler in (torch.amp.GradScaler, ShardedGradScaler)),
-            (torch.autograd, "backward", _telling_loss),
-            (FullyShardedDataParallel, "clip_grad_norm_", _telling_sharded_clip),
-            (torch.distributed, "destroy_process_group", _telling_end),
+            *((holder, name, _clipping) for holder in (torch_clipping, torch.nn.utils) for name in _INNER),
+            *((scaler, "scale", _after(_scaled)) for scaler in scalers),
+            (torch.amp.GradScaler, "step", tried),  # ShardedGradScaler inherits it
+            *((scaler, "unscale_", unscaled) for scaler in scalers),
+            (torch.autograd, "backward", _before(_differentiated)),
+            (FullyShardedDataParallel, "clip_grad_norm_", _before(_clipped)),  # does not call torch's functions
+            (torch.distributed, "destroy_process_group", _before(_left)),
         ]
-        if (
-            stages := sys.modules.get("torch.distributed.pipelining.stage")
-        ) is not None:  # importing the module takes a second
+        stages = sys.modules.get("torch.distributed.pipelining.stage")  # importing the module takes a second
+        if stages is not None:
             patches += [
                 (stages.PipelineStage, "_compute_outputs", _quiet),
-                (stages.PipelineStage, "scale_grads", _telling_division),
+                (stages.PipelineStage, "scale_grads", divided),
             ]
         for holder, name, telling in patches:
             if callable(inner := getattr(holder, name, None)):
@@ -83,16 +85,56 @@ def listening(listener: Listener) -> Iterator[None]:
             _PATCHED.close()
 
 
-def _telling_loss(inner: Callable[..., object]) -> Callable[..., object]:
-    @wraps(inner)
-    def backward(tensors: object, *args: object, **kwargs: object) -> object:
-        loss = tensors[0] if isinstance(tensors, list | tuple) and len(tensors) == 1 else tensors  # a stage's is listed
-        if isinstance(loss, torch.Tensor) and loss.numel() == 1:  # Tensor.backward comes here
-            for listener in tuple(_LISTENERS):
-                listener.differentiates(loss)
-        return inner(tensors, *args, **kwargs)
+def _before(tell: Callable[..., None]) -> Telling:
+    """Call ``tell`` for each listener before the torch function, with the function's arguments."""
 
-    return backward
+    def telling(inner: Callable[..., object]) -> Callable[..., object]:
+        @wraps(inner)
+        def call(*args: object, **kwargs: object) -> object:
+            for listener in tuple(_LISTENERS):
+                tell(listener, *args, **kwargs)
+            return inner(*args, **kwargs)
+
+        return call
+
+    return telling
+
+
+def _after(tell: Callable[..., None]) -> Telling:
+    """Call ``tell`` for each listener after the torch function, with the function's result and arguments."""
+
+    def telling(inner: Callable[..., object]) -> Callable[..., object]:
+        @wraps(inner)
+        def call(*args: object, **kwargs: object) -> object:
+            result = inner(*args, **kwargs)
+            for listener in tuple(_LISTENERS):
+                tell(listener, result, *args, **kwargs)
+            return result
+
+        return call
+
+    return telling
+
+
+def _differentiated(listener: Listener, tensors: object, *args: object, **kwargs: object) -> None:
+    loss = tensors[0] if isinstance(tensors, list | tuple) and len(tensors) == 1 else tensors  # a stage's is listed
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1:  # Tensor.backward comes here
+        listener.differentiates(loss)
+
+
+def _scaled(listener: Listener, scaled: object, scaler: object, outputs: object) -> None:
+    if isinstance(outputs, torch.Tensor) and isinstance(scaled, torch.Tensor):
+        listener.scales(outputs, scaled)
+
+
+def _clipped(listener: Listener, model: nn.Module, max_norm: float, *args: object, **kwargs: object) -> None:
+    listener.clips(list(model.parameters()), float(max_norm))
+
+
+def _left(listener: Listener, group: ProcessGroup | None = None) -> None:
+    # just before a loop destroys the process group, so that listeners can still use the group
+    if group is None or group is torch.distributed.group.WORLD:
+        listener.leaves()
 
 
 def _quiet(inner: Callable[..., object]) -> Callable[..., object]:
@@ -111,77 +153,7 @@ def _quiet(inner: Callable[..., object]) -> Callable[..., object]:
     return infer
 
 
-def _telling_division(inner: Callable[..., object]) -> Callable[..., object]:
-    """Notify listeners that a pipeline stage divides its gradients by the number of micro-batches."""
-
-    @wraps(inner)
-    def scale_grads(stage: PipelineStage, divisor: int) -> object:
-        for listener in tuple(_LISTENERS):
-            listener.divides(stage.submod, divisor)
-        return inner(stage, divisor)
-
-    return scale_grads
-
-
-def _telling_scale(inner: Callable[..., object]) -> Callable[..., object]:
-    @wraps(inner)
-    def scale(scaler: object, outputs: object) -> object:
-        scaled = inner(scaler, outputs)
-        if isinstance(outputs, torch.Tensor) and isinstance(scaled, torch.Tensor):
-            for listener in tuple(_LISTENERS):
-                listener.scales(outputs, scaled)
-        return scaled
-
-    return scale
-
-
-def _telling_try(inner: Callable[..., object]) -> Callable[..., object]:
-    @wraps(inner)
-    def step(scaler: object, optimizer: object, *args: object, **kwargs: object) -> object:
-        result = inner(scaler, optimizer, *args, **kwargs)
-        for listener in tuple(_LISTENERS):
-            listener.tries(optimizer)
-        return result
-
-    return step
-
-
-def _telling_unscale(inner: Callable[..., object]) -> Callable[..., object]:
-    @wraps(inner)
-    def unscale_(scaler: object, *args: object, **kwargs: object) -> object:
-        for listener in tuple(_LISTENERS):
-            listener.unscales()
-        return inner(scaler, *args, **kwargs)
-
-    return unscale_
-
-
-def _telling_sharded_clip(inner: Callable[..., object]) -> Callable[..., object]:
-    """Notify listeners of clipping by FSDP1's method, which does not call torch's functions."""
-
-    @wraps(inner)
-    def clip_grad_norm_(model: nn.Module, max_norm: float, *args: object, **kwargs: object) -> object:
-        for listener in tuple(_LISTENERS):
-            listener.clips(list(model.parameters()), float(max_norm))
-        return inner(model, max_norm, *args, **kwargs)
-
-    return clip_grad_norm_
-
-
-def _telling_end(inner: Callable[..., object]) -> Callable[..., object]:
-    """Notify listeners just before a loop destroys the process group, so that listeners can still use the group."""
-
-    @wraps(inner)
-    def destroy_process_group(group: ProcessGroup | None = None) -> object:
-        if group is None or group is torch.distributed.group.WORLD:
-            for listener in tuple(_LISTENERS):
-                listener.leaves()
-        return inner(group)
-
-    return destroy_process_group
-
-
-def _telling_clip(inner: Callable[..., object]) -> Callable[..., object]:
+def _clipping(inner: Callable[..., object]) -> Callable[..., object]:
     signature = inspect.signature(inner)
 
     def clip(*args: object, **kwargs: object) -> object:

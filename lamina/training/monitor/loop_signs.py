@@ -98,16 +98,12 @@ class LoopSigns:
         changed = dict.fromkeys(self._replaced, 1)
         self._replaced = set()
         if self._mask and mask != self._mask:
-            places = [location for location, (now, was) in enumerate(zip(mask, self._mask, strict=True)) if now != was]
-            for location in places:
-                owner = self.norms.keys[self.norms.groups[location]]
+            moved = [index for index, (now, was) in enumerate(zip(mask, self._mask, strict=True)) if now != was]
+            for index in moved:
+                owner = self.norms.keys[self.norms.groups[index]]
                 changed[owner] = changed.get(owner, 0) + 1
-            self._tell(
-                step,
-                sum(mask[location] for location in places),
-                sum(not mask[location] for location in places),
-                changed,
-            )
+            unfrozen = sum(mask[index] for index in moved)
+            self._tell(step, unfrozen, len(moved) - unfrozen, changed)
         self._mask = mask
         if mask not in self._trained:
             self._trained = {mask: frozenset(self.norms.trained())}
@@ -117,9 +113,8 @@ class LoopSigns:
         self._changes += 1
         if self._changes > CHANGES:
             return
-        what = [f"{frozen} more parameters are frozen"] * bool(frozen) + [f"{unfrozen} more are trained"] * bool(
-            unfrozen
-        )
+        what = [f"{frozen} more parameters are frozen"] * (frozen > 0)
+        what += [f"{unfrozen} more are trained"] * (unfrozen > 0)
         more = "; Lamina will not report later changes" if self._changes == CHANGES else ""
         self.note(
             f"step {step}: from this step on {' and '.join(what)} ({places(owners)}). Lamina raises no "

@@ -65,10 +65,10 @@ class LossChart:
                 distance = 0.0 if rule == "fall" and learns else distance
                 chart = self.charts.get(rule, Chart())
                 total = max(0.0, chart.total + distance)
-                left = total > limits[f"{rule}/{LOSS}"] or (chart.alarming and total > 0)
-                left = left and (rule == "rise" or usual - loss > LEAST_FALL)
-                self.charts[rule] = Chart(total, left)
-                yield rule, usual, total, left
+                unusual = total > limits[f"{rule}/{LOSS}"] or (chart.alarming and total > 0)
+                unusual = unusual and (rule == "rise" or usual - loss > LEAST_FALL)
+                self.charts[rule] = Chart(total, unusual)
+                yield rule, usual, total, unusual
         self.losses.append(loss)
 
     def is_near(self, guess: float) -> bool:

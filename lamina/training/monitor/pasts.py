@@ -7,8 +7,9 @@ import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
-from lamina.training.monitor.writers import BETWEEN, NORM
+from lamina.training.monitor.writers import BETWEEN, NORM, Row
 
 WINDOW = 32  # the number of latest values with which a value is compared
 DEVIATIONS = 5.0  # a value is unusual if it is this many robust deviations away, and beyond the fitted limit
@@ -16,6 +17,17 @@ EVERY_STEP, RECORDS = 8, 4  # the fewest values for a comparison: with a value p
 LEAST = 0.15  # a smaller score (the logarithm of a factor) is ignored
 INTERVAL = 20  # the usual steps between two records. With more steps, a series may move further in proportion
 SOON = 4  # the fewest steps since the last record for judging a pace
+
+
+class Judgment(NamedTuple):
+    """The result of a rule for a measurement."""
+
+    rule: str
+    row: Row
+    usual: float
+    unusual: bool  # whether the value is outside its usual range
+    name: str = ""  # the name of the rule's fitted limit, or ""
+    score: float = 0.0  # the number to compare with this limit
 
 
 @dataclass(frozen=True, kw_only=True)

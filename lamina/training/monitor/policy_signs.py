@@ -45,7 +45,7 @@ class Sign(NamedTuple):
     metric: str
     value: float
     usual: float
-    left: bool
+    unusual: bool
 
 
 def metrics_of(names: Iterable[str]) -> dict[str, str]:
@@ -95,7 +95,7 @@ class PolicyCourse:
             self.records, self.equal = self.records + self.run + 1, self.equal + self.run
             self.run = self.begun = 0
             self.idle = False
-            return Sign("equal", step, EQUAL, 0.0, 0.0, left=False)
+            return Sign("equal", step, EQUAL, 0.0, 0.0, unusual=False)
         self.begun = self.begun or (self.last + 1 if self.last else step)
         self.run += 1
         covered = step - self.last if self.last else 1
@@ -105,7 +105,7 @@ class PolicyCourse:
         steps = step - self.begun + 1
         rare = self.run * math.log(chance) < math.log(BY_CHANCE)
         self.idle |= self.run >= STAYS and steps >= EQUAL_STEPS and rare
-        return Sign("equal", self.begun if self.idle else step, EQUAL, float(steps), 0.0, left=self.idle)
+        return Sign("equal", self.begun if self.idle else step, EQUAL, float(steps), 0.0, unusual=self.idle)
 
     def _level(self, step: int, metric: str, value: float) -> Sign:
         first = self.first.setdefault(metric, [])
@@ -121,7 +121,7 @@ class PolicyCourse:
             outside = value < min(NATS, COLLAPSED * usual) if metric == ENTROPY else usual <= FEW and value >= MOST
         self.outside[metric] = self.outside.get(metric, 0) + 1 if outside else 0
         rule = {ENTROPY: "collapse", KL: "drift", CUT: "cut"}[metric]
-        return Sign(rule, step, metric, value, usual, left=self.outside[metric] >= STAYS)
+        return Sign(rule, step, metric, value, usual, unusual=self.outside[metric] >= STAYS)
 
     def state_dict(self) -> Json:
         return asdict(self)

@@ -10,11 +10,11 @@ import statistics
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Self, TypeAlias
 
 from lamina.core.json_types import Json
 from lamina.jobs.files import read_json
@@ -29,6 +29,7 @@ from lamina.training.monitor.pasts import (
     RECORDS,
     SOON,
     WINDOW,
+    Judgment,
     Past,
     earlier_peak,
     leaving,
@@ -82,15 +83,21 @@ RATES = (
 _WHOLE = ("all", "embedding", "readout")  # the roles of parameters whose updates are judged
 
 
-class Found(NamedTuple):
-    """The result of a rule for a measurement."""
+@dataclass
+class ZeroGradients:
+    """The gradients of exactly 0 of a part of the model."""
 
-    rule: str
-    row: Row
-    usual: float
-    left: bool  # whether the value is outside its usual range
-    name: str = ""  # the name of the rule's fitted limit, or ""
-    score: float = 0.0  # the number to compare with this limit
+    run: int = 0  # the number of zeros in a row up to now
+    begun: int = 0  # the first step of this run, or the last step
+    before: int = 0  # the number of earlier zeros
+    count: int = 0  # the number of earlier gradients
+
+    def see(self, row: Row) -> Self:
+        if row.value != 0.0:
+            self.before, self.count, self.run = self.before + self.run, self.count + self.run + 1, 0
+        self.begun = self.begun if self.run else row.step
+        self.run += row.value == 0.0
+        return self
 
 
 class Peak(NamedTuple):
@@ -132,7 +139,7 @@ class Rules:
     worst: dict[str, float] = field(default_factory=dict)  # the highest score so far for each fitted limit
     notes: list[str] = field(default_factory=list)  # observations that are not alarms
     _recent: dict[Series, deque[float]] = field(default_factory=dict)
-    _seen: dict[Series, tuple[int, int]] = field(default_factory=dict)  # the steps of a series' last two values
+    _last_steps: dict[Series, tuple[int, int]] = field(default_factory=dict)  # the steps of a series' last two values
     _weights: dict[Location, LastWeights] = field(default_factory=dict)
     _loss_chart: LossChart = field(default_factory=LossChart)
     _logits: dict[int, float] = field(default_factory=dict)  # each layer's first attention logit
@@ -144,19 +151,18 @@ class Rules:
     _harmful: set[Location] = field(default_factory=set)  # parts whose own learning rate did harm
     _policy: PolicyCourse = field(default_factory=PolicyCourse)
     _idle: IdleParts = field(default_factory=IdleParts)
-    _chance: bool = False  # whether layers are left out at times, so that the stream varies more
+    _random_depth: bool = False  # whether a step may skip layers, so that the stream varies more
     # records in a row with the metric "without_gradient", and the first of these steps
     _silent: dict[Location, tuple[int, int]] = field(default_factory=dict)
-    # gradients of 0: the number in a row, the first of these steps, the number before, and the number of all gradients
-    _zeros: dict[Location, list[int]] = field(default_factory=dict)
+    _zeros: dict[Location, ZeroGradients] = field(default_factory=dict)
 
-    def judge(self, step: int, rows: Sequence[Row], rate: float | None, *, latest: bool) -> Iterator[Found]:
+    def judge(self, step: int, rows: Sequence[Row], rate: float | None, *, latest: bool) -> Iterator[Judgment]:
         """Judge the measurements of a step. Lamina divides updates by ``rate``, the latest learning rate."""
-        found = list(self._found(step, rows, rate, latest))
+        found = list(self._judgments(step, rows, rate, latest))
         yield from found
         yield from self._rates(rows, found)
 
-    def _found(self, step: int, rows: Sequence[Row], rate: float | None, latest: bool) -> Iterator[Found]:
+    def _judgments(self, step: int, rows: Sequence[Row], rate: float | None, latest: bool) -> Iterator[Judgment]:
         policy = [row for row in rows if row.metric in POLICY]
         yield from self._rewarded(step, policy)
         if policy and len(policy) == len(rows):
@@ -171,7 +177,7 @@ class Rules:
         starts = self._estimated(step, rows)
         rows = [row for row in rows if row.metric != "update_ratio" or not (starts or row.location in new)]
         left_out = {row.layer for row in rows if row.metric == "not_called"}
-        self._chance |= bool(left_out)
+        self._random_depth |= bool(left_out)
         rows = [row for row in rows if row.value != 0.0 or row.layer not in left_out or row.metric not in _IDLE]
         rows = [*rows, *_experts_used(step, rows)]
         compares = bool(self._weights) or any(row.sublayer != "model" for row in rows)
@@ -183,10 +189,10 @@ class Rules:
             if row.metric not in JUDGED or row.metric == "expert_load":
                 continue
             if not math.isfinite(row.value):
-                yield Found("not_finite", row, 0.0, left=True)
+                yield Judgment("not_finite", row, 0.0, unusual=True)
                 continue
-            yield Found("not_finite", row, 0.0, left=False)
-            yield from self._hard(row)
+            yield Judgment("not_finite", row, 0.0, unusual=False)
+            yield from self._fixed_limits(row)
             if (past := PASTS.get(row.metric)) is not None:
                 yield from self._past(row, past, rate)
         if compares:
@@ -201,31 +207,28 @@ class Rules:
         groups = [members for metric in _LAGS for members in self._groups(rows, metric)] if compares else []
         self.notes += self._idle.see(step, groups, (row for row in rows if row.metric == "expert_load"), self._recent)
 
-    def _rewarded(self, step: int, rows: Sequence[Row]) -> Iterator[Found]:
+    def _rewarded(self, step: int, rows: Sequence[Row]) -> Iterator[Judgment]:
         """Judge a policy's logged numbers. Forget past gradients once all rewards are equal and gradients vanish."""
         was_idle = self._policy.idle
         for sign in self._policy.see(step, {row.metric: row.value for row in rows}) if rows else ():
-            yield Found(sign.rule, Row(sign.step, *MODEL, 0, sign.metric, sign.value), sign.usual, sign.left)
+            yield Judgment(sign.rule, Row(sign.step, *MODEL, 0, sign.metric, sign.value), sign.usual, sign.unusual)
         if self._policy.idle and not was_idle:
             self._zeros = {}
             self._forget(lambda series: series[3] in _STILL)
 
     def _estimated(self, step: int, rows: Iterable[Row]) -> bool:
         """Return whether an optimizer's estimate of its learning rate has grown in the last 20 steps."""
-        value, (highest, grew) = (
-            max((row.value for row in rows if row.metric == "rate_estimate"), default=0.0),
-            self._estimate,
-        )
+        value = max((row.value for row in rows if row.metric == "rate_estimate"), default=0.0)
+        highest, grew = self._estimate
         if value > GROWS * highest > 0:
             # Prodigy and D-Adaptation begin with a far too low estimate
             grew = step
             self._forget(lambda series: series[3] in PASTS and series[3] not in _EVERY_STEP)
-            if not any(ESTIMATES in note for note in self.notes):
-                self.notes.append(f"step {step}: {ESTIMATES}")
+            self._note(step, ESTIMATES)
         self._estimate = max(value, highest), grew
         return step < grew + INTERVAL
 
-    def _schedule(self, step: int, rate: float | None) -> Iterator[Found]:
+    def _schedule(self, step: int, rate: float | None) -> Iterator[Judgment]:
         """Compare the learning rate with its highest value so far. The learning rate's first rise is the warm-up."""
         if not rate or self._estimate[0]:
             return
@@ -236,7 +239,7 @@ class Rules:
             before = highest
         self._peak = Peak(before, highest, at)
         row = Row(step, *MODEL, 0, RATE, rate)
-        yield Found("rise", row, before, left=0 < RAISED * before < rate)
+        yield Judgment("rise", row, before, unusual=0 < RAISED * before < rate)
 
     def _restart(self, owners: Collection[Location]) -> None:
         """Forget past measurements of the whole model, and of parts with a change in the trained parameters."""
@@ -260,35 +263,39 @@ class Rules:
     def _forget(self, which: Callable[[Series], bool]) -> None:
         for series in [*filter(which, self._recent)]:
             del self._recent[series]
-            self._seen.pop(series, None)
+            self._last_steps.pop(series, None)
 
-    def _past_of(self, row: Row) -> deque[float]:
+    def _recent_of(self, row: Row) -> deque[float]:
         return self._recent.setdefault(series_of(row), deque(maxlen=WINDOW))
 
     def note_score(self, name: str, score: float) -> None:
         """Store a measurement's score, if the score is the highest so far for the fitted limit ``name``."""
         self.worst[name] = max(self.worst.get(name, -math.inf), score)
 
-    def _fitted(self, rule: str, row: Row, usual: float, score: float, part: str = "") -> Found:
-        name = f"{rule}/{row.metric}{part}"
-        return Found(rule, row, usual, left=score > self.limits[name], name=name, score=score)
+    def _note(self, step: int, text: str, more: str = "") -> None:
+        if not any(text in note for note in self.notes):
+            self.notes.append(f"step {step}: {text}{more}")
 
-    def _hard(self, row: Row) -> Iterator[Found]:
+    def _fitted(self, rule: str, row: Row, usual: float, score: float, part: str = "") -> Judgment:
+        name = f"{rule}/{row.metric}{part}"
+        return Judgment(rule, row, usual, unusual=score > self.limits[name], name=name, score=score)
+
+    def _fixed_limits(self, row: Row) -> Iterator[Judgment]:
         if row.metric == "attention_logit":
             limit = LOGIT * math.exp(self.limits["logit/attention_logit"])
             first = self._logits.setdefault(row.layer, row.value)
             above = max(1.0, FROM_FIRST * first / limit) if first <= limit else 1.0
             yield self._fitted("logit", row, above * limit, math.log(max(row.value, 1e-30) / above / LOGIT))
         if row.metric == "hidden_abs_max" and self.half:
-            yield Found("fp16", row, FP16_MAX, left=row.value > FP16_MAX / 4)
+            yield Judgment("fp16", row, FP16_MAX, unusual=row.value > FP16_MAX / 4)
         if row.metric == "kept_gradient":
-            yield Found("kept", row, 0.0, left=row.value > LEFTOVER)
+            yield Judgment("kept", row, 0.0, unusual=row.value > LEFTOVER)
 
-    def _past(self, row: Row, past: Past, rate: float | None) -> Iterator[Found]:
+    def _past(self, row: Row, past: Past, rate: float | None) -> Iterator[Judgment]:
         step, metric, value = row.step, row.metric, row.value
         scaled = value / rate if metric == "update_norm" and rate else value
-        recent = self._past_of(row)
-        before, last = self._seen.get(series_of(row), (step - 2, step - 1))
+        recent = self._recent_of(row)
+        before, last = self._last_steps.get(series_of(row), (step - 2, step - 1))
         gaps = max(1.0, (step - last) / max(1, last - before))  # a history may have a step twice
         warms_up = self._peak.before == 0 and self._peak.step == step
         for rule, sign in (("rise", 1.0), ("fall", -1.0)):
@@ -296,7 +303,7 @@ class Rules:
                 continue
             shrinks = rule == "fall" and metric in _OF_WEIGHTS
             usual, score = leaving(scaled, recent, sign, gaps if past.fewest == RECORDS else 0.0, shrinks)
-            if self._chance and (metric.startswith("hidden") or metric == "update_norm"):  # what ran before differs
+            if self._random_depth and metric.startswith(("hidden", "update_norm")):  # what ran before differs
                 usual = max(usual, earlier_peak(recent))
                 score = min(score, max(0.0, math.log(max(scaled, 1e-30) / max(usual, 1e-30))) / 2)
             score /= max(1.0, (step - last) / INTERVAL)
@@ -304,21 +311,21 @@ class Rules:
                 score = 0.0
             if warms_up and metric.startswith("hidden"):
                 score = 0.0  # the stream grows with the rate: its course judges it
-            course_now = self._fitted(rule, row, usual * (value / scaled if scaled else 1.0), score)
+            judgment = self._fitted(rule, row, usual * (value / scaled if scaled else 1.0), score)
             if metric in COURSES and (course := self._course(rule, row, sign)) is not None:
                 self.note_score(course.name, course.score)
-                course_now = course if course.left and not course_now.left else course_now
-            if metric in GRADIENTS and rule == "rise":
-                course_now = Found(rule, row, course_now.usual, score > STANDS_OUT, course_now.name, course_now.score)
-            yield course_now
+                judgment = course if course.unusual and not judgment.unusual else judgment
+            if metric in GRADIENTS and rule == "rise":  # its limit is how often in a row it may stand out
+                judgment = Judgment(rule, row, judgment.usual, score > STANDS_OUT, judgment.name, judgment.score)
+            yield judgment
         recent.append(scaled)
-        self._seen[series_of(row)] = last, step
+        self._last_steps[series_of(row)] = last, step
 
-    def _pace(self, row: Row) -> Iterator[Found]:
+    def _pace(self, row: Row) -> Iterator[Judgment]:
         """Judge how fast a value moves between two records. Changed weights may do harm before the next record."""
         metric = row.metric.removeprefix(BETWEEN)
         past, key = PASTS[metric], (*series_of(row)[:3], metric)
-        recent, (before, last) = self._recent.get(key, deque[float]()), self._seen.get(key, (0, 0))
+        recent, (before, last) = self._recent.get(key, deque[float]()), self._last_steps.get(key, (0, 0))
         steps = row.step - last
         if len(recent) < past.fewest or steps < SOON:
             return
@@ -331,12 +338,12 @@ class Rules:
         if rule == "rise" and (warms_up or row.value <= max(past.calm, COURSES[metric])):
             score = 0.0
         found = self._fitted(rule, row._replace(metric=metric), usual, score, "/pace")
-        if found.left:
+        if found.unusual:
             yield found
         else:  # only a record shows that the series is back in its usual range
             self.note_score(found.name, found.score)
 
-    def _course(self, rule: str, row: Row, sign: float) -> Found | None:
+    def _course(self, rule: str, row: Row, sign: float) -> Judgment | None:
         """Judge how far a metric has moved in one direction over its last records."""
         recent = [*self._recent[series_of(row)]]
         # a rise from 0 may be healthy
@@ -348,7 +355,7 @@ class Rules:
         back = sum(sign * (later - earlier) <= 0 for earlier, later in pairwise(course))
         back += SAME_WAY if len(course) < SAME_WAY else 0
         usual = max(least, recent[begin])
-        _, last = self._seen.get(series_of(row), (row.step - 2, row.step - 1))
+        _, last = self._last_steps.get(series_of(row), (row.step - 2, row.step - 1))
         away = sign * math.log(max(row.value, 1e-30) / usual) if usual > 0 and back <= 1 else 0.0
         return self._fitted(rule, row, usual, max(0.0, away) / max(1.0, (row.step - last) / INTERVAL), "/course")
 
@@ -361,7 +368,7 @@ class Rules:
         """
         if row.metric not in GRADIENTS:
             return past.calm
-        earlier = earlier_peak(self._past_of(row)) if self._chance else 0.0
+        earlier = earlier_peak(self._recent_of(row)) if self._random_depth else 0.0
         if row.sublayer == "model":
             return earlier
         parts = [
@@ -372,7 +379,7 @@ class Rules:
         near = self._loss_chart.is_near(math.log(self.vocabulary or math.inf))
         return max(earlier, math.hypot(*parts) * (BEGINS if near else 1.0))
 
-    def _rates(self, rows: Sequence[Row], found: Sequence[Found]) -> Iterator[Found]:
+    def _rates(self, rows: Sequence[Row], found: Sequence[Judgment]) -> Iterator[Judgment]:
         """Judge parts of the model with a far higher learning rate than other parts.
 
         In a few layers, a high learning rate is an alarm. In many layers or outside the layers, a high learning rate
@@ -385,24 +392,20 @@ class Rules:
         high = [row for row in rates if row.value > HIGH_RATE]
         layers = {row.layer for row in rows if row.metric in _MOVES and row.layer >= 0}
         several = len({row.layer for row in high if row.layer >= 0}) > max(1, FEW * len(layers))
-        left = [each.row for each in found if each.left and each.row.metric not in GRADIENTS]
+        unusual = [each.row for each in found if each.unusual and each.row.metric not in GRADIENTS]
         on_purpose = [row for row in high if row.layer < 0 or several]
         owners = {row.location for row in high}
-        if all(
-            row.location in owners for row in left if row.metric in _OF_WEIGHTS
-        ):  # else the rate is not what they share
-            self._harmful |= owners & {row.location for row in left}
+        weights = {row.location for row in unusual if row.metric in _OF_WEIGHTS}
+        if weights <= owners:  # else the rate is not what they share
+            self._harmful |= owners & {row.location for row in unusual}
         for row in rates:
             alarming = row.value > HIGH_RATE and (row not in on_purpose or row.location in self._harmful)
-            yield Found("apart", row, 1.0, left=alarming)
-        if on_purpose and not any(RATES in note for note in self.notes):
-            largest = max(row.value for row in high)
-            self.notes.append(
-                f"step {high[0].step}: {RATES}. The learning rates are up to {largest:.3g} times the other parts' "
-                "learning rate"
-            )
+            yield Judgment("apart", row, 1.0, unusual=alarming)
+        if on_purpose:
+            largest = f"{max(row.value for row in high):.3g} times the other parts' learning rate"
+            self._note(high[0].step, RATES, f". The learning rates are up to {largest}")
 
-    def _peers(self, rows: Sequence[Row]) -> Iterator[Found]:
+    def _peers(self, rows: Sequence[Row]) -> Iterator[Judgment]:
         """Compare sub-layers with sub-layers of the same kind in other layers."""
         for members in self._groups(rows, "weight_norm"):
             usual = statistics.median(row.value for row in members)
@@ -411,8 +414,8 @@ class Rules:
             courses = [
                 self._fitted("apart", row, usual, abs(math.log(max(row.value, 1e-30) / usual))) for row in members
             ]
-            few = sum(course.left for course in courses) <= max(1, FEW * len(members))
-            yield from (course if few else course._replace(left=False, score=0.0) for course in courses)
+            few = sum(course.unusual for course in courses) <= max(1, FEW * len(members))
+            yield from (course if few else course._replace(unusual=False, score=0.0) for course in courses)
         groups = list(self._groups(rows, "gradient_norm"))
         for members in groups:
             if len(members) > 2 and len(self._recent.get(series_of(members[0]), ())) <= STAYS:
@@ -427,33 +430,28 @@ class Rules:
             for row in peers if len(peers) >= 3 and usual > 0 else ():  # who is above it leaves it no higher
                 yield self._fitted("apart", row, usual, math.log(max(row.value, 1e-30) / usual))
 
-    def _dead(self, rows: Sequence[Row]) -> Iterator[Found]:
+    def _dead(self, rows: Sequence[Row]) -> Iterator[Judgment]:
         """Judge gradients that stay 0 in a sub-layer. The limit depends on how often gradients were 0 so far."""
         if not any(row.metric == "gradient_norm" and row.value > 0 for row in rows):
             return  # a loss that is the same whatever the weights are: there is nothing to learn at this step
         groups, dead = list(self._groups(rows, "gradient_norm")), list[tuple[Row, float, bool]]()
         for members in groups:
-            usual, counts = statistics.median(row.value for row in members), dict[Row, list[int]]()
-            for row in members:
-                run, _, before, count = counts[row] = self._zeros.setdefault(row.location, [0, row.step, 0, 0])
-                if row.value == 0.0:
-                    counts[row][:] = [run + 1, counts[row][1] if run else row.step, before, count]
-                else:
-                    counts[row][:] = [0, row.step, before + run, count + run + 1]
-            self._chance |= any(before for _, _, before, _ in counts.values())
-            zeros, seen = (sum(count[at] for count in counts.values()) for at in (2, 3))
-            chance = (zeros + 1) / (seen + 2)
-            for row, (run, begun, before, count) in counts.items():
-                own = max(chance, (before + 2 * chance) / (count + 2))
-                sure = run >= ZEROS and run * math.log(own) < math.log(CERTAIN)
-                dead.append((row._replace(step=begun) if sure else row, usual, sure))
+            usual = statistics.median(row.value for row in members)
+            seen = {row: self._zeros.setdefault(row.location, ZeroGradients()).see(row) for row in members}
+            self._random_depth |= any(zeros.before for zeros in seen.values())
+            before = sum(zeros.before for zeros in seen.values())
+            chance = (before + 1) / (sum(zeros.count for zeros in seen.values()) + 2)
+            for row, zeros in seen.items():
+                own = max(chance, (zeros.before + 2 * chance) / (zeros.count + 2))
+                sure = zeros.run >= ZEROS and zeros.run * math.log(own) < math.log(CERTAIN)
+                dead.append((row._replace(step=zeros.begun) if sure else row, usual, sure))
         many = sum(sure for _, _, sure in dead) > len(dead) / 2 and len(dead) > 2
         if dead:
             first = min((row.step for row, _, sure in dead if sure), default=rows[0].step)
-            yield Found("dead", Row(first, *MODEL, 0, "gradient_norm", 0.0), 0.0, left=many)
-        yield from (Found("dead", row, usual, left=sure and not many) for row, usual, sure in dead)
+            yield Judgment("dead", Row(first, *MODEL, 0, "gradient_norm", 0.0), 0.0, unusual=many)
+        yield from (Judgment("dead", row, usual, unusual=sure and not many) for row, usual, sure in dead)
 
-    def _low(self, members: Sequence[Row]) -> Iterator[Found]:
+    def _low(self, members: Sequence[Row]) -> Iterator[Judgment]:
         """Compare each layer's gradient with the gradients of the two neighboring layers."""
         for index in range(1, len(members)):
             beside = (index - 1, index + 1) if index + 1 < len(members) else (index - 2, index - 1)
@@ -461,7 +459,7 @@ class Rules:
             if usual > 0 and row.value > 0:
                 yield self._fitted("low", row, usual, math.log(usual / row.value))
 
-    def _updates(self, step: int, rows: Sequence[Row]) -> Iterator[Found]:
+    def _updates(self, step: int, rows: Sequence[Row]) -> Iterator[Judgment]:
         """Judge a recorded step's updates: updates that are too large or 0, and parameters without a gradient."""
         places: dict[Location, dict[str, Row]] = {}
         for row in rows if any(row.metric in _UPDATES for row in rows) else ():
@@ -480,41 +478,41 @@ class Rules:
                 yield self._fitted("rewritten", ratio, math.exp(limit), math.log(max(ratio.value, 1e-30)), part)
             if (update := of.get("update_norm")) is not None:
                 moved = update.value > 0 or (before is not None and before.update > 0)
-                yield Found("unmoved", update, 0.0, left="unmoved_parameters" in of and (moved or moving))
+                yield Judgment("unmoved", update, 0.0, unusual="unmoved_parameters" in of and (moved or moving))
                 run, begun = self._silent.get(location, (0, step))
                 run, begun = (run + 1, begun if run else step) if "without_gradient" in of else (0, step)
                 self._silent[location] = run, begun
                 silent = Row(begun, *location, 0, "without_gradient", of.get("without_gradient", update).value)
-                yield Found("dead", silent, 0.0, left=run >= STAYS)
+                yield Judgment("dead", silent, 0.0, unusual=run >= STAYS)
             if (weights := of.get("weight_norm")) is not None:
                 self._weights[location] = LastWeights(step, weights.value, 0.0 if update is None else update.value)
 
-    def _written(self, step: int, rows: Sequence[Row], rate: float | None) -> Iterator[Found]:
+    def _written(self, step: int, rows: Sequence[Row], rate: float | None) -> Iterator[Judgment]:
         """Judge changes to weights and moments that no optimizer made."""
         judge = self._writes
         several = max(1, FEW * len(self._weights))
-        for rule, row, usual, left in judge.see(step, rows, self._weights, self._past_of, several, rate):
-            yield Found(rule, row, usual, left=left)
+        yield from judge.see(step, rows, self._weights, self._recent_of, several, rate)
         if judge.elsewhere:
             self._forget(lambda series: series[3] != "written_ratio")
             self._loss_chart = LossChart()
-        if judge.note and not any(judge.note in note for note in self.notes):
-            self.notes.append(f"step {step}: {judge.note}")
+        if judge.note:
+            self._note(step, judge.note)
 
-    def _batch(self, rows: Sequence[Row]) -> Iterator[Found]:
+    def _batch(self, rows: Sequence[Row]) -> Iterator[Judgment]:
         """Judge how often a batch repeats, and whether labels no longer match the batch's tokens."""
         again = next((row.value for row in rows if row.metric == "batch_repeats"), 0.0)
         for row in rows:
             if row.metric == "label_match":
-                past = self._past_of(row)
+                past = self._recent_of(row)
                 usual = statistics.median(past or [0.0])
-                yield Found("fall", row, usual, left=len(past) >= EVERY_STEP and usual > MATCH and row.value < NO_MATCH)
+                unusual = len(past) >= EVERY_STEP and usual > MATCH and row.value < NO_MATCH
+                yield Judgment("fall", row, usual, unusual)
                 past.append(row.value)
             elif row.metric == LOSS:
                 repeats = Row(row.step, *row.location, row.number, "batch_repeats", again)
-                yield Found("repeated", repeats, 0.0, left=again >= REPEATS)
+                yield Judgment("repeated", repeats, 0.0, unusual=again >= REPEATS)
 
-    def _loss(self, row: Row) -> Iterator[Found]:
+    def _loss(self, row: Row) -> Iterator[Judgment]:
         """Judge the first loss, and the loss's rises and falls."""
         if self._skipped:
             return
@@ -522,12 +520,12 @@ class Rules:
         if not self._loss_chart.losses and self.vocabulary and row.step <= STAYS:  # the readout makes too large logits
             yield self._fitted("guess", row._replace(sublayer="block", role="readout"), guess, row.value / guess)
         learns = row.step < max(self._changed.values(), default=-2 * WINDOW) + 2 * WINDOW
-        varies = self._chance or self._writes.means > 0
-        seen = self._loss_chart.see(row.value, self.limits, guess, varies=varies, learns=learns)
-        for rule, usual, total, left in seen:
-            yield Found(rule, row, usual, left, f"{rule}/{LOSS}", total)
+        varies = self._random_depth or self._writes.means > 0
+        charts = self._loss_chart.see(row.value, self.limits, guess, varies=varies, learns=learns)
+        for rule, usual, total, unusual in charts:
+            yield Judgment(rule, row, usual, unusual, f"{rule}/{LOSS}", total)
 
-    def _scaler(self, rows: Sequence[Row]) -> Iterator[Found]:
+    def _scaler(self, rows: Sequence[Row]) -> Iterator[Judgment]:
         """Count consecutive steps that a loss scaler skipped. Skipped steps have a loss but no gradient."""
         loss = next((row for row in rows if row.metric == LOSS), None)
         if any(row.metric == NORM for row in rows):
@@ -550,11 +548,11 @@ class Rules:
     def state_dict(self) -> Json:
         return {
             "recent": [[*series, list(values)] for series, values in self._recent.items()],
-            "seen": [[*series, *steps] for series, steps in self._seen.items()],
+            "seen": [[*series, *steps] for series, steps in self._last_steps.items()],
             "weights": [[*location, list(values)] for location, values in self._weights.items()],
             "course": [*self._loss_chart.state(), self._skipped],
             "changed": [[*location, step] for location, step in self._changed.items()],
-            "ways": [self._chance, self._writes.means, self._writes.total],
+            "ways": [self._random_depth, self._writes.means, self._writes.total],
             "carried": [[*location, way] for location, way in self._writes.carried.items()],
             "harmful": sorted(map(list, self._harmful)),
             "estimate": list(self._estimate),
@@ -562,7 +560,7 @@ class Rules:
             "idle": self._idle.state_dict(),
             "silent": [[*location, *counts] for location, counts in self._silent.items()],
             "policy": self._policy.state_dict(),
-            "zeros": [[*location, *counts] for location, counts in self._zeros.items()],
+            "zeros": [[*location, *astuple(zeros)] for location, zeros in self._zeros.items()],
             "logits": list(map(list, self._logits.items())),
         }
 
@@ -571,7 +569,7 @@ class Rules:
             (layer, sublayer, role, metric): deque(values, maxlen=WINDOW)
             for layer, sublayer, role, metric, values in state.get("recent", [])
         }
-        self._seen = {
+        self._last_steps = {
             (layer, sublayer, role, metric): (before, last)
             for layer, sublayer, role, metric, before, last in state.get("seen", [])
         }
@@ -580,9 +578,10 @@ class Rules:
             for layer, sublayer, role, (step, norm, update) in state.get("weights", [])
         }
         self._changed = {(layer, sublayer, role): at for layer, sublayer, role, at in state.get("changed", [])}
-        self._chance, self._writes.means, self._writes.total = state.get("ways", (False, 0, 0.0))
+        self._random_depth, self._writes.means, self._writes.total = state.get("ways", (False, 0, 0.0))
         self._writes.carried = {(layer, sublayer, role): way for layer, sublayer, role, way in state.get("carried", [])}
-        self._zeros = {(layer, sublayer, role): counts for layer, sublayer, role, *counts in state.get("zeros", [])}
+        zeros = state.get("zeros", [])
+        self._zeros = {(layer, sublayer, role): ZeroGradients(*of) for layer, sublayer, role, *of in zeros}
         self._harmful = {(layer, sublayer, role) for layer, sublayer, role in state.get("harmful", [])}
         silent = state.get("silent", [])
         self._silent = {(layer, sublayer, role): (run, begun) for layer, sublayer, role, run, begun in silent}

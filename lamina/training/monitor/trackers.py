@@ -25,7 +25,7 @@ SECTION = 8  # layers of one section
 STEP = "train/global_step"  # the x axis of Trainer's own callbacks
 
 
-def series_of(row: Row) -> str:
+def tag_of(row: Row) -> str:
     """Return the name under which trackers log a metric of a layer: SECTION/LAYER.SUBLAYER.ROLE."""
     _, layer, sublayer, role, index, metric, _ = row
     first = layer // SECTION * SECTION
@@ -76,7 +76,7 @@ class Trackers:
             return
         now = (row for row in rows if row.step == step)
         shown = (row for row in now if row.metric != "hidden_top_abs" or row.number in (0, TOP - 1))
-        values = {series_of(row): row.value for row in shown}
+        values = {tag_of(row): row.value for row in shown}
         if (writer := self.writer()) is not None:
             for name, value in values.items():
                 writer.add_scalar(name, value, step)

@@ -52,6 +52,11 @@ class Row(NamedTuple):
         return self[1:4]
 
 
+def by_step(rows: Iterable[Row], metric: str) -> dict[int, float]:
+    """Return a metric's values by step. If a step has several values, return the last."""
+    return {row.step: row.value for row in rows if row.metric == metric}
+
+
 LOSS, NORM, RATE = "step_loss", "step_gradient_norm", "learning_rate"
 """The metrics of a whole step: the loss, the norm of the model's gradient, and the learning rate."""
 BETWEEN = "step_"
@@ -76,12 +81,9 @@ class LastEvaluation:
 
 def spike_columns(folder: Path) -> Json:
     """Count spikes and surges in a run's losses and gradient norms. In a short run, spikes are None."""
-    series: dict[str, dict[int, float]] = {LOSS: {}, NORM: {}}
-    for step, *_, metric, value in read_rows(folder, [LOSS, NORM]):
-        series[metric][step] = value
-    values_by_column: Json = dict.fromkeys(SPIKES)
-    for name, column in ((LOSS, "loss"), (NORM, "gradient")):
-        values = [series[name][step] for step in sorted(series[name])]
+    rows, values_by_column = read_rows(folder, [LOSS, NORM]), dict[str, Any].fromkeys(SPIKES)
+    for metric, column in ((LOSS, "loss"), (NORM, "gradient")):
+        values = [value for _, value in sorted(by_step(rows, metric).items())]
         if values:
             values_by_column[f"{column}_surges"] = int(surges(values).sum())
         if len(values) > FEWEST:

@@ -7,8 +7,9 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
+from lamina.training.monitor.pasts import Judgment
 from lamina.training.monitor.writers import MODEL, RATE, Location, Row
 
 HANDS = ("written_ratio", "forgotten_share")
@@ -38,10 +39,6 @@ class LastWeights(NamedTuple):
     step: int
     norm: float
     update: float
-
-
-Judgment: TypeAlias = tuple[str, Row, float, bool]
-"""The rule, the measurement, the usual value, and whether the value is outside its usual range."""
 
 
 @dataclass
@@ -98,7 +95,7 @@ class WrittenWeights:
         averaged, found = False, list[Judgment]()
         for place, last in weights.items() if recorded or of else ():
             written, share = (of.get((place, name), Row(step, *place, 0, name, 0.0)) for name in HANDS)
-            found.append(("forgotten", share, 0.0, share.value > FORGOTTEN and not many_lost))
+            found.append(Judgment("forgotten", share, 0.0, share.value > FORGOTTEN and not many_lost))
             recent = recent_of(written)
             could = (step - last.step) * last.update / last.norm if many and last.norm else 0.0
             usual = max(_usual(recent), could)
@@ -107,13 +104,14 @@ class WrittenWeights:
                     self.carried[place] = back.value + MOMENTUM * self.carried.get(place, 0.0)
                 usual = max(usual, REACH * max(back.value, self.carried.get(place, 0.0)))
                 averaged |= written.value > WRITTEN
-            found.append(("written", written, usual, last.update > 0 and written.value > usual and not restarts))
+            unusual = last.update > 0 and written.value > usual and not restarts
+            found.append(Judgment("written", written, usual, unusual))
             if recorded:
                 recent.append(written.value)
-        way_back = averaged and not any(outside for _, _, _, outside in found)
+        way_back = averaged and not any(each.unusual for each in found)
         if recorded or lost:
             whole = Row(step, *MODEL, 0, "forgotten_share", lost[-1] if lost else 0.0)
-            yield ("forgotten", whole, 0.0, many_lost and not restarts and not way_back)
+            yield Judgment("forgotten", whole, 0.0, many_lost and not restarts and not way_back)
         yield from found
         self.elsewhere = (restarts and not before) or (averaged and again and max(written_now.values()) > JUMP)
         self.note = RESTARTS if restarts else AVERAGED if averaged else ""

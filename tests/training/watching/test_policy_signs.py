@@ -66,7 +66,7 @@ def test_a_constant_reward_is_said_and_no_layer_is_blamed(kind, beta, every, tmp
 
 def seen(metric, values, every=1):
     course = PolicyCourse()
-    return [sign.left for at, value in enumerate(values, 1) for sign in course.see(every * at, {metric: value})]
+    return [sign.unusual for at, value in enumerate(values, 1) for sign in course.see(every * at, {metric: value})]
 
 
 @pytest.mark.parametrize(("share", "steps"), [(0.3, 1), (0.6, 1), (0.6, 10), (0.8, 10)])
@@ -122,7 +122,7 @@ def test_gradients_that_are_back_with_the_rewards_are_no_alarm(every):
 def test_rewards_that_are_equal_from_the_start_are_counted_from_it(apart):
     course = PolicyCourse()
     signs = [sign for at in range(1, 41) for sign in course.see(apart * at, {EQUAL: 1.0})]
-    assert signs[-1].left
+    assert signs[-1].unusual
     assert (signs[-1].step, signs[-1].value) == (1, 40 * apart)
 
 
