@@ -177,7 +177,7 @@ class LayerMonitor(WatchCallback, TrainerCallback):
         def telling(*args: Any, **kwargs: Any) -> torch.Tensor:
             loss = step(*args, **kwargs)
             if self._release is release:
-                instruments.losses.append(loss.detach())
+                instruments.now.losses.append(loss.detach())
             return loss
 
         def release() -> None:

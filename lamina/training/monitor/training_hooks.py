@@ -8,7 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import cast
 
@@ -179,6 +179,26 @@ GROWTH = 1.5  # of the learning rate since the last measured update: then this o
 Judge = Callable[[torch.Tensor], bool]
 
 
+@dataclass(kw_only=True)
+class StepState:
+    """The state of the present step. ``end_step`` replaces the state."""
+
+    passed: bool = False  # whether the step had a forward pass
+    pass_measured: bool = False
+    updates_measured: bool = False
+    batch: torch.Tensor | None = None  # the sum of ``_numbers_of`` the micro-batches
+    losses: list[torch.Tensor] = field(default_factory=list)  # of the micro-batches, or their shares
+    differentiated: list[torch.Tensor] = field(default_factory=list)  # the same, as the loop differentiated them
+    apart: list[torch.Tensor] = field(default_factory=list)  # those differentiated only to a copy of the model's output
+    squares: torch.Tensor | None = None  # the squared gradient norms of the parts of the model
+    weights: torch.Tensor | None = None  # the squared norms of the weights, where they say what is not finite
+    kept: torch.Tensor | None = None  # square of the gradient that no backward pass of this step found zeroed
+    scale: torch.Tensor | None = None  # of the gradients, until a GradScaler unscales them
+    began: set[int] = field(default_factory=set)  # the optimizers whose step began
+    ended: set[int] = field(default_factory=set)  # those whose step has ended, or was left out by a loss scaler
+    inner: Counter[int] = field(default_factory=Counter)  # by optimizer: calls of a base's step within a step
+
+
 class Instruments:
     """The hooks on a model's forward pass, on gradient clipping, and on the optimizers' steps.
 
@@ -223,26 +243,15 @@ class Instruments:
         self._graph: GraphHooks[Spot] | None = None  # of a compiled model
         self.gains = GainSeries()
         self._squares: list[tuple[int, torch.Tensor, bool, StepSigns]] = []  # numbers; whether an optimizer took it
-        self._current: torch.Tensor | None = None
-        self._weights: torch.Tensor | None = None  # squares of this step's, where they say what is not finite
-        self._batch: torch.Tensor | None = None  # ``_numbers_of`` it
+        self.now = StepState()
         self._mark, self._repeats, self._varied = math.nan, 0, False  # of the last batch; whether any was another one
         self._inside: nn.Module | None = None
         self._measuring = ExitStack()
-        self._looking = self._looked = self._measured = self._moved = False
-        self._began: set[int] = set()  # the optimizers whose step began
-        self._inner = Counter[int]()  # by optimizer: its steps within a step, where a subclass calls its base's step
-        self.ended: set[int] = set()  # those whose step has ended, or was left out by a loss scaler
+        self._looking = self._looked = False
         self._rate: float | None = None  # the step's, which a schedule changes once the optimizer took it
         self._measured_rate = 0.0  # that of the last measured update
-        self.losses: list[torch.Tensor] = []  # of the step's micro-batches, or their shares
-        self._differentiated: list[torch.Tensor] = []  # the same, as the loop differentiated them
-        self._apart: list[torch.Tensor] = []  # those that it differentiated only to a copy of the model's output
         self._scaled: tuple[torch.Tensor | None, torch.Tensor | None] = None, None
-        self._passed = False  # whether the step had a forward pass
         self._signs: LoopSigns | None = None
-        self._kept: torch.Tensor | None = None  # square of the gradient that no backward pass of this step found zeroed
-        self._scale: torch.Tensor | None = None  # of the step's gradients, until a GradScaler unscales them
         self._told_still = self._told_resting = False
         self._stale = False  # whether the model has other parameters than those followed
         self._summed = False
@@ -297,23 +306,23 @@ class Instruments:
             return  # a copy of the model, such as a moving average, has its hooks, too
         if not torch.is_grad_enabled():
             return  # an evaluation, or a policy that generates; a model may be trained in evaluation mode
-        if self.ended:  # a closure's passes are within a step
+        if self.now.ended:  # a closure's passes are within a step
             self._untold()
         inner, arguments = called(module, args, kwargs)
         inputs = batch_of(arguments)
         self.half |= in_half(self._device)
         if self.followed is None or self._stale:
             self._follow(inner, arguments)
-        self._inside, self._passed = module, True
+        self._inside, self.now.passed = module, True
         numbers = _numbers_of(inputs)
-        self._batch = numbers if self._batch is None else self._batch + numbers
+        self.now.batch = numbers if self.now.batch is None else self.now.batch + numbers
         self.tokens += items_of(inputs)
         if self.batches is not None:
             self.batches.see(inputs, getattr(self.model, "main_input_name", None))
         self._summed = kwargs.get("num_items_in_batch") is not None
-        if self.due and not self._measured and self._meter is not None:
+        if self.due and not self.now.pass_measured and self._meter is not None:
             self._measuring.enter_context(self._meter.measuring(module))
-            self._measured = True
+            self.now.pass_measured = True
 
     def _leave(self, module: nn.Module, args: tuple, kwargs: Kwargs, output: Output) -> None:
         if self._inside is not module:
@@ -322,7 +331,7 @@ class Instruments:
         self._measuring.close()
         loss = output.get("loss") if isinstance(output, Mapping) and not self.takes_shares else None
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
-            self.losses.append(loss.detach())
+            self.now.losses.append(loss.detach())
         else:
             _mark_output(output)
 
@@ -381,23 +390,23 @@ class Instruments:
         whole, scaled = self._scaled
         self._scaled = None, None
         # losses after the optimizer's step do not belong to the step
-        stepped = self._began or self.ended
-        if self._passed and not stepped and self._inside is None and not self._looking:
+        stepped = self.now.began or self.now.ended
+        if self.now.passed and not stepped and self._inside is None and not self._looking:
             optimizers = self.optimizers if self._zero is None else ()  # ZeRO zeroes gradients itself
-            if not (self._differentiated or self._apart):
-                self._kept = kept_square(optimizers)
-            elif self._kept is not None:  # a later micro-batch, or a loss whose gradient is zeroed only now
+            if not (self.now.differentiated or self.now.apart):
+                self.now.kept = kept_square(optimizers)
+            elif self.now.kept is not None:  # a later micro-batch, or a loss whose gradient is zeroed only now
                 kept = kept_square(optimizers)
-                self._kept = None if kept is None else torch.minimum(self._kept, kept)
+                self.now.kept = None if kept is None else torch.minimum(self.now.kept, kept)
             # these count only if the model gives no loss
-            losses = self._differentiated if self.losses or _comes_from_output(loss) else self._apart
+            losses = self.now.differentiated if self.now.losses or _comes_from_output(loss) else self.now.apart
             losses.append((whole if scaled is loss and whole is not None else loss).detach())
 
     def divides(self, model: nn.Module, divisor: float) -> None:
         """Divide the losses so far, because a pipeline stage divides its gradients by the same number."""
         if bare(model) is self.model:
-            self._differentiated = [loss / divisor for loss in self._differentiated]
-            self._apart = [loss / divisor for loss in self._apart]
+            self.now.differentiated = [loss / divisor for loss in self.now.differentiated]
+            self.now.apart = [loss / divisor for loss in self.now.apart]
 
     def ignores(self, passes: bool) -> None:
         """With True, ignore the next forward passes, because these passes do not train. With False, stop ignoring."""
@@ -411,15 +420,15 @@ class Instruments:
         """Keep a loss and its scaled value, until the loop differentiates the scaled value."""
         self._scaled = loss, scaled
         if scaled is not loss:  # the scaler is enabled
-            self._scale = (scaled.detach().double() / loss.detach().double()).reshape(-1)[0]
+            self.now.scale = (scaled.detach().double() / loss.detach().double()).reshape(-1)[0]
 
     def unscales(self) -> None:
-        self._scale = None
+        self.now.scale = None
 
     def tries(self, optimizer: object) -> None:
         """Note the end of a loss scaler's step, which may have skipped the optimizer's step."""
         if any(optimizer is own for own in self.optimizers):
-            self.ended.add(id(optimizer))
+            self.now.ended.add(id(optimizer))
 
     def clips(self, parameters: Sequence[torch.Tensor], limit: float | None) -> None:
         """Measure this model's gradients before torch clips them. If torch clips values, ``limit`` is None."""
@@ -428,19 +437,19 @@ class Instruments:
             return
         self._clipped_at = limit
         self._measure_gradients()
-        if self._scale is not None and self._current is not None:
-            self._current = self._current / torch.where(self._scale > 0, self._scale, 1.0) ** 2
+        if self.now.scale is not None and self.now.squares is not None:
+            self.now.squares = self.now.squares / torch.where(self.now.scale > 0, self.now.scale, 1.0) ** 2
             self.note(
                 "your code clips gradients before scaler.unscale_(optimizer), so the gradients still contain the loss "
                 "scale and clipping is too strong. Call scaler.unscale_(optimizer) before you clip"
             )
-            self._scale = None
+            self.now.scale = None
 
     @torch.no_grad()
     def _measure_gradients(self) -> None:
         """Measure complete gradients once per step: before clipping, or before the optimizer's step."""
         none = all(parameter.grad is None for parameter in self.model.parameters())
-        if self._current is not None or (none and not self._flat):  # with FSDP1 another process may have some
+        if self.now.squares is not None or (none and not self._flat):  # with FSDP1 another process may have some
             return
         if self.followed is None:
             # Without a forward pass of the model (it is compiled), look for the layers with made-up tokens.
@@ -449,69 +458,70 @@ class Instruments:
             main = str(getattr(self.model, "main_input_name", names[0]))
             self._follow(self.model, {main: torch.arange(1, 9, device=device)[None]})
         assert self._norms is not None
-        self._current = self._norms.squares()
+        self.now.squares = self._norms.squares()
         if self._zero is not None:  # float16's scale, by which its own step divides
-            self._current = self._current / float(self._zero.loss_scale) ** 2
-        if not self.on_cpu or not math.isfinite(float(self._current.sum())):
+            self.now.squares = self.now.squares / float(self._zero.loss_scale) ** 2
+        if not self.on_cpu or not math.isfinite(float(self.now.squares.sum())):
             trained = [p if p.requires_grad else None for p in self._norms.parameters]
-            self._weights = self._norms.over_processes(self._norms.local_sums(trained))
+            self.now.weights = self._norms.over_processes(self._norms.local_sums(trained))
 
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: Kwargs
     ) -> tuple[tuple, Kwargs] | None:
         """Measure the gradients before an optimizer's step, or after its closure."""
-        self._inner[id(optimizer)] += 1
-        if self._inner[id(optimizer)] > 1:
+        self.now.inner[id(optimizer)] += 1
+        if self.now.inner[id(optimizer)] > 1:
             return None
-        if not self._began:
+        if not self.now.began:
             self._rate = largest_rate(self.optimizers)
         return after_closure(args, kwargs, partial(self._with_gradients, optimizer))
 
     def _with_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        first = not self._began
-        self._began.add(id(optimizer))
+        first = not self.now.began
+        self.now.began.add(id(optimizer))
         self.scales_losses |= getattr(optimizer, "found_inf", None) is not None
         # A fused optimizer is called even with an infinite gradient, and then skips the step itself.
         factor: torch.Tensor | None = getattr(optimizer, "grad_scale", None)
-        if self._current is None:
+        if self.now.squares is None:
             self._measure_gradients()
-            if self._current is not None and factor is not None:
-                self._current = self._current / factor.double() ** 2
-        if first and self._judge is not None and self._current is not None and self._judge(self._current.sum().sqrt()):
+            if self.now.squares is not None and factor is not None:
+                self.now.squares = self.now.squares / factor.double() ** 2
+        squares = self.now.squares
+        if first and self._judge is not None and squares is not None and self._judge(squares.sum().sqrt()):
             for parameter in self.model.parameters():
                 parameter.grad = None  # torch's optimizers leave such a parameter, and its state, as they are
             return
         rate = self._rate or 0.0
         if first and self._updates is not None:
-            self._moved = self.due or rate > GROWTH * self._measured_rate
-            self._measured_rate = rate if self._moved else self._measured_rate
-            self._updates.before_step(self._groups, recorded=self._moved)
+            self.now.updates_measured = self.due or rate > GROWTH * self._measured_rate
+            self._measured_rate = rate if self.now.updates_measured else self._measured_rate
+            self._updates.before_step(self._groups, recorded=self.now.updates_measured)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: Kwargs) -> None:
-        self._inner[id(optimizer)] -= 1
-        if self._inner[id(optimizer)] > 0:
+        self.now.inner[id(optimizer)] -= 1
+        if self.now.inner[id(optimizer)] > 0:
             return
-        self.ended.add(id(optimizer))
-        if len(self.ended) == len(self.optimizers) and self._updates is not None:
+        self.now.ended.add(id(optimizer))
+        if len(self.now.ended) == len(self.optimizers) and self._updates is not None:
             self._updates.after_step(self._groups)  # behind all optimizers' steps, in any order
 
     def _left_zero(self) -> None:
         self._after_step(self.optimizers[0], (), {})
         self.scales_losses |= float(self._zero.loss_scale) != 1.0
         if self._zero.overflow:  # its step was left out
-            self._began.clear()
+            self.now.began.clear()
 
     @property
     def accumulates(self) -> bool:
         """Whether the step continues after this micro-batch. A step that a loss scaler skips has ended."""
         if self._zero is not None:
-            return not self.ended
-        return not self._began and not GradientState().sync_gradients  # accelerate leaves out the optimizers' steps
+            return not self.now.ended
+        return not self.now.began and not GradientState().sync_gradients  # accelerate leaves out the optimizers' steps
 
     def step_loss(self) -> torch.Tensor | None:
         """Return the step's loss so far: the mean over micro-batches, or the sum of the loss's parts."""
-        shares = not self.losses
-        if not (kept := self._differentiated or self._apart if shares else self.losses):
+        shares = not self.now.losses
+        if not (kept := self.now.differentiated or self.now.apart if shares else self.now.losses):
             return None
         losses = torch.stack([loss.reshape(()).float() for loss in kept])
         return losses.sum() if shares or self._summed or self.takes_shares else losses.mean()
@@ -520,27 +530,23 @@ class Instruments:
         if self._updates is not None:
             self._updates.after_step(self._groups)  # if one of the optimizers left the step out
             self._updates.samples.compare(self._groups)  # the rows of this step are of the weights as they are now
-        squares, self._current = self._current, None
+        squares = self.now.squares
         norm = None if squares is None else squares.sum().sqrt()
-        stepped = bool(self._began)
+        stepped = bool(self.now.began)
         rate = self._rate if stepped else largest_rate(self.optimizers)
-        taken = Taken(loss=self.step_loss(), norm=norm, stepped=stepped, measured=self._moved, rate=rate)
-        signs = StepSigns() if self._signs is None else self._signs.end_step(step, passed=self._passed)
+        taken = Taken(loss=self.step_loss(), norm=norm, stepped=stepped, measured=self.now.updates_measured, rate=rate)
+        signs = StepSigns() if self._signs is None else self._signs.end_step(step, passed=self.now.passed)
         if signs.changed and self._updates is not None:
             self._updates.samples.choose()
         if step % LOOKS == 0 or self.due:
             self._compare_parameters(step)
-        kept, self._kept, self._scale = self._kept, None, None
-        self._moved = self._measured = False
-        self._began, self.ended, self.losses, self._passed = set(), set(), [], False
-        self._differentiated, self._apart = [], []
-        self._inner.clear()  # a step that raised an error never ended
+        now, self.now = self.now, StepState()
         if squares is not None:
-            weights = torch.zeros_like(squares) if self._weights is None or taken.measured else self._weights
-            batch = torch.full((4,), math.nan) if self._batch is None else self._batch
+            weights = torch.zeros_like(squares) if now.weights is None or taken.measured else now.weights
+            batch = torch.full((4,), math.nan) if now.batch is None else now.batch
+            kept = now.kept
             share = squares.new_zeros(1) if kept is None else (kept.to(squares) / squares.sum()).sqrt().reshape(1)
             self._squares.append((step, torch.cat([squares, weights, batch.to(squares), share]), stepped, signs))
-        self._weights = self._batch = None
         if self.batches is not None:
             self.batches.end_step(step)
         return taken

@@ -253,7 +253,7 @@ class LoopMonitor(Monitor):
 
     def _end_untold(self) -> None:
         """End a step of a loop that does not call ``monitor.step``. Raises Diverged."""
-        if self._open and not self._told and self.instruments.ended:
+        if self._open and not self._told and self.instruments.now.ended:
             self._end()
 
     def _end(self) -> None:
