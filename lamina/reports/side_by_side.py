@@ -27,7 +27,7 @@ _STAY, _PAST = 5, 32  # records: how long a difference must last, and how many e
 _SAME = 1e-6  # the largest relative difference between two equal values
 
 
-class Series(NamedTuple):
+class SeriesKey(NamedTuple):
     """The layer, sub-layer, role and metric of a series."""
 
     layer: int
@@ -41,7 +41,7 @@ class Parting:
     """The first step at which two runs differ in one series, and the two values at this step."""
 
     step: int
-    series: Series
+    series: SeriesKey
     first: float
     second: float
 
@@ -56,7 +56,7 @@ class Parting:
 @dataclass(frozen=True, kw_only=True)
 class SideBySide:
     names: tuple[str, str]  # the runs' names
-    series: Mapping[Series, tuple[Course, Course]]  # the two runs' values by step, for each series in both runs
+    series: Mapping[SeriesKey, tuple[Course, Course]]  # the two runs' values by step, for each series in both runs
     # the layers that only the first run has, and the layers that only the second run has
     alone: tuple[Collection[int], Collection[int]]
     same_until: int | None  # the last step up to which all series are equal, or None if the runs differ from the start
@@ -115,7 +115,7 @@ def side_by_side(first: Path, second: Path) -> SideBySide:
     """Compare two runs (folders from Lamina, or other tools' logs). Raises UserError if no series is in both."""
     histories = [read_history(path) if is_history(path) else None for path in (first, second)]
     courses = [_courses(path, history) for path, history in zip((first, second), histories, strict=True)]
-    shared: dict[Series, tuple[Course, Course]] = {}
+    shared: dict[SeriesKey, tuple[Course, Course]] = {}
     for series in courses[0].keys() & courses[1].keys():
         steps = sorted(courses[0][series].keys() & courses[1][series].keys())
         if steps:
@@ -144,7 +144,7 @@ def side_by_side(first: Path, second: Path) -> SideBySide:
     )
 
 
-def _courses(path: Path, history: History | None) -> dict[Series, dict[int, float]]:
+def _courses(path: Path, history: History | None) -> dict[SeriesKey, dict[int, float]]:
     if history is not None:
         rows = [*history.rows]
     else:
@@ -152,14 +152,14 @@ def _courses(path: Path, history: History | None) -> dict[Series, dict[int, floa
         rows = read_rows(path, _METRICS)
     if not rows:
         raise UserError(f"run: {str(path)!r} holds no records. Give the folder of a run, or another tool's record.")
-    courses: dict[Series, dict[int, float]] = {}
+    courses: dict[SeriesKey, dict[int, float]] = {}
     for row in rows:
         if row.metric in _METRICS and not row.number:
-            courses.setdefault(Series(*row.location, row.metric), {})[row.step] = row.value
+            courses.setdefault(SeriesKey(*row.location, row.metric), {})[row.step] = row.value
     return courses
 
 
-def parting(series: Series, first: Course, second: Course) -> Parting | None:
+def parting(series: SeriesKey, first: Course, second: Course) -> Parting | None:
     """Return the first step at which two series differ, and the two values at this step, or None.
 
     Two series differ if five successive differences have the same sign and exceed the noise, or if only one value is
@@ -199,7 +199,7 @@ def _order(one: Parting) -> tuple[float, ...]:
     return one.step, not forward, layer if forward else -abs(_distance(one.first, one.second, ratio=True)), layer
 
 
-def _same_until(series: Mapping[Series, tuple[Course, Course]]) -> int | None:
+def _same_until(series: Mapping[SeriesKey, tuple[Course, Course]]) -> int | None:
     steps = sorted({step for first, _ in series.values() for step in first})
     last = None
     for step in steps:

@@ -17,7 +17,7 @@ from lamina.reports.diagnosis import Answer, Evidence, answer, headline
 from lamina.reports.metrics import METRICS
 from lamina.reports.page import Section, details, figure, prose, sentence, words, write_page
 from lamina.reports.plotting import Figure
-from lamina.reports.side_by_side import Series, SideBySide
+from lamina.reports.side_by_side import SeriesKey, SideBySide
 from lamina.reports.style import polish, single
 from lamina.training.monitor.alarms import Alarm, describe, events, in_words
 from lamina.training.monitor.batches import beginning_of
@@ -128,7 +128,7 @@ def write_comparison(path: Path, compared: SideBySide) -> Path:
     """Write the comparison of two runs as a page to ``path``."""
     texts = _paragraphs(compared.sentences())
     parted = [part for part in (compared.whole, compared.layer) if part is not None]
-    shown = [Series(*MODEL, LOSS), *(part.series for part in parted)]
+    shown = [SeriesKey(*MODEL, LOSS), *(part.series for part in parted)]
     mark = " The red line marks the first difference." * bool(parted)
     html = ""
     for series in dict.fromkeys(series for series in shown if series in compared.series):
@@ -148,7 +148,7 @@ def write_comparison(path: Path, compared: SideBySide) -> Path:
     )
 
 
-def _pair(compared: SideBySide, series: Series) -> Figure:
+def _pair(compared: SideBySide, series: SeriesKey) -> Figure:
     lines = [
         (name, color, sorted(values), [values[step] for step in sorted(values)])
         for name, color, values in zip(compared.names, _COLORS[1:], compared.series[series], strict=True)

@@ -55,6 +55,9 @@ def listening(listener: Listener) -> Iterator[None]:
     if not _LISTENERS:
         unscaled = _after(lambda listener, *args, **kwargs: listener.unscales())
         tried = _after(lambda listener, result, scaler, optimizer, *args, **kwargs: listener.tries(optimizer))
+        clipped = _before(
+            lambda listener, model, max_norm, *_, **__: listener.clips([*model.parameters()], float(max_norm))
+        )
         divided = _before(lambda listener, stage, divisor: listener.divides(stage.submod, divisor))
         scalers = (torch.amp.GradScaler, ShardedGradScaler)
         patches: list[tuple[object, str, Telling]] = [
@@ -63,7 +66,7 @@ def listening(listener: Listener) -> Iterator[None]:
             (torch.amp.GradScaler, "step", tried),  # ShardedGradScaler inherits it
             *((scaler, "unscale_", unscaled) for scaler in scalers),
             (torch.autograd, "backward", _before(_differentiated)),
-            (FullyShardedDataParallel, "clip_grad_norm_", _before(_clipped)),  # does not call torch's functions
+            (FullyShardedDataParallel, "clip_grad_norm_", clipped),  # does not call torch's functions
             (torch.distributed, "destroy_process_group", _before(_left)),
         ]
         stages = sys.modules.get("torch.distributed.pipelining.stage")  # importing the module takes a second
@@ -117,8 +120,9 @@ def _after(tell: Callable[..., None]) -> Telling:
 
 
 def _differentiated(listener: Listener, tensors: object, *args: object, **kwargs: object) -> None:
-    loss = tensors[0] if isinstance(tensors, list | tuple) and len(tensors) == 1 else tensors  # a stage's is listed
-    if isinstance(loss, torch.Tensor) and loss.numel() == 1:  # Tensor.backward comes here
+    # Tensor.backward comes here, and a pipeline stage's loss is in a list
+    loss = tensors[0] if isinstance(tensors, list | tuple) and len(tensors) == 1 else tensors
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
         listener.differentiates(loss)
 
 
@@ -127,13 +131,10 @@ def _scaled(listener: Listener, scaled: object, scaler: object, outputs: object)
         listener.scales(outputs, scaled)
 
 
-def _clipped(listener: Listener, model: nn.Module, max_norm: float, *args: object, **kwargs: object) -> None:
-    listener.clips(list(model.parameters()), float(max_norm))
-
-
 def _left(listener: Listener, group: ProcessGroup | None = None) -> None:
     # just before a loop destroys the process group, so that listeners can still use the group
-    if group is None or group is torch.distributed.group.WORLD:
+    whole = group is None or group is torch.distributed.group.WORLD
+    if whole:
         listener.leaves()
 
 

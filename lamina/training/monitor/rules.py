@@ -84,7 +84,7 @@ _WHOLE = ("all", "embedding", "readout")  # the roles of parameters whose update
 
 
 @dataclass
-class ZeroGradients:
+class ZeroRun:
     """The gradients of exactly 0 of a part of the model."""
 
     run: int = 0  # the number of zeros in a row up to now
@@ -154,7 +154,7 @@ class Rules:
     _random_depth: bool = False  # whether a step may skip layers, so that the stream varies more
     # records in a row with the metric "without_gradient", and the first of these steps
     _silent: dict[Location, tuple[int, int]] = field(default_factory=dict)
-    _zeros: dict[Location, ZeroGradients] = field(default_factory=dict)
+    _zeros: dict[Location, ZeroRun] = field(default_factory=dict)
 
     def judge(self, step: int, rows: Sequence[Row], rate: float | None, *, latest: bool) -> Iterator[Judgment]:
         """Judge the measurements of a step. Lamina divides updates by ``rate``, the latest learning rate."""
@@ -437,7 +437,7 @@ class Rules:
         groups, dead = list(self._groups(rows, "gradient_norm")), list[tuple[Row, float, bool]]()
         for members in groups:
             usual = statistics.median(row.value for row in members)
-            seen = {row: self._zeros.setdefault(row.location, ZeroGradients()).see(row) for row in members}
+            seen = {row: self._zeros.setdefault(row.location, ZeroRun()).see(row) for row in members}
             self._random_depth |= any(zeros.before for zeros in seen.values())
             before = sum(zeros.before for zeros in seen.values())
             chance = (before + 1) / (sum(zeros.count for zeros in seen.values()) + 2)
@@ -581,7 +581,7 @@ class Rules:
         self._random_depth, self._writes.means, self._writes.total = state.get("ways", (False, 0, 0.0))
         self._writes.carried = {(layer, sublayer, role): way for layer, sublayer, role, way in state.get("carried", [])}
         zeros = state.get("zeros", [])
-        self._zeros = {(layer, sublayer, role): ZeroGradients(*of) for layer, sublayer, role, *of in zeros}
+        self._zeros = {(layer, sublayer, role): ZeroRun(*of) for layer, sublayer, role, *of in zeros}
         self._harmful = {(layer, sublayer, role) for layer, sublayer, role in state.get("harmful", [])}
         silent = state.get("silent", [])
         self._silent = {(layer, sublayer, role): (run, begun) for layer, sublayer, role, run, begun in silent}
