@@ -120,7 +120,9 @@ def coord_check(folder: Path, slopes: Frame) -> str:
         lines.append(f"{module:<36} {slope[0]:>+13.2f} {slope[last]:>+14.2f}  {worst}")
     result = read_json(folder / RESULT)
     names = f" ({', '.join(result['modules'])})" if result["modules"] else ""
-    lines += ["", f"{result['verdict']}{names}, with a tolerance of {result['tolerance']:g}"]
+    shrinking = sorted(set(sizes.loc[sizes["verdict"] == "shrinks", "module"]))
+    expected = f". As the scheme expects, these outputs shrink: {', '.join(shrinking)}" * bool(shrinking and not names)
+    lines += ["", f"{result['verdict']}{names}, with a tolerance of {result['tolerance']:g}{expected}"]
     return "\n".join([*lines, _files(folder, SLOPES, COORDINATES)])
 
 

@@ -11,7 +11,7 @@ from training.tiny_runs import flags
 from lamina.cli import main
 from lamina.errors import UserError
 from lamina.jobs.seals import write_with_seal
-from lamina.reports import report
+from lamina.reports import report, terminal
 from lamina.reports.records import read_table
 from lamina.studies.coordinates import STREAMS, coord_check, shares, slopes, verdict
 from lamina.studies.settings import CoordCheckSettings
@@ -75,9 +75,11 @@ def test_the_blocks_that_end_a_share_of_the_depth_are_compared():
 
 
 def test_under_mup_the_readout_starts_with_the_root_of_the_width_below_and_that_is_no_fault(corpus, tmp_path):
-    found = of_size(coord_check(settings(corpus, tmp_path / "mup", widths="32,64,128", width_scaling="mup"), bar=False))
+    frame = coord_check(settings(corpus, tmp_path / "mup", widths="32,64,128", width_scaling="mup"), bar=False)
+    found = of_size(frame)
     assert found.slope["lm_head", 0] == pytest.approx(-0.5, abs=0.1)
     assert json.loads((tmp_path / "mup" / "result.json").read_text())["verdict"] == "flat"
+    assert "As the scheme expects, these outputs shrink: lm_head" in terminal.coord_check(tmp_path / "mup", frame)
 
 
 def made_up(exponents, widths=(10, 20, 40), seeds=(0, 1)):
