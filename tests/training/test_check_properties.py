@@ -260,9 +260,10 @@ def decaying(model, which):
     return model, torch.optim.AdamW(rows), {}
 
 
-def mamba(all_of):
+def mamba(all_of, spares=True):
     model = MambaForCausalLM(MambaConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, state_size=4))
-    plain = {n for n, p in model.named_parameters() if (p.ndim < 2 and not (all_of and n.endswith("D")))}
+    named = list(model.named_parameters())
+    plain = {n for n, p in named if (p.ndim < 2 and not (all_of and n.endswith("D"))) or (spares and "A_log" in n)}
     return decaying(model, lambda name, p: name not in plain)
 
 
@@ -471,7 +472,8 @@ FAULTS = {
     "skip_connections: none around parts": lambda: of(Bypassing(0.0)),
     "weight_scales: louder than the input": loud,
     "stuck_at_zero: queries and keys": lambda: of(Outside(lambda width: Own(width, start=0.0))),
-    "rounded_updates: faded": lambda: plain(faded),
+    "faded_gradients": lambda: plain(faded),
+    "decayed_logarithms": lambda: mamba(all_of=False, spares=False),
     "skip_connections: drowned words": lambda: of(Fixed(0.02)),
     "shift_of_labels: log-probabilities": lambda: of(
         Words(), lambda x, y: (likelihood(x, y) * torch.tensor([1, -1, 2, -1, 1, -2.0])[:, None]).mean(), (X, X)

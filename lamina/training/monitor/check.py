@@ -61,6 +61,7 @@ def check(
     if not arguments and isinstance(batch, tuple | list):  # a batch for ``loss``
         tensors = [value for value in batch if isinstance(value, torch.Tensor)]
         setup.batch = dict(zip(("inputs", "labels"), tensors[:1] + tensors[1:][-1:], strict=False))
+        setup.batch |= {f"input {at}": value for at, value in enumerate(tensors[1:-1], 1)}
     setup.recording = torch.is_grad_enabled()
     setup.scaler = scaler is not None and bool(getattr(scaler, "is_enabled", lambda: True)())
     setup.scaler_is_off = scaler is not None and not setup.scaler

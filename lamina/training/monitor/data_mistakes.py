@@ -13,6 +13,7 @@ from lamina.training.monitor.first_pass import IGNORED, whole
 from lamina.training.monitor.loss_targets import Targets
 
 ABOVE, WIDER = 1.0, 2e-4  # nats by which the first loss may exceed guessing: a constant, and more for each channel
+FAR_APART, SATURATED = 3.0, 1e-6  # nats: the first loss of a contrastive training above guessing, and the lowest
 ONE_TOKEN = 0.9  # the fraction of a batch's tokens from which a single token is reported
 IN_A_ROW = 0.5  # the fraction of labels that another label follows: high in an answer, low for masked words
 MANY = 4  # rows that share an unknown special token
@@ -115,7 +116,11 @@ def first_loss(setup: BeforeTraining) -> Iterator[Mistake]:
     outputs = trial.logits.shape if trial.logits is not None else ()
     # not the other rows of the batch, as in a contrastive loss
     contrast = len(outputs) == 2 and classes % outputs[0] == 0 and trial.mixes is None
-    classes *= classes in setup.vocabularies or (outputs[-1:] == (classes,) and not contrast)
+    lengths = trial.calls.get("cross_entropy", {}).get("lengths")
+    known = classes in setup.vocabularies or (outputs[-1:] == (classes,) and not contrast)
+    if one and not known and isinstance(scores, torch.Tensor) and scores.shape == (classes, classes):
+        yield from _unnormalized(first, classes, lengths)
+    classes *= known and lengths != 1.0  # cosines, which a constant scales, as in ArcFace
     width = setup.structure.hidden_size if setup.structure is not None else 0
     limit = math.log(max(classes, 1)) + ABOVE + WIDER * width
     if classes >= 8 and first > limit:
@@ -130,6 +135,19 @@ def first_loss(setup: BeforeTraining) -> Iterator[Mistake]:
             what=f"the first loss is {trial.loss:.3g}, but the cross-entropy is only {first:.3g}",
             why="another part of the loss, such as a router's loss or a penalty, outweighs the cross-entropy",
             do="Lower the coefficient of this part (such as router_aux_loss_coef), or use its mean",
+        )
+
+
+def _unnormalized(loss: float, rows: int, lengths: object) -> Iterator[Mistake]:
+    """Find a contrastive loss of vectors that are not normalized."""
+    limit = math.log(rows) + FAR_APART
+    if isinstance(lengths, float) and lengths > 1.0 and not SATURATED < loss <= limit:
+        yield Mistake(
+            what=f"the first loss is {loss:.3g}, but guessing among {rows} rows gives {math.log(rows):.3g}, and the "
+            f"compared vectors have lengths of about {lengths:.2g}",
+            why="the products of such vectors are too large as logits, so the softmax is 0 or 1 for most rows",
+            do="Normalize the vectors (functional.normalize(x, dim=-1)), and divide their products by a temperature "
+            "such as 0.07",
         )
 
 
@@ -258,6 +276,22 @@ def sees_next_token(setup: BeforeTraining) -> Iterator[Mistake]:
             what="all labels equal the input's tokens, and no token is masked",
             why="the model learns to copy its input",
             do="Mask 15% of the tokens, and set all other labels to -100 (DataCollatorForLanguageModeling does both)",
+        )
+
+
+@checks
+def labels_of_shown_tokens(setup: BeforeTraining) -> Iterator[Mistake]:
+    """Find a masked language model that also predicts the tokens that it sees."""
+    tokens, labels = setup.tokens, setup.labels
+    masked = "MaskedLM" in type(setup.inner).__name__ and tokens is not None and labels is not None
+    if not masked or labels is None or tokens is None or labels.shape != tokens.shape:
+        return
+    same = (labels == tokens)[labels >= 0].float()
+    if len(same) and IN_A_ROW < float(same.mean()) < 1.0:
+        yield Mistake(
+            what=f"{float(same.mean()):.0%} of the labels equal the token at their position in the input",
+            why="the model sees these tokens, so most of the loss only teaches it to copy",
+            do=f"Set the labels of all tokens that are not masked to {IGNORED}",
         )
 
 

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lamina.errors import UserError, one_line
 from lamina.probes.structure.hooks import Output, evaluating, first_tensor, fresh_gradients
 from lamina.training.monitor.graph_hooks import is_compiled
+from lamina.training.monitor.loss_origins import lengths_of, range_of
 from lamina.training.monitor.loss_targets import Targets, offset_of, targets_of
 from lamina.training.monitor.zero_gradients import ZeroGradients, is_own_reference, size_of, zero_gradients
 
@@ -67,6 +68,7 @@ class FirstPass:
     # the comparison of each layer's output with the layer's input, by the layer's id
     skips: Mapping[int, Skip] = field(default_factory=dict)
     # the arguments of the first call of each watched function, by name
+    # a loss's arguments also have the ``range`` of its inputs, and the ``lengths`` of the vectors in their products
     calls: Mapping[str, Mapping[str, Output]] = field(default_factory=dict)
     entropies: Sequence[float] = ()  # the values of all cross-entropies
     # the targets of the logits, or None if the loss is not a cross-entropy of the model's logits
@@ -86,6 +88,7 @@ WATCHED = {
     functional.nll_loss: "nll_loss",
     functional.binary_cross_entropy_with_logits: "binary_cross_entropy_with_logits",
     functional.kl_div: "kl_div",
+    functional.ctc_loss: "ctc_loss",
     functional.mse_loss: "mse_loss",
     functional.l1_loss: "l1_loss",
     functional.smooth_l1_loss: "smooth_l1_loss",
@@ -140,6 +143,7 @@ class _Calls(TorchFunctionMode):
         self.entropies: list[torch.Tensor] = []
         self.scores: list[tuple[torch.Tensor, int]] = []  # the first cross-entropy's, and the classes' dimension
         self.normalized: list[tuple[torch.Tensor, int]] = []  # the last log-softmax's
+        self._cosines = set[Output]()  # the operations of torch's cosine similarity
         self.half = self.teaches = self.drops = self.turns = self.rounded = False
 
     def __torch_function__(
@@ -155,6 +159,8 @@ class _Calls(TorchFunctionMode):
         self.drops = self.drops or _dropped(func, args, kwargs or {}) > 0
         half = isinstance(output, torch.Tensor) and output.dtype == torch.float16 and output.requires_grad
         self.half, name = self.half or half, WATCHED.get(func)
+        if func is torch.cosine_similarity:
+            self._cosines.add(output.grad_fn)
         if func in _NORMALIZING and args and output.requires_grad == torch.is_grad_enabled():
             of = next(iter(args[1:]), (kwargs or {}).get("dim"))
             self.normalized = [(args[0], of)] if isinstance(of, int) else []
@@ -173,7 +179,10 @@ class _Calls(TorchFunctionMode):
             if name == "kl_div" and name not in self.first:
                 ids = [leaves_of(arguments[of]).keys() for of in ("input", "target")]
                 self.teaches = all(ids) and ids[0].isdisjoint(ids[1])
-            self.first.setdefault(name, {key: self._part(value) for key, value in arguments.items()})
+            if name not in self.first:
+                scores = next(iter(arguments.values()))
+                origin = {"range": range_of(scores), "lengths": lengths_of(scores, self._cosines)}
+                self.first[name] = {key: self._part(value) for key, value in arguments.items()} | origin
             if name in ("cross_entropy", "nll_loss") and not self.scores and arguments["input"].ndim > 1:
                 self.scores = [(arguments["input"], 1)]
             if name == "cross_entropy" and output.requires_grad:
@@ -458,8 +467,12 @@ class _Repeats:
         self._given = {at: x for at in order if isinstance(x := places[at], torch.Tensor)}
         self._nested = any(isinstance(x, Mapping | list | tuple) for x in places.values())  # such as encoder_outputs
         self._model, self._entry, self._run, self._targets, self._layers = model, given[0], run, targets, layers
-        self._now, self._drops = list[torch.Tensor](), False
+        self._now, self._drops, self._base = list[torch.Tensor](), False, dict[int | str, torch.Tensor]()
+        self._drawn: dict[int | str, Output] = {}  # the inputs of the first repeated pass
         self._logits = self._again({})
+        if any(at in self._drawn and not torch.equal(x, self._drawn[at]) for at, x in self._given.items()):
+            self._base = self._given  # the loss draws the inputs (noise, masks), so each pass gets the first draw
+            self._logits = self._again({})
         exact = all(p.dtype in (torch.float32, torch.float64) for p in model.parameters())
         self._share = 1e-3 if exact else 0.02  # of the logits' standard deviation: more than rounding
         self._seen = self._now if exact else []  # the first layers' outputs for a token
@@ -471,7 +484,8 @@ class _Repeats:
         """Run the model with some of the arguments replaced, and return the logits."""
 
         def swapped(module: nn.Module, a: tuple, k: dict[str, Output]) -> tuple[tuple, dict[str, Output]]:
-            return tuple(places.get(at, x) for at, x in enumerate(a)), {at: places.get(at, x) for at, x in k.items()}
+            self._drawn = self._drawn or {**dict(enumerate(a)), **k}
+            return tuple(new.get(at, x) for at, x in enumerate(a)), {at: new.get(at, x) for at, x in k.items()}
 
         def see(module: nn.Module, a: tuple, output: Output) -> None:
             tensor = first_tensor(output)
@@ -480,8 +494,10 @@ class _Repeats:
             if layers_only and len(seen) == len(self._seen):
                 raise StopIteration  # the other layers need not run
 
-        calls, seen = _Calls(lambda value: None, swap), list[torch.Tensor]()
-        hooks = [self._entry.register_forward_pre_hook(swapped, with_kwargs=True)]
+        new = {**self._base, **places}
+        calls, seen, outputs = _Calls(lambda value: None, swap), list[torch.Tensor](), list[Output]()
+        hooks = [self._model.register_forward_hook(lambda m, a, output: outputs.append(output))]
+        hooks += [self._entry.register_forward_pre_hook(swapped, with_kwargs=True)]
         hooks += [layer.register_forward_hook(see) for layer in self._layers]
         try:
             with torch.random.fork_rng(devices=[]), evaluating(self._model), calls:
@@ -489,7 +505,8 @@ class _Repeats:
                 logits = self._run()[1]
                 logits = _few_classes(calls.of_rows(self._places) if logits is None else logits)
         except Exception:  # a loss may not take other inputs
-            return None
+            if not outputs or (logits := _few_classes(_parts(outputs[0])[1])) is None:
+                return None
         finally:
             self._drops = self._drops or calls.drops
             self._now = seen

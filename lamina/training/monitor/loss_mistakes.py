@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from lamina.training.monitor.before_training import BeforeTraining, Mistake, checks
-from lamina.training.monitor.first_pass import is_rounded
+from lamina.training.monitor.first_pass import IGNORED, is_rounded
 
 FEW = 16  # numbers that lie between 0 and 1 by chance
 CENTER = 0.25  # before training, the mean of a sigmoid's outputs differs from 0.5 by at most this
 ZEROS = 0.02  # the fraction of logits from which zeros are reported
 FAR = 100.0  # targets that are this many times larger than the outputs, and than 1, were not scaled
 DISTANCES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
+OUTSIDE = 0.05  # the fraction of targets outside of the outputs' range from which the range is reported
+LEAST_LOSS = 0.25  # nats: a lower limit of the loss that keeps a model from learning
+SMOOTHED = 0.5  # from this label smoothing on, the model learns to guess
 
 
 def _called(setup: BeforeTraining, name: str) -> dict[str, object]:
@@ -72,7 +76,21 @@ def loss_inputs(setup: BeforeTraining) -> Iterator[Mistake]:
                 }.get(name, "For rows of several classes, use binary_cross_entropy_with_logits"),
             )
             break
+    yield from _viewed_pixels(logits, viewed)
     yield from _broadcasts(setup)
+
+
+def _viewed_pixels(logits: object, viewed: torch.Tensor | None) -> Iterator[Mistake]:
+    """Find logits [rows, classes, ...] that the loss gets viewed as [positions, classes]."""
+    if isinstance(logits, torch.Tensor) and viewed is not None and logits.ndim == 2 < viewed.ndim:
+        classes = logits.shape[1]
+        flat = classes == viewed.shape[1] != viewed.shape[-1] and viewed.numel() == logits.numel()
+        if flat and torch.equal(viewed.flatten(), logits.flatten()):
+            yield Mistake(
+                what=f"cross_entropy gets logits of shape {[*viewed.shape]} viewed as {[*logits.shape]}",
+                why="view and reshape do not move dimensions, so a row mixes the logits of different pixels or tokens",
+                do="Pass the logits and the labels without a view, or logits.movedim(1, -1).flatten(0, -2)",
+            )
 
 
 def _broadcasts(setup: BeforeTraining) -> Iterator[Mistake]:
@@ -104,7 +122,7 @@ def targets(setup: BeforeTraining) -> Iterator[Mistake]:
     for name in DISTANCES:
         values = [x for x in _called(setup, name).values() if isinstance(x, torch.Tensor) and x.numel()][:2]
         sizes = [float(x.float().square().mean().sqrt()) for x in values]
-        if len(sizes) == 2 and sizes[1] > FAR * max(sizes[0], 1.0):
+        if len(sizes) == 2 and sizes[1] > FAR * max(sizes[0], 1.0) and not _unreachable(setup, name):
             yield Mistake(
                 what=f"the targets of {name} are about {sizes[1]:.2g}, and the model's outputs about {sizes[0]:.2g}",
                 why="such targets need very many steps, and make the gradients as large as the targets",
@@ -125,6 +143,136 @@ def targets(setup: BeforeTraining) -> Iterator[Mistake]:
         )
 
 
+def _unreachable(setup: BeforeTraining, name: str) -> tuple[float, float, float] | None:
+    """Return the fraction of a loss's targets that the last activation cannot reach, and the activation's range."""
+    given = _called(setup, name)
+    target, limits = given.get("target"), given.get("range")
+    if not isinstance(target, torch.Tensor) or not target.numel() or not isinstance(limits, tuple):
+        return None
+    low, high = limits
+    share = float(((target < low - 1e-3) | (target > high + 1e-3)).float().mean())
+    return (share, low, high) if share > OUTSIDE else None
+
+
+@checks
+def unreachable_targets(setup: BeforeTraining) -> Iterator[Mistake]:
+    """Find targets that lie outside of the range of the model's last activation."""
+    for name in DISTANCES:
+        if found := _unreachable(setup, name):
+            share, low, high = found
+            yield Mistake(
+                what=f"{share:.0%} of the targets of {name} cannot be reached, because an activation (such as sigmoid, "
+                f"tanh or ReLU) gives outputs from {low:g} to {high:g}",
+                why="the loss of these targets has a lower limit above 0, and the activation's gradient fades there",
+                do="Remove the last activation, or scale the targets into its range",
+            )
+
+
+@checks
+def bounded_logits(setup: BeforeTraining) -> Iterator[Mistake]:
+    """Find logits that are cosines without a temperature, or the outputs of tanh or sigmoid."""
+    for name in ("cross_entropy", "binary_cross_entropy_with_logits"):
+        given = _called(setup, name)
+        scores, limits, cosines = given.get("input"), given.get("range"), given.get("lengths") == 1.0
+        if not isinstance(scores, torch.Tensor) or scores.ndim < 1 or not scores.numel():
+            continue
+        if cosines and float(scores.abs().max()) <= 1.01:
+            limits = (-1.0, 1.0)
+        if not isinstance(limits, tuple) or not math.isfinite(limits[1]):
+            continue
+        low, high = limits
+        others = (scores.shape[min(1, scores.ndim - 1)] - 1) * math.exp(low - high)
+        least = math.log1p(others if name == "cross_entropy" else math.exp(-high))
+        softmax = (low, high) == (0.0, 1.0) and name != "cross_entropy"  # which loss_inputs reports
+        if least > LEAST_LOSS and not softmax:
+            yield Mistake(
+                what=f"all logits of {name} lie between {low:g} and {high:g}, so its loss is {least:.2g} or more",
+                why="the logits are cosines without a temperature" if cosines else "an activation bounds the logits",
+                do="Divide the cosines by a temperature such as 0.07"
+                if cosines
+                else "Remove the activation before the loss, because the loss takes any number",
+            )
+
+
+@checks
+def own_similarity(setup: BeforeTraining) -> Iterator[Mistake]:
+    """Find a contrastive loss in which each row is also compared with itself."""
+    given = _called(setup, "cross_entropy")
+    scores, target = given.get("input"), given.get("target")
+    if not isinstance(scores, torch.Tensor) or not isinstance(target, torch.Tensor):
+        return
+    if scores.ndim != 2 or target.ndim != 1 or not 4 <= len(scores) == scores.shape[1] == len(target):
+        return
+    own, order = scores.diagonal(), torch.arange(len(scores), device=scores.device)
+    same = torch.allclose(scores, scores.T, rtol=1e-3, atol=1e-4) and torch.allclose(own, own[:1].expand_as(own))
+    if same and bool((target != order).all()) and bool((own >= scores.amax(1) - 1e-3 * own.abs()).all()):
+        yield Mistake(
+            what="the similarity of each row with itself is among the logits, and is the largest",
+            why="no other row can be more similar, so the loss cannot fall to 0",
+            do='Hide the diagonal before the loss: logits.fill_diagonal_(float("-inf"))',
+        )
+
+
+@checks
+def ctc_inputs(setup: BeforeTraining) -> Iterator[Mistake]:
+    """Find CTC's usual mistakes: no log-probabilities, the blank among the labels, and labels that do not fit."""
+    given = _called(setup, "ctc_loss")
+    scores, labels, blank = given.get("log_probs"), given.get("targets"), given.get("blank")
+    blank = blank if isinstance(blank, int) else 0
+    if not isinstance(scores, torch.Tensor) or not isinstance(labels, torch.Tensor):
+        return
+    frames, counts = (torch.as_tensor(given[name]).flatten().tolist() for name in ("input_lengths", "target_lengths"))
+    rows: Sequence[torch.Tensor] = (
+        labels.split(counts) if labels.ndim == 1 else [row[:n] for row, n in zip(labels, counts, strict=True)]
+    )
+    total = scores.detach().float().logsumexp(-1)
+    if not torch.allclose(total, torch.zeros(()).to(total), atol=1e-2):
+        yield Mistake(
+            what="ctc_loss gets no log-probabilities",
+            why="this loss does not normalize, so the loss has no lower limit",
+            do="Pass logits.log_softmax(-1)",
+        )
+    if found := sum(int(torch.eq(row, blank).sum()) for row in rows):
+        yield Mistake(
+            what=f"{found} of the labels of ctc_loss are the blank ({blank})",
+            why="CTC inserts blanks itself, so the model learns to spell blanks, and padding is counted as text",
+            do=f"Set padding in the labels to {IGNORED} (or shorten target_lengths), and count labels from {blank} + 1",
+        )
+    needs = [len(row) + int(torch.eq(row[1:], row[:-1]).sum()) for row in rows]
+    if cut := sum(need > has for need, has in zip(needs, frames, strict=True)):
+        yield Mistake(
+            what=f"{cut} of the {len(rows)} rows have more labels than frames (up to {max(needs)} labels for "
+            f"{min(frames)} frames)",
+            why="CTC cannot align these rows, so their loss is infinite, or 0 with zero_infinity=True",
+            do="Leave out these rows, or use a model with more frames per second",
+        )
+
+
+@checks
+def mean_of_kl(setup: BeforeTraining) -> Iterator[Mistake]:
+    """Find a kl_div that is divided by the number of classes."""
+    given = _called(setup, "kl_div")
+    scores = given.get("input")
+    if isinstance(scores, torch.Tensor) and scores.ndim > 1 and given.get("reduction", "mean") == "mean":
+        yield Mistake(
+            what=f'kl_div has reduction="mean", which also divides by the {scores.shape[-1]} classes',
+            why="the loss and its gradients are smaller than the divergence by this factor",
+            do='Pass reduction="batchmean"',
+        )
+
+
+@checks
+def much_smoothing(setup: BeforeTraining) -> Iterator[Mistake]:
+    """Find a label smoothing that hides the labels."""
+    smoothing = _called(setup, "cross_entropy").get("label_smoothing", 0.0)
+    if isinstance(smoothing, float) and smoothing >= SMOOTHED:
+        yield Mistake(
+            what=f"cross_entropy has a label smoothing of {smoothing:g}",
+            why="this fraction of each target is spread over all classes, so the model learns to guess",
+            do="Pass 0.1 or less",
+        )
+
+
 @checks
 def sign_of_loss(setup: BeforeTraining) -> Iterator[Mistake]:
     """Find training that raises the loss because the loss has the wrong sign or the optimizer maximizes."""
@@ -133,6 +281,8 @@ def sign_of_loss(setup: BeforeTraining) -> Iterator[Mistake]:
     added = targets.weights[targets.counted] if targets is not None else torch.ones(1)
     sizes = (added / added.abs().max()).round(decimals=2).unique()  # in a policy gradient, the returns
     negative = bool((added < 0).all()) and len(sizes) <= max(1, len(added) // 2)
+    if negative and _has_returns(setup, added):
+        return
     if targets is not None and targets.count == 2 and (labels := setup.labels) is not None:
         same = targets.classes.shape == labels.shape
         negative = same and not bool((targets.classes == labels)[targets.counted].any())
@@ -142,6 +292,14 @@ def sign_of_loss(setup: BeforeTraining) -> Iterator[Mistake]:
             why="each step raises the loss" if rises else "to minimize this loss, the model avoids the labels",
             do="Minimize the loss: remove the minus, and pass maximize only if you call backward on a reward",
         )
+
+
+def _has_returns(setup: BeforeTraining, weights: torch.Tensor) -> bool:
+    """Return whether the batch holds the negative factors of the loss, such as the returns of a policy gradient."""
+    floats = [x for x in setup.batch.values() if x.is_floating_point() and x.numel() and not x.requires_grad]
+    return any(
+        bool((x < 0).all()) and x.numel() in (len(weights), len(next(iter(setup.batch.values())))) for x in floats
+    )
 
 
 @checks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -24,12 +25,13 @@ SWAPPED = 0.98  # from this value on, a first beta is probably the second beta
 LOW = 0.5  # below this value, a second beta is probably 1 minus a beta
 EPSILON, UNSEEN_EPSILON = 1e-4, 1e-2  # limits of Adam's epsilon, with and without known gradients
 SWAPPED_RATE = 1e3  # epsilon and learning rate are probably swapped if epsilon is this many times larger
-FADED = 1e-5  # a gradient below this fraction of the largest gradient's norm has almost vanished
+FADED = 1e-4  # a gradient below this fraction of the largest gradient's norm has almost vanished
 LOST = 0.6  # the fraction of the matrices' elements from which rounded updates are reported
 USUAL_RATE = 1e-6  # a usual learning rate of fine-tuning in bfloat16, at which small weights still change
 RATES = ("lr", "initial_lr", "max_lr")  # keys of a group: its learning rate, and the learning rates of a schedule
 _SAMPLE = 65536  # elements of a matrix
 LARGE_SCALE = 64.0  # a scale alpha / r of LoRA that is too large. Usual scales are 1 to 4
+_LOGARITHM = re.compile(r"(?:^|[._])(?:A_log|log_\w+|logit_scale|\w+_log)$")
 _BASES = ("weight", "base.weight", "base_layer.weight", "linear.weight", "original.weight", "layer.weight")
 LARGE_STEP = 2.0  # times a matrix's root mean square: a step of Adam that replaces the weights
 
@@ -91,6 +93,28 @@ def decayed_gains(setup: BeforeTraining) -> Iterator[Mistake]:
             what=f"the weight decay is {decay:g} for {len(gains)} of the gains and biases ({setup.listed(gains)})",
             why="weight decay pulls each gain, and with it the layer's contribution, toward 0",
             do="Put gains and biases into a group with weight_decay=0.0",
+        )
+
+
+@checks
+def decayed_logarithms(setup: BeforeTraining) -> Iterator[Mistake]:
+    """Find weight decay on parameters that hold logarithms, such as Mamba's A_log and CLIP's logit_scale."""
+    decays = {
+        id(p): max(float(g.get("weight_decay") or 0.0) for g in groups)
+        for p in setup.trained
+        if (groups := setup.groups.get(id(p)))
+    }
+    found = [
+        p
+        for name, p in setup.model.named_parameters()
+        if decays.get(id(p), 0.0) >= DECAY and _LOGARITHM.search(name) and not hasattr(p, "_no_weight_decay")
+    ]
+    if found:
+        yield Mistake(
+            what=f"the weight decay is {max(decays[id(p)] for p in found):g} for {len(found)} parameters that hold "
+            f"logarithms ({setup.listed(found)})",
+            why="weight decay pulls each logarithm toward 0, and so the rate or scale that it stands for toward 1",
+            do="Put these parameters into a group with weight_decay=0.0",
         )
 
 
@@ -230,12 +254,30 @@ def strong_decay(setup: BeforeTraining) -> Iterator[Mistake]:
             return
 
 
-def _fades(setup: BeforeTraining) -> bool:
-    """Return whether the first matrix and most others get almost no gradient, although another parameter learns."""
+def _faded(setup: BeforeTraining) -> float:
+    """Return the gradient of the first matrix and most others, divided by the largest. With norms, return 1.
+
+    Gradients of 0 do not count, because matrices of zeros cause them.
+    """
     seen = setup.trial.gradients if setup.trial is not None else {}
-    norms = {id(p): seen[id(p)] * p.numel() ** 0.5 for p in setup.trained if id(p) in seen}
+    norms = {id(p): size * p.numel() ** 0.5 for p in setup.trained if (size := seen.get(id(p), 0.0)) > 0}
     matrices = [norms[id(p)] for p in setup.trained if p.ndim > 1 and id(p) in norms]
-    return bool(matrices) and max(matrices[0], statistics.median(matrices)) < FADED * max(norms.values())
+    if not matrices or any(is_norm(m) or hasattr(m, "running_mean") for m in setup.model.modules()):
+        return 1.0
+    return max(matrices[0], statistics.median(matrices)) / max(norms.values())
+
+
+@checks
+def faded_gradients(setup: BeforeTraining) -> Iterator[Mistake]:
+    """Find a deep model in which almost no gradient reaches the matrices, because its layers weaken the signal."""
+    if (share := _faded(setup)) < FADED:
+        yield Mistake(
+            what=f"the gradients of most matrices are only {share:.1g} of the largest gradient, or less",
+            why="each layer makes its input smaller, so the outputs hardly depend on the inputs: SGD does not learn, "
+            "and Adam begins to learn late",
+            do="Initialize each layer with a standard deviation of sqrt(2/inputs) (nn.init.kaiming_normal_), or add "
+            "norms and residual connections",
+        )
 
 
 @checks
@@ -260,14 +302,9 @@ def rounded_updates(setup: BeforeTraining) -> Iterator[Mistake]:
                 lost, total = lost + stays * p.numel(), total + p.numel()
                 rates.append(rate)
                 types.add(p.dtype)
-    if total and lost >= LOST * total:
+    if total and lost >= LOST * total and _faded(setup) >= FADED:
         kept = "Raise the learning rate"
-        if _fades(setup):
-            kept = (
-                "Gradients vanish in the model, and a higher learning rate does not help. Initialize each layer with a "
-                "standard deviation of sqrt(2/inputs) (nn.init.kaiming_normal_), or add norms and residual connections"
-            )
-        elif types != {torch.float32}:
+        if types != {torch.float32}:
             kept = (
                 "Keep the weights in float32 and compute under autocast, or use an optimizer with stochastic rounding"
             )

@@ -42,6 +42,15 @@ def no_gradient(setup: BeforeTraining) -> Iterator[Mistake]:
             do="Switch gradients on with torch.set_grad_enabled(True)",
         )
     elif trial is not None and not trial.zero.stuck and not setup.merged and not any(trial.gradients.values()):
+        if trial.loss == 0 and trial.reached:
+            yield Mistake(
+                what="the first loss is 0, and so are all gradients",
+                why="the batch has nothing to teach: its margins are already met (as in a triplet loss), or its labels "
+                "are left out of the loss",
+                do="Check another batch, and choose harder examples if its loss is 0, too",
+                note=True,
+            )
+            return
         yield Mistake(
             what="all gradients are 0" if trial.reached else "no parameter gets a gradient",
             why="the loss depends on no trainable weight",
