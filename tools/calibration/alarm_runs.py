@@ -45,8 +45,8 @@ STEPS, BREAKS, RATE = 200, 100, 2e-3
 LATER = 7  # steps by which the break of the next seed comes later, so most breaks lie between two records
 AFTER, FROM_START = 60, 90  # steps after the break, and of runs that are broken from the start
 BROKEN_SEEDS = 2
-SEEN = (6, 10, 14, 18, 22, 26, 30, 32, 34, 36, 40)  # first seeds of runs that have already judged earlier rules
-FRESH = 44  # the first seed of the runs that judge the rules
+SEEN = (6, 10, 14, 18, 22, 26, 30, 32, 34, 36, 40, 44)  # first seeds of runs that have already judged earlier rules
+FRESH = 48  # the first seed of the runs that judge the rules
 HELD, HELD_EVERY = 4, 2  # sequences in the fixed batch that compares a model with its twin, and steps between losses
 VOCABULARY, TOKENS = 256, 2048  # bytes; tokens of text
 COLUMNS = ("call", "step", "layer", "sublayer", "role", "index", "metric", "value")
@@ -76,6 +76,7 @@ class Setup:
     fitted: bool = True
     habit: str = ""
     lora: bool = False
+    trainer: bool = False
 
     @property
     def text(self) -> str:
@@ -202,6 +203,56 @@ SETUPS |= {
     for family, fitted in OTHERS.items()
     for number in range(2 if fitted else 16)
 }
+
+USUAL = "usual"
+USUAL_FAMILIES = (
+    *("apertus", "biogpt", "cohere2", "diffllama", "doge", "flex_olmo", "gemma", "glm4", "gpt_oss", "granitemoe"),
+    *("hunyuan_v1_dense", "jais2", "ministral", "mistral", "nanochat", "olmo3", "vaultgemma", "xglm"),
+    *("llama", "gpt2", "qwen3", "t5", "mamba", "nano"),
+)
+RATES = {
+    **dict.fromkeys(("adamw", "Adam", "NAdam", "RAdam", "Adamax"), (3e-4, 1e-3, 2e-3)),
+    "Adafactor": (3e-3, 1e-2),
+    "muon": (5e-4, 1e-3),
+    "RMSprop": (1e-4, 3e-4),
+    "sgd": (0.03, 0.1),
+}
+TRAINERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "sgd": "sgd", "rmsprop": "RMSprop"}
+
+
+def usual(number: int) -> Setup:
+    """Return a random healthy set-up without intentional changes. Every third set-up trains with Trainer."""
+    draw = random.Random(f"usual {number}")
+    family, batch = USUAL_FAMILIES[number % len(USUAL_FAMILIES)], draw.choice((1, 2, 4, 8, 12))
+    trainer = number % 3 == 0 and family != "nano"
+    moe, text_only = family in ("flex_olmo", "gpt_oss", "granitemoe"), family in ("t5", "mamba")
+    optimizer = draw.choice(tuple(TRAINERS) if trainer else ("adamw", "adamw", *list(RATES)[1:]))
+    if optimizer == "muon" and (family in ("biogpt", "xglm", "gpt2", "nano", "t5", "mamba") or moe):
+        optimizer = "adamw"  # Muon needs matrices below ".layers."
+    rates = RATES[TRAINERS.get(optimizer, optimizer)]
+    return Setup(
+        family=family,
+        layers=draw.randint(2, 5 if moe else 8),
+        width=draw.choice((32, 64, 96, 128)),
+        batch=batch,
+        length=draw.choice((24, 32, 48)) if batch < 8 else 24,
+        data=draw.choice(("text", "text", "code", "sft")),
+        schedule=draw.choice(("constant", "linear", "cosine", "restarts", "wsd")),
+        warmup=draw.choice((10, 20, 40, 80)),
+        optimizer=optimizer,
+        rate=draw.choice(rates[:-1] if batch < 4 else rates),
+        beta2=draw.choice((0.95, 0.98, 0.99, 0.999)),
+        clip=draw.choice((1.0, 1.0, 0.5, None)),
+        precision=draw.choice(("fp32", "bf16") if trainer or text_only else ("fp32", "fp32", "bf16", "bf16w", "fp16")),
+        every=draw.choice((5, 10, 20, 20, 50)),
+        steps=draw.choice((STEPS, STEPS, 2 * STEPS)),
+        seeds=1,
+        fitted=False,
+        trainer=trainer,
+    )
+
+
+SETUPS |= {f"{USUAL}-{number}": usual(number) for number in range(72)}
 
 
 class NanoLayer(nn.Module):
@@ -428,6 +479,8 @@ def rate_at(setup: Setup, step: int) -> float:
 
 def optimizers_of(model: nn.Module, setup: Setup, groups: list[dict[str, Any]]) -> list[torch.optim.Optimizer]:
     """Return the optimizers of a set-up. Each group has parameters, and settings that differ from the others."""
+    if isinstance(kind := getattr(torch.optim, setup.optimizer, None), type):
+        return [kind(groups, lr=setup.rate, weight_decay=0.01)]
     if setup.optimizer == "sgd":
         return [torch.optim.SGD(groups, lr=setup.rate, momentum=0.9)]
     fused = setup.precision != "fp16"  # a GradScaler on a CPU
@@ -458,6 +511,8 @@ class Run:
         self.breaks_as(kind, strength)
         torch.manual_seed(seed)
         self.model = model_of(setup)
+        if setup.precision == "bf16w":
+            self.model.bfloat16()
         self.parts = parts_of(self.model, setup.family)
         if setup.lora:
             self._wrap()
@@ -1300,6 +1355,59 @@ def train_trl(name: str, seed: int, folder: Path) -> tuple[Tape, Any]:
     return tape, {**about, **more, "watched": json.loads((watched / "watched.json").read_text())}
 
 
+def train_trainer(name: str, seed: int, folder: Path) -> tuple[Tape, Any]:
+    """Train a healthy model with transformers' Trainer and Lamina's callback."""
+    setup, tape, losses = SETUPS[name], Tape(), list[float]()
+    torch.manual_seed(seed)
+    model, batches, draw = model_of(setup), Batches(setup, seed), random.Random(f"{name} {seed}")
+    held = Batches(replace(setup, data=setup.text), 777).next(HELD)
+    accumulation, half = draw.choice((1, 1, 2, 4)), setup.length // 2 if setup.family == "t5" else None
+
+    class Data(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+            while True:
+                for ids, labels in zip(*batches.next(), strict=True):
+                    yield {"input_ids": ids[:half], "labels": labels if half is None else labels[half:]}
+
+    class Taped(lamina.LayerMonitor):
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            super().on_train_begin(*args, **kwargs)
+            tape.hold(self.monitor)
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if (state.global_step + 1) % HELD_EVERY == 0:
+                with torch.no_grad():
+                    losses.append(float(loss_of(model, setup, *held)))
+            super().on_step_begin(args, state, control, **kwargs)
+
+    schedules = {"constant": "constant_with_warmup", "restarts": "cosine_with_restarts", "wsd": "inverse_sqrt"}
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder / "trainer"),
+        max_steps=setup.steps,
+        per_device_train_batch_size=setup.batch,
+        gradient_accumulation_steps=accumulation,
+        learning_rate=setup.rate,
+        optim=setup.optimizer,
+        adam_beta2=setup.beta2,
+        weight_decay=draw.choice((0.0, 0.01, 0.1)),
+        max_grad_norm=0.0 if setup.clip is None else setup.clip,
+        lr_scheduler_type=schedules.get(setup.schedule, setup.schedule),
+        warmup_steps=setup.warmup,
+        bf16=setup.precision == "bf16",
+        use_cpu=True,
+        seed=seed,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        logging_steps=20,
+    )
+    callback = Taped(str(folder / "watched"), overwrite=True, every=setup.every)
+    transformers.Trainer(model, arguments, train_dataset=Data(), callbacks=[callback]).train()
+    about = {"setup": name, "kind": "", "strength": 1.0, "seed": seed, "breaks": 1, "layer": 0, "held": losses}
+    watched = json.loads((folder / "watched" / "watched.json").read_text())
+    return tape, {**about, "steps": setup.steps, "vocabulary": setup.vocabulary, "watched": watched}
+
+
 def byte_tokenizer() -> Any:
     """Return a tokenizer with one token for each of the first 256 characters."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -1316,6 +1424,8 @@ Wanted = tuple[str, str, float, int]
 
 def begun_at(name: str) -> tuple[int, ...]:
     """Return the first seeds of a set-up that is not fitted."""
+    if name.startswith(USUAL):
+        return (44,)
     if name.startswith(OTHER):
         return ((*SEEN[1:], FRESH)[int(name.rpartition("-")[2]) // 2],)
     return (*SEEN, FRESH)[name.startswith(DRAWN) :]
@@ -1357,6 +1467,8 @@ def make(folder: Path, run: Wanted, forks: Sequence[Wanted] = ()) -> None:
         try:
             if SETUPS[name].data == "trl":
                 made = train_trl(name, seed, Path(place))
+            elif SETUPS[name].trainer:
+                made = train_trainer(name, seed, Path(place))
             else:
                 made = train(
                     name, kind, strength, seed, Path(place) / "watched", forks=[Fork(*one[1:3]) for one in forks]

@@ -37,7 +37,19 @@ from lamina.training.monitor.alarms import NOTABLE, Alarm, Alarms
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
 from lamina.training.monitor.rules import GRADIENTS, LIMITS, calibration
 from lamina.training.monitor.writers import LOSS, NORM, Row
-from tools.calibration.alarm_runs import COLUMNS, DRAWN, FRESH, HELD_EVERY, KINDS, OTHER, SEEN, SETUPS, path_of, wanted
+from tools.calibration.alarm_runs import (
+    COLUMNS,
+    DRAWN,
+    FRESH,
+    HELD_EVERY,
+    KINDS,
+    OTHER,
+    SEEN,
+    SETUPS,
+    USUAL,
+    path_of,
+    wanted,
+)
 
 NATS, STAYS = 0.15, 3
 RATE = 0.01  # false alarms per healthy run, over all series and rules
@@ -320,7 +332,7 @@ def add(runs: list[Recorded], provenance: Mapping[str, Any]) -> None:
 
 
 def by(rows: Iterable[dict[str, Any]], name: str, about: Mapping[str, Any]) -> dict[str, Any]:
-    many = {each: each.partition("-")[0] for each in about if each.startswith((DRAWN, OTHER))}
+    many = {each: each.partition("-")[0] for each in about if each.startswith((DRAWN, OTHER, USUAL))}
     groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
         groups[many.get(row[name], row[name])].append(row)
