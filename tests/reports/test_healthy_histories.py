@@ -16,7 +16,7 @@ from lamina.reports.histories.importing import judge
 from lamina.reports.loss_course import loss_rise
 from lamina.reports.signs import Signs
 from lamina.training.monitor.alarms import NOTABLE, Alarm, Alarms
-from lamina.training.monitor.writers import LOSS
+from lamina.training.monitor.writers import LOSS, Row
 
 RECORDS = 300
 
@@ -261,5 +261,5 @@ def test_alarms_look_only_at_the_alarms_of_the_same_steps(monkeypatch):
     seen = []
     monkeypatch.setattr("lamina.training.monitor.alarms._key", lambda alarm: seen.append(alarm) or alarm.step)
     for step in range(5000, 5100):
-        alarms.see([(step, -1, "model", "all", 0, LOSS, 1.0)])
+        alarms.see([Row(step, -1, "model", "all", 0, LOSS, 1.0)])
     assert len(seen) < 1000
