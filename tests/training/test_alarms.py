@@ -475,6 +475,18 @@ def test_an_outer_momentum_carries_earlier_distances_on(before, rings):
     assert bool(found) == rings
 
 
+@pytest.mark.parametrize("saves", [range(0), range(LATER, LATER + 6)])
+def test_a_warm_restart_after_a_checkpoint_is_still_a_restart(saves):
+    """The moments are lost in two steps in a row, and the learning rate jumps in the first of them."""
+    alarms = Alarms()
+    for step in range(20, LATER, 20):
+        alarms.see([*steady(step), *(row(step, 10.0, layer=layer, metric="weight_norm") for layer in (2, 3, 4))], 1e-3)
+    for step in range(LATER, LATER + 6):
+        alarms = resumed(alarms) if step in saves else alarms
+        lost = [row(step, 1.0, layer=layer, metric="forgotten_share") for layer in (1, 2, 3, 4)]
+        assert alarms.see(lost if step in (LATER + 3, LATER + 4) else [], 2e-4 if step > LATER + 2 else 1e-3) == []
+
+
 @pytest.mark.parametrize(("rule", "said"), [("written_ratio", [50]), ("hidden_abs_max", [47, 50])])
 def test_a_single_gradient_is_not_what_left_before_weights_were_written(rule, said):
     high = ({"gradient_norm": 10.0 if at == 47 else 1.0, rule: 0.9 if at >= 50 else 0.001} for at in range(1, 60))

@@ -552,7 +552,13 @@ class Rules:
             "weights": [[*location, list(values)] for location, values in self._weights.items()],
             "course": [*self._loss_chart.state(), self._skipped],
             "changed": [[*location, step] for location, step in self._changed.items()],
-            "ways": [self._random_depth, self._writes.means, self._writes.total],
+            "ways": [
+                self._random_depth,
+                self._writes.means,
+                self._writes.total,
+                self._writes.rate,
+                self._writes.restarts,
+            ],
             "carried": [[*location, way] for location, way in self._writes.carried.items()],
             "harmful": sorted(map(list, self._harmful)),
             "estimate": list(self._estimate),
@@ -578,7 +584,9 @@ class Rules:
             for layer, sublayer, role, (step, norm, update) in state.get("weights", [])
         }
         self._changed = {(layer, sublayer, role): at for layer, sublayer, role, at in state.get("changed", [])}
-        self._random_depth, self._writes.means, self._writes.total = state.get("ways", (False, 0, 0.0))
+        self._random_depth, self._writes.means, self._writes.total, *rest = state.get("ways", (False, 0, 0.0))
+        if rest:  # older checkpoints lack them
+            self._writes.rate, self._writes.restarts = rest
         self._writes.carried = {(layer, sublayer, role): way for layer, sublayer, role, way in state.get("carried", [])}
         zeros = state.get("zeros", [])
         self._zeros = {(layer, sublayer, role): ZeroRun(*of) for layer, sublayer, role, *of in zeros}
