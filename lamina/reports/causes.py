@@ -70,6 +70,7 @@ class Cause:
     proofs: tuple[str, ...] = ()  # signs that prove this cause, because they measure the cause itself
     in_half: str = ""  # another cause that has the same signs in float16 training
     needs: str = ""  # the metric that a run must record before Lamina names this cause
+    needs_setting: str = ""  # a setting that excludes this cause if the setting is 0
     shown: tuple[str, ...] = ()  # signs, one of which Lamina's own records must contain before Lamina names this cause
 
 
@@ -251,6 +252,7 @@ CAUSES = {
         ),
         Cause(
             name="weight decay",
+            needs_setting="weight_decay",
             shown=("then fall size: yes",),
             finding="weight decay too strong, visible from step {step}",
             meaning="Weights or gains shrink at each step, because weight decay outweighs the gradient.",
@@ -561,7 +563,7 @@ def possible_causes(signs: Signs, learned: Learned | None = None) -> list[tuple[
 
 def _may_be(cause: Cause, seen: Set[str], signs: Signs) -> bool:
     """Return whether the records of a run are enough to name this cause."""
-    recorded = not cause.needs or signs.holds(cause.needs)
+    recorded = (not cause.needs or signs.holds(cause.needs)) and signs.settings.get(cause.needs_setting) != 0
     return recorded and (bool(signs.view) or not cause.shown or bool(seen & {*cause.shown}))
 
 

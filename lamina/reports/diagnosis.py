@@ -63,8 +63,6 @@ class Evidence(Signs):
     status: str  # the run's status in result.json
     steps: int  # the last step in the record
     names: Mapping[int, str]  # the path of each layer in the model
-    # the run's settings, from config.yaml or from the training that Lamina watched
-    settings: Json = field(default_factory=dict)
     epochs: Mapping[int, float] = field(default_factory=dict)  # the epoch by step, if the run recorded epochs
     falls: tuple[int, ...] = ()  # the steps at which the loss fell suddenly, in another tool's record
     opposed: bool = False  # whether the loss is a GAN's, in another tool's record
@@ -160,7 +158,7 @@ def gather(folder: Path) -> Evidence:
     alarms = tuple(alarm for alarm in told if alarm.rule != NOTABLE)
     rose, passed_rises = rises_of(judged, alarms, rates if history else None)
     if rose is None and status == Status.DIVERGED:  # as the guard saw it
-        rose = next((record["step"] for record in logged if "diverged" in record), None)
+        rose = next((record.get("diverged_since", record["step"]) for record in logged if "diverged" in record), None)
     steps, batches = sorted({row.step for row in every if row.metric in (LOSS, NORM)}), dict[int, list[Json]]()
     for line in read_batches(folder):
         batches.setdefault(line["step"], []).append(line)

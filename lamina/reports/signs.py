@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from lamina.core.json_types import Json
 from lamina.training.monitor.alarms import FOLLOWS, Alarm, first_before, place_of
 from lamina.training.monitor.first_anomaly import first_anomaly
 
@@ -24,6 +25,8 @@ class Signs:
     # the record's number at each step, if the records have gaps. Lamina then counts records, not steps
     clock: Mapping[int, int] = field(default_factory=dict)
     view: str = ""  # the kind of another tool's record (``VIEWS``), or "" for Lamina's records
+    # the run's settings, from config.yaml or from the training that Lamina watched
+    settings: Json = field(default_factory=dict)
 
     def holds(self, metric: str) -> bool:
         """Return whether the records can contain a metric."""

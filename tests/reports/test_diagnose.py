@@ -113,6 +113,19 @@ def test_experts_are_no_cause_in_a_run_that_recorded_none(broken):
     assert causes_of(Signs(alarms=evidence.alarms, rose=None), Experts())[0][0] == "experts"
 
 
+@pytest.mark.parametrize(("decay", "said"), [(0, "not known"), (0.0, "not known"), (0.1, "weight decay")])
+def test_weight_decay_of_zero_is_no_cause(decay, said):
+    class Decay:
+        def odds(self, factors):
+            return {"weight decay": 0.9, "not known": 0.1}
+
+    place = {"layer": 1, "sublayer": "attention", "role": "all", "value": 0.1, "usual": 1.0}
+    shrinks = Alarm(step=40, rule="fall", metric="weight_norm", **place)
+    settings = {"weight_decay": decay}
+    assert causes_of(Signs(alarms=(shrinks,), rose=None, settings=settings), Decay())[0][0] == said
+    assert causes_of(Signs(alarms=(shrinks,), rose=None), Decay())[0][0] == "weight decay"  # not recorded
+
+
 def test_signs_say_what_loss_and_rate_did():
     place = {"layer": -1, "sublayer": "block", "role": "model", "metric": "step_gradient_norm"}
     alarm = Alarm(step=40, rule="rise", value=9.0, usual=1.0, **place)
@@ -212,20 +225,21 @@ def test_where_a_loss_rises():
     assert 120 <= loss_rise(slow) <= 135  # no three losses lie above those right before them
 
 
-def test_a_run_that_diverged_has_risen(tmp_path, broken):
+@pytest.mark.parametrize(("more", "rose"), [({}, 38), ({"diverged_since": 30}, 30)])
+def test_a_run_that_diverged_has_risen(tmp_path, broken, more, rose):
     folder = tmp_path / "other"
     shutil.copytree(broken, folder)
     (folder / "alarms.jsonl").unlink()
     with (folder / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"step": 38, "tokens": None, "loss": None, "diverged": "a reason"}) + "\n")
+        file.write(json.dumps({"step": 38, "tokens": None, "loss": None, "diverged": "a reason", **more}) + "\n")
     for part in (folder / "layers").glob("*.parquet"):
         rows = pd.read_parquet(part)
         rows.loc[rows["metric"] == "step_loss", "value"] = 2.0
         rows.to_parquet(part)
     seals.write_result(folder, {**read_result(folder), "status": "diverged"})
     evidence = gather(folder)
-    assert evidence.rose == 38
-    assert "The loss rose at step 38 of 40 (status: diverged)." in " ".join(lamina.diagnose(folder).sentences)
+    assert evidence.rose == rose
+    assert f"The loss rose at step {rose} of 40 (status: diverged)." in " ".join(lamina.diagnose(folder).sentences)
 
 
 def test_what_a_run_has_already_is_not_advised():

@@ -41,8 +41,9 @@ def test_a_loss_above_its_best_by_the_margin_for_patience_steps_has_diverged():
     watch.see_loss(1, 2.0)
     for step in range(2, 6):
         watch.see_loss(step, 3.5)
-    with pytest.raises(Diverged, match="from step 2 to 6"):
+    with pytest.raises(Diverged, match="from step 2 to 6") as caught:
         watch.see_loss(6, 3.5)
+    assert (caught.value.step, caught.value.since) == (6, 2)
 
 
 @pytest.mark.parametrize("patience", [5, 20])
@@ -166,6 +167,7 @@ def test_a_run_that_climbs_above_its_best_ends_before_its_last_step(trained, bef
     found = trained(steps=60, logging_steps=1, divergence_patience=6, eval_steps=60, learning_rate=1e-3)
     assert found["status"] == "diverged"
     assert "from step 10 to 15" in found["reason"]
+    assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["diverged_since"] == 10
 
 
 LEARNS = {"steps": 60, "learning_rate": 2e-2, "batch_size": 8, "logging_steps": 20, "eval_steps": 60}

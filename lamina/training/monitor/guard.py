@@ -23,11 +23,15 @@ _COURSE = 512  # losses and gradient norms that show whether a spike has passed
 
 
 class Diverged(OneLine):
-    """The error that ends training after a divergence. The file result.json records the reason."""
+    """The error that ends training after a divergence. The file result.json records the reason.
 
-    def __init__(self, step: int, reason: str):
+    Args:
+        since: the step at which the loss became too high (default: ``step``).
+    """
+
+    def __init__(self, step: int, reason: str, since: int | None = None):
         super().__init__(reason)
-        self.step, self.reason = step, reason
+        self.step, self.reason, self.since = step, reason, step if since is None else since
 
 
 @dataclass(kw_only=True)
@@ -69,6 +73,7 @@ class DivergenceGuard:
                 step,
                 f"the loss was more than {self.margin:g} nats above its lowest level, {self.best:.3f}, from step "
                 f"{self.above_since} to {step} (now {loss:.3f}); {self.describe_first_anomaly()}",
+                since=self.above_since,
             )
 
     def accept(self) -> None:

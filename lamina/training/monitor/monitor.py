@@ -171,7 +171,8 @@ class Monitor:
             self.records.metrics.write(record)
 
     def write_divergence(self, diverged: Diverged, tokens: int | None = None) -> None:
-        self.write({"step": diverged.step, "tokens": tokens, "loss": None, "diverged": diverged.reason})
+        last = {"step": diverged.step, "tokens": tokens, "loss": None}
+        self.write({**last, "diverged": diverged.reason, "diverged_since": diverged.since})
 
     def flush(self) -> None:
         """Write all measurements so far to disk without a check for alarms. Call this in all processes."""

@@ -640,7 +640,8 @@ class Instruments:
         assert followed is not None
         structure = followed.structure
         layers = [] if structure is None else structure.layers
-        betas = [group.get("betas") for optimizer in self.optimizers for group in optimizer.param_groups]
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        betas, decays = ([group.get(name) for group in groups] for name in ("betas", "weight_decay"))
         return {
             "model": type(self.model).__name__,
             "parameters": self.parameters,
@@ -653,6 +654,7 @@ class Instruments:
             "optimizers": [type(optimizer).__name__ for optimizer in self.optimizers],
             "settings": {
                 "beta2": max((float(b[1]) for b in betas if isinstance(b, Sequence) and len(b) == 2), default=None),
+                "weight_decay": max((float(decay) for decay in decays if isinstance(decay, int | float)), default=None),
                 "max_grad_norm": self._clipped_at or getattr(self._zero, "clip_grad", None) or None,
             },
             "half": self.half,

@@ -176,6 +176,7 @@ def test_an_outliers_step_changes_neither_weights_nor_moments(tmp_path):
     loop(model, tmp_path / "run", steps=73, optimizer=optimizer, spoil=spoil, skip_outliers=6.0)
     assert all(torch.equal(a, b) for a, b in zip(seen[71], seen[72], strict=True))
     assert result(tmp_path / "run")["skipped"] == 1
+    assert json.loads((tmp_path / "run" / "watched.json").read_text())["settings"]["weight_decay"] == 0.1
 
 
 @pytest.mark.parametrize(("last", "status"), [(4, "finished"), (20, "diverged")])
