@@ -30,7 +30,7 @@ from lamina.training.monitor.guard import Diverged
 from lamina.training.monitor.monitor import OnAlarm
 from lamina.training.monitor.policy_signs import logged
 from lamina.training.monitor.watch import LoopMonitor, open_monitor
-from lamina.training.monitor.writers import MODEL, Row, WatchSettings
+from lamina.training.monitor.writers import WatchSettings
 
 logger = logging.getLogger(__name__)
 
@@ -151,9 +151,8 @@ class LayerMonitor(WatchCallback, TrainerCallback):
     def on_log(
         self, args: Arguments, state: State, control: Control, logs: Json | None = None, **kwargs: object
     ) -> None:
-        rows = [Row(state.global_step, *MODEL, 0, *pair) for pair in logged(logs or {}).items()]
-        if self.monitor is not None and rows:
-            self.monitor.take(rows)
+        if self.monitor is not None:
+            self.monitor.take(logged(state.global_step, logs or {}))
 
     def on_evaluate(
         self, args: Arguments, state: State, control: Control, metrics: Json | None = None, **kwargs: object

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
 
 from lamina.core.json_types import Json
+from lamina.training.monitor.writers import MODEL, Row
 
 EQUAL, ENTROPY, KL, CUT = "equal_rewards", "policy_entropy", "policy_kl", "cut_completions"
 LENGTH, REWARD, SPREAD = "completion_length", "mean_reward", "reward_spread"
@@ -55,14 +56,14 @@ def metrics_of(names: Iterable[str]) -> dict[str, str]:
     return found if {EQUAL, REWARD} & {*found.values()} else {}
 
 
-def logged(values: Mapping[str, object]) -> dict[str, float]:
-    """Return a policy's numbers from a trainer's log, by metric."""
+def logged(step: int, values: Mapping[str, object]) -> list[Row]:
+    """Return a policy's numbers from a step's log of TRL or verl."""
     numbers = {metric: values[name] for name, metric in metrics_of(values).items()}
-    return {
-        metric: float(number)
+    return [
+        Row(step, *MODEL, 0, metric, float(number))
         for metric, number in numbers.items()
         if isinstance(number, int | float) and math.isfinite(number)
-    }
+    ]
 
 
 @dataclass(kw_only=True)

@@ -40,6 +40,7 @@ from lamina.training.monitor.parameter_measures import (
     is_recorded,
     reading_waits,
 )
+from lamina.training.monitor.policy_signs import logged
 from lamina.training.monitor.stream_measures import hidden_state_rows
 from lamina.training.monitor.writers import LastEvaluation, Row
 
@@ -257,6 +258,7 @@ class RunRecorder(Monitor, TrainerCallback):
             self.lines.see(step, {**numbers, "": pace})
         if self.bar is not None:
             self.bar.set_postfix_str(f"loss={loss:.3f}, {pace}", refresh=False)
+        self.take(logged(step, logs))
         self._record()
         self.guard.see_loss(step, loss)
 

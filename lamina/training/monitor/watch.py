@@ -309,10 +309,9 @@ class LoopMonitor(Monitor):
             self.batches.write({alarm.step for alarm in self.alarms.told}, series, self.processes)
 
     def take(self, rows: Sequence[Row]) -> None:
-        """Record values that the training code reports for a step, and check them for alarms."""
+        """Record values that the training code reports for a step, while the monitor is open."""
         if self._open:
-            self._waiting += rows
-            self._add(rows)
+            super().take(rows)
 
     @property
     def folder(self) -> Path:

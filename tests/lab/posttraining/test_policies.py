@@ -18,6 +18,7 @@ from lab.posttraining.tiny import common, preferences, write_reward, write_rows
 from training.tiny_runs import records
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from lamina import diagnose
 from lamina.errors import UserError
 from lamina.lab.posttraining import page
 from lamina.lab.posttraining.pairs import dpo, reward
@@ -196,6 +197,17 @@ def test_remax_compares_a_sampled_with_a_greedy_answer(policy, monkeypatch):
     kept = sorted(ids[: int(m.sum())].tolist() for ids, m in
                   zip(trained[0]["completion_ids"], trained[0]["completion_mask"], strict=True))  # fmt: skip
     assert kept == sorted(answers[0::2])
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_equal_rewards_of_all_answers_are_an_alarm_of_the_run(policy, tmp_path, algorithm):
+    own = {"reward_model": ..., "reward_function": write_reward(tmp_path, "1.0")}
+    few = {"steps": 24, "logging_steps": 4, "max_answer": 2, "eval_steps": 24}
+    folder, result = policy(**own, **few, algorithm=algorithm)
+    assert result["status"] == "finished"
+    (alarm,) = map(json.loads, (folder / "alarms.jsonl").read_text().splitlines())
+    assert (alarm["rule"], alarm["metric"], alarm["step"]) == ("equal", "equal_rewards", 1)
+    assert diagnose(folder).sentences[0].startswith("Cause: equal rewards within each group from step 1.")
 
 
 def test_a_verifiable_reward_is_learned(policy, tmp_path):
