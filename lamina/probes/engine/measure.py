@@ -97,7 +97,7 @@ def run(
         context.progress(number, len(ready), probe.name)
         with _attempted(context, probe, broken):
             began = time.monotonic()
-            frame = _with_sample(context, probe, probe.finish(context))
+            frame = _finished(context, probe)
             frame = frame if sampled else frame.drop(columns=[*Sample._fields], errors="ignore")
             done(probe, frame, seconds[probe] + time.monotonic() - began)
             frames[probe.name] = frame
@@ -133,14 +133,16 @@ def estimates(context: Context, probes: Sequence[Probe]) -> dict[str, float]:
     return passes | {probe.name: each * probe.cost(context) for probe in probes}
 
 
-def _with_sample(context: Context, probe: Probe, frame: pd.DataFrame) -> pd.DataFrame:
-    sample = probe.measured(context)
-    if sample is not None:
-        frame = frame.assign(**sample._asdict())
-    if "sequences" in frame and len(frame):
-        sequences, available = max(frame["sequences"].tolist()), sample_of(context.batches).sequences
-        if 0 < sequences < available:
-            context.notes.append(f"{probe.name}: Lamina measured {sequences} of {available} sequences.")
+def _finished(context: Context, probe: Probe) -> pd.DataFrame:
+    with context.credit(probe.name):  # before the caller reads the notes
+        frame = probe.finish(context)
+        sample = probe.measured(context)
+        if sample is not None:
+            frame = frame.assign(**sample._asdict())
+        if "sequences" in frame and len(frame):
+            sequences, available = max(frame["sequences"].tolist()), sample_of(context.batches).sequences
+            if 0 < sequences < available:
+                context.notes.append(f"{probe.name}: Lamina measured {sequences} of {available} sequences.")
     return frame
 
 
