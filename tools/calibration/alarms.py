@@ -3,6 +3,7 @@
     python -m tools.calibration.alarm_runs RUNS                # trains the runs once: an hour on one core
     python -m tools.calibration.alarms RUNS --fit              # writes lamina/training/monitor/limits.json
     python -m tools.calibration.alarms RUNS --output benchmarks/results/alarms.json
+    python -m tools.calibration.alarms RUNS --judged-from 44 --output NEW  # judges the runs of an earlier round again
 
 Lamina measures the loss of each run on a fixed batch. The loss of a broken run has risen when it is not finite, or when
 three successive measurements lie 0.15 nats above the healthy twin's loss. An alarm is "before the loss" if its step
@@ -86,10 +87,11 @@ TARGETS = {
 class Recorded:
     path: Path
     about: Mapping[str, Any]
+    fresh: int = FRESH
 
     @classmethod
-    def read(cls, path: Path) -> Recorded:
-        return cls(path, json.loads(pq.read_schema(path).metadata[b"about"]))
+    def read(cls, path: Path, fresh: int = FRESH) -> Recorded:
+        return cls(path, json.loads(pq.read_schema(path).metadata[b"about"]), fresh)
 
     @property
     def kind(self) -> str:
@@ -103,11 +105,11 @@ class Recorded:
     def part(self) -> str:
         """Return whether the run is fitted, seen or judged.
 
-        Limits are fitted on healthy runs with seeds below ``FRESH``. Signs are fitted on failures with seeds below the
+        Limits are fitted on healthy runs with seeds below ``fresh``. Signs are fitted on failures with seeds below the
         first of ``SEEN``. Some model families are never fitted on.
         """
         seed, apart = self.about["seed"], self.setup.startswith(OTHER) and not SETUPS[self.setup].fitted
-        return "judged" if seed >= FRESH else "seen" if apart or (self.kind and seed >= SEEN[0]) else "fitted"
+        return "judged" if seed >= self.fresh else "seen" if apart or (self.kind and seed >= SEEN[0]) else "fitted"
 
     @cached_property
     def calls(self) -> list[tuple[float | None, bool, list[Row]]]:
@@ -291,8 +293,8 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def corpus(folder: Path) -> tuple[list[Recorded], dict[tuple[str, int], Recorded]]:
-    runs = [Recorded.read(path) for path in sorted(path_of(folder, run) for run in wanted()) if path.exists()]
+def corpus(folder: Path, fresh: int = FRESH) -> tuple[list[Recorded], dict[tuple[str, int], Recorded]]:
+    runs = [Recorded.read(path, fresh) for path in sorted(path_of(folder, run) for run in wanted()) if path.exists()]
     return runs, {(run.setup, run.about["seed"]): run for run in runs if not run.kind}
 
 
@@ -351,9 +353,12 @@ def main() -> None:
     parser.add_argument("--add", action="store_true", help="fit only limits that limits.json lacks, on these runs")
     parser.add_argument("--output", type=Path, default=None, help="JSON file for the results")
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS, help="groups of runs to judge")
+    parser.add_argument(
+        "--judged-from", type=int, default=FRESH, help="first seed of judged runs (default: %(default)s)"
+    )
     options = parser.parse_args()
     logging.disable(logging.WARNING)
-    runs, twins = corpus(options.runs)
+    runs, twins = corpus(options.runs, options.judged_from)
     where = settings_of_machine()
     if options.add:
         add(runs, where)
