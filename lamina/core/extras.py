@@ -16,7 +16,7 @@ _TRAIN = (*_REPORT, "scipy")
 _POSTTRAIN = (*_TRAIN, "trl", "peft", "datasets")
 NAME = "lamina"
 EXTRAS = {"report": _REPORT, "train": _TRAIN, "posttrain": _POSTTRAIN, "qlora": (*_POSTTRAIN, "bitsandbytes")}
-"""The modules that each extra installs and Lamina uses."""
+"""For each optional extra, the modules that the extra installs and Lamina uses."""
 
 
 def require(what: str, extra: str) -> None:

@@ -233,7 +233,7 @@ def _shown(value: object) -> str:
 
 
 def _with_ends(spec: str, plan: Plan, ends: Facts) -> tuple[str, list[str]]:
-    """Add the options that make the fields outside the layers match. Return the new spec and other differences."""
+    """Add the options that make the fields outside the layers match. Return the new spec and other mismatches."""
     expected = end_facts(plan)
     options, differences = [], []
     for field, value in ends.items():

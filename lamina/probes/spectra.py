@@ -78,8 +78,8 @@ class Spectra(Probe):
         The ranks of such a short text are too low. By default ("refuse"), Lamina leaves out the ranks and adds a note
         to the report. In Python, ``lamina.probe`` raises a UserError instead, unless you request all probes. With
         "warn", Lamina measures the ranks and adds a note.
-    ``memory``: the memory limit for the covariances in GiB. If all covariances need more memory, Lamina reads the same
-        text several times.
+    ``memory``: the memory limit for the covariances in GiB. If the covariances exceed this memory, Lamina reads
+        the same text several times.
     ``tokens_per_channel``: the number of tokens to read per channel of the feed-forward (0 for all). The default is 0
         for your own text. For Lamina's embedded corpus, and during training, the default is 4.
     """

@@ -478,7 +478,7 @@ def _early(evidence: Evidence, first: Alarm) -> list[str]:
 
 
 def _next(evidence: Evidence, first: Alarm, place: Alarm) -> list[str]:
-    """Name the next anomalies in other locations, strongest evidence first."""
+    """Name later anomalies, one for each other location, with the strongest evidence first."""
     then: dict[tuple[int, str, bool], str] = {}
     telling = {alarm: alarm.rule in ("not_finite", "written") for alarm in evidence.alarms}
     for alarm in sorted(evidence.alarms, key=lambda alarm: not telling[alarm]):

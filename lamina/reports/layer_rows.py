@@ -150,7 +150,8 @@ class LayerRows:
 
     Args:
         folder: the run's folder. Lamina skips unreadable files with a warning.
-        failed: the step at which the run went wrong. Lamina always reads each metric's first record from this step on.
+        failed: the step at which the run went wrong. Lamina always reads the first record of each metric at or
+            after this step.
     """
 
     def __init__(self, folder: Path, failed: int | None = None):

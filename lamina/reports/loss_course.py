@@ -171,8 +171,9 @@ def loss_rise(
 ) -> int | None:
     """Return the first step at which the loss rose and stayed high, or was not finite. If there is none, return None.
 
-    After a sudden rise, the next 3 losses are above the earlier losses (``risen``). After a slow rise, 20 losses stay
-    0.5 nats plus the noise above the lowest loss, as in ``DivergenceGuard``. Lamina counts losses, not steps.
+    After a sudden rise, the next 3 losses are above the earlier losses (``risen``). A rise is slow
+    if 20 losses exceed the lowest loss by 0.5 nats plus the noise (``DivergenceGuard``). Lamina counts losses,
+    not steps.
 
     ``rates`` are the learning rates in another tool's record. With ``rates``, the usual drift of the loss does not
     count as a rise. When the learning rate restarts, the loss may also rise by up to 1 nat.

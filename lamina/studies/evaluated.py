@@ -27,8 +27,8 @@ def runs_of(path: str) -> list[Candidate] | None:
         rows = pd.read_csv(folder / RESULTS, dtype={"key": str})
         if "trial" not in rows and "key" in rows:
             raise UserError(
-                f"models: {path!r} is a study whose runs are in a store. Give the runs' folders, STORE/KEY, with "
-                f"the key from results.csv, such as {rows['key'].iloc[0]}"
+                f"models: {path!r} is a study whose runs are in a store. Give each run's folder: the store's "
+                f"folder with a key from results.csv, such as STORE/{rows['key'].iloc[0]}"
             )
         candidates = [_candidate(folder, row, rows) for row in rows.to_dict("records")]
     except (OSError, ValueError, KeyError) as error:

@@ -270,7 +270,7 @@ class ScalingSettings(Settings, group="width and depth scaling"):
 
     @property
     def reference_depth(self) -> int | None:
-        """The number of blocks at which depth scaling changes nothing, or None if unknown."""
+        """The reference number of blocks, at which depth scaling has no effect. None if this number is unknown."""
         return self.base_depth
 
     def check(self) -> None:

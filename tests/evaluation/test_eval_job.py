@@ -147,7 +147,7 @@ def test_the_arms_of_two_studies_are_not_one_line(tmp_path):
 
 def test_a_study_of_a_store_says_where_its_runs_are(tmp_path):
     write_study(tmp_path, [{"key": "0123", "placement": "keel"}], Kind.COMPARE)
-    with pytest.raises(UserError, match=r"in a store.*STORE/KEY.* such as 0123"):
+    with pytest.raises(UserError, match=r"in a store.*results.csv, such as STORE/0123"):
         runs_of(str(tmp_path))
 
 

@@ -6,7 +6,6 @@ Another programmer's trainer prints in one of these ways or in a sibling of it, 
 
 from __future__ import annotations
 
-PER_EPOCH = 100
 """Steps in an epoch, for forms that start anew in each."""
 
 LOGS = {

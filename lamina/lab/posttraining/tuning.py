@@ -90,7 +90,7 @@ def tune(
     overwrite: bool = False,
     bar: bool = True,
 ) -> Json:
-    """Run a training job after pretraining, with the arguments and errors of ``lamina.training.run.train``."""
+    """Fine-tune or align a model. The arguments and errors are as in ``lamina.training.run.train``."""
     with warnings.catch_warnings():
         # TRL reads the name of the property before transformers 5.23
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
@@ -204,7 +204,7 @@ class BestWeights(TrainerCallback):
         return {**self.metrics, "best_step": self.step}
 
     def forget(self) -> None:
-        """Delete the best weights, unless a checkpoint remains from which the run can resume."""
+        """Delete the best weights. Keep the weights if a checkpoint remains, because a resumed run needs them."""
         if not Checkpoints(self.folder / "checkpoints").paths():
             for name in (BEST_NOTE, BEST_WEIGHTS):
                 (self.folder / name).unlink(missing_ok=True)

@@ -267,7 +267,7 @@ def _of_streams(
 
 
 def _wired(best: Match, wirings: Callable[[str], list[str]], otherwise: str) -> Match:
-    """Add the ``wiring`` option with the measured residual connections, or ``otherwise`` as a difference."""
+    """Name the residual connections as the option ``wiring``. If no wiring fits, add ``otherwise`` as a difference."""
     exact = [] if best.differences else [best.placement, *best.others, *best.here]
     wired_as = {spec: wired for spec in exact or [best.placement] if (wired := wirings(spec))}
     if not wired_as:

@@ -40,7 +40,7 @@ def surges(series: Iterable[float]) -> np.ndarray:
     """Return a boolean array [values] that marks the surges in a short series of about a hundred values.
 
     A surge is a value above 3 times the median of the 20 finite values before the surge, or a value that is not finite.
-    The first 10 finite values are no surges.
+    The first 10 finite values never count as surges.
     """
     surge, before = [], []
     for value in series:

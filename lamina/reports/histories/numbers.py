@@ -54,7 +54,7 @@ def has_comma(value: str) -> bool:
 def with_commas(
     texts: Mapping[str, Sequence[str]], *, whole: Collection[str], points: bool
 ) -> Mapping[str, list[float] | None]:
-    """Convert texts with a comma to numbers, by column. Return None for columns whose commas Lamina cannot read.
+    """Convert numbers that are written with commas to floats. A column whose commas Lamina cannot read becomes None.
 
     A comma is a decimal comma (2,31) or a thousands separator (1,000.5). In 2,310, the comma may be either. Lamina then
     decides from the column's other numbers, or from other columns.

@@ -76,7 +76,7 @@ class LossChart:
         return abs(statistics.median([*self.losses][-LAG:] or [math.inf]) - guess) < LEAST_FALL
 
     def state(self) -> list[Any]:
-        """Return the losses, and the charts by rule, for a checkpoint."""
+        """Return a checkpoint's entries: the losses, and each rule's chart."""
         sums: dict[str, float] = {}
         for rule, chart in self.charts.items():
             sums |= {rule: chart.total, f"{rule} told": float(chart.alarming)}

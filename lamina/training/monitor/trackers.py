@@ -49,8 +49,8 @@ def installed(report_to: str) -> list[str]:
 class Trackers:
     """Log measurements to TensorBoard, W&B and trackio.
 
-    W&B and trackio log into the open run. Without an open run, Lamina opens a run with the folder's name in the project
-    WANDB_PROJECT (default: lamina).
+    W&B and trackio write to the run that is already open. Without an open run, Lamina opens a run with the folder's
+    name in the project WANDB_PROJECT (default: lamina).
 
     Raises:
         UserError: a tracker is not installed.

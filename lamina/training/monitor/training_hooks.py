@@ -417,7 +417,7 @@ class Instruments:
         self._left()
 
     def scales(self, loss: torch.Tensor, scaled: torch.Tensor) -> None:
-        """Keep a loss and its scaled value, until the loop differentiates the scaled value."""
+        """Keep each loss with its scaled loss until the loop calls backward on the scaled loss."""
         self._scaled = loss, scaled
         if scaled is not loss:  # the scaler is enabled
             self.now.scale = (scaled.detach().double() / loss.detach().double()).reshape(-1)[0]

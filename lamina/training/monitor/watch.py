@@ -447,8 +447,8 @@ class Watch:
     def step(self, loss: torch.Tensor | float | None = None) -> None:
         """End a step. Call this once after each ``optimizer.step()``, with the step's loss.
 
-        Under accelerate's ``accumulate``, the call may end only a micro-batch. The step's loss is then the mean over
-        the micro-batches. The call waits for the device only at recorded steps. With ``on_divergence="stop"``, a
+        Under accelerate's ``accumulate``, call this after each micro-batch. The step's loss is then the mean over the
+        micro-batches. The call waits for the device only at recorded steps. With ``on_divergence="stop"``, a
         divergence ends the ``with`` block here. Raises UserError for a loss that is not a single number.
         """
         assert self._open, (

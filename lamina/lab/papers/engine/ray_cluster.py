@@ -209,7 +209,7 @@ def _cluster(address: str | None, cpus: int) -> Iterator[Any]:
 
 
 def _reach(address: str) -> None:
-    """Raise UserError if nothing listens at HOST:PORT. Ray itself would try for minutes."""
+    """Raise UserError if nothing listens at HOST:PORT. Ray itself would repeat the attempt for minutes."""
     if address in ("auto", "local"):
         return
     host, _, port = address.removeprefix("ray://").rpartition(":")

@@ -242,7 +242,7 @@ def claim(
 def load_claims(path: Path, *, trusted: bool = False) -> list[Claim]:
     """Execute a Python file, and return the file's claims in order. Lamina warns first unless the file is trusted.
 
-    Raises UserError if the file raises an error, or states a claim of another study.
+    Raises UserError if the file fails to run, or if a claim in the file belongs to another study.
     """
     if not path.is_file():
         raise UserError(f"claims {str(path)!r}: no such file. Write the study's claims to this file.")

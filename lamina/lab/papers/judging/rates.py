@@ -1,6 +1,7 @@
 """Choose each configuration's best learning rate among the runs that a claim reads.
 
-A configuration looks too good if the compared runs also chose its learning rate. The verdict then is inconclusive.
+If the compared runs also determine the learning rate, the chosen configuration looks too good. The verdict is then
+inconclusive.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class Trials:
         self.reads.chose_rate = True
 
     def afresh(self) -> Trials:
-        """Return the same runs with an empty list of read columns."""
+        """Return the same runs, with no column marked as read."""
         return Trials(self._table, axes=self.axes, scale=self.scale, measures=self._measures)
 
     def statuses(self) -> Frame:

@@ -53,7 +53,7 @@ def arms_title(study: StudyFolder) -> str:
 
 
 def color_axis(study: StudyFolder, x: str = "", wanted: str = "") -> str:
-    """Return the setting that colors show: ``wanted``, the placement, or the first setting that varies."""
+    """Return the setting to show by color: ``wanted``, else the placement, else the first setting that varies."""
     if wanted in study.results or wanted == "placement":
         return wanted
     free = [axis for axis in study.varied if axis != x]
