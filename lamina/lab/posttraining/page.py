@@ -34,8 +34,8 @@ CURVES = (
         "record."
     )),
     ("Reward", "reward", "eval_reward", "reward", (
-        "Each point is the mean reward over the held-out prompts, without clipping. The line shows the "
-        "clipped rewards in training. With ReMax, the line is the mean over sampled and greedy answers."
+        "Each point is the mean reward over the held-out prompts, without clipping. The line shows the mean reward in "
+        "training, after any clipping. With ReMax, the line is the mean over sampled and greedy answers."
     )),
     ("KL to the initial model", "kl_per_answer", "eval_kl", "nats per answer", (
         "The KL is the policy's distance from the initial model: the mean of the answers' log-probability ratios."

@@ -75,6 +75,8 @@ class PolicyTrainer(TunedTrainer, _Online):
         reference: the frozen initial model. With LoRA, the trainer uses the policy without its LoRA matrices.
     """
 
+    warned: bool = False  # whether Lamina has warned about clipped rewards
+
     def __init__(
         self,
         *args: Passed,
@@ -85,7 +87,7 @@ class PolicyTrainer(TunedTrainer, _Online):
         **kwargs: Passed,
     ):
         self.rewards, self.clip = rewards, clip
-        super().__init__(*args, reward_funcs=self._clipped_rewards, **kwargs)
+        super().__init__(*args, reward_funcs=self._rewards, **kwargs)
         if self.sharded:  # every process generates until all processes have their answers
             self.bare_model().generate = partial(self.bare_model().generate, synced_gpus=True)
         self.beta = beta
@@ -135,7 +137,7 @@ class PolicyTrainer(TunedTrainer, _Online):
                 part, _, field = name.partition(".")
                 self._buffered_inputs[int(part)][field] = value.to(self.args.device)
 
-    def _clipped_rewards(
+    def _rewards(
         self,
         completions: Sequence[str | Messages],
         completion_ids: Sequence[Sequence[int]],
@@ -152,7 +154,20 @@ class PolicyTrainer(TunedTrainer, _Online):
         for name, values in parts.items() if len(parts) > 1 else ():
             self._metrics["train"][f"reward_{name}"].append(self.processes.mean(sum(values) / len(values)))
         rewards = self.rewards.total(parts)
-        return [max(-self.clip, min(self.clip, reward)) for reward in rewards] if self.clip else rewards
+        return self._clipped(rewards) if self.clip else rewards
+
+    def _clipped(self, rewards: Sequence[float]) -> list[float]:
+        """Clip a batch's rewards, and record the fraction of clipped rewards. Warn once about a fraction above 1/2."""
+        share = self.processes.mean(sum(abs(reward) > self.clip for reward in rewards) / len(rewards))
+        self._metrics["train"]["clipped_rewards"].append(share)
+        if share > 0.5 and not self.warned and self.processes.first:
+            self.warned = True
+            logger.warning(
+                "reward_clip: at step %d, Lamina clips %.0f%% of the rewards to ±%g, which removes their differences. "
+                "Scale the rewards, or raise --reward-clip (0: no clipping)",
+                *(self.state.global_step + 1, 100 * share, self.clip),
+            )
+        return [max(-self.clip, min(self.clip, reward)) for reward in rewards]
 
     def held_out(self) -> dict[str, float]:
         """Sample an answer to every held-out prompt. Write the metrics of each answer, and return the mean metrics.
@@ -394,8 +409,8 @@ class PolicyOptimization(TuningStage[RlhfSettings]):
             torch.nn.Module.to(model, arguments.device)
         return {
             "rewards": self.judges,
-            "clip": settings.reward_clip,
-            "beta": settings.beta,
+            "clip": settings.reward_clip or 0.0,
+            "beta": settings.beta or 0.0,
             "reference": self.reference(),
             **({"kl_per": settings.kl_per} if settings.algorithm == "remax" else {}),
         }

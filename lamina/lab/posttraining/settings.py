@@ -316,6 +316,11 @@ class DpoSettings(TuningSettings):
     output: str = changed("runs/dpo")
 
 
+BETAS = {"remax": 0.1, "rloo": 0.05, "grpo": 0.0}
+REWARD_CLIPS = {"remax": 5.0, "rloo": 0.0, "grpo": 0.0}
+"""The defaults by algorithm, from the code of Adam-mini (remax) and from TRL."""
+
+
 class RlhfSettings(TuningSettings):
     """The settings for training a policy by reinforcement learning."""
 
@@ -359,10 +364,17 @@ class RlhfSettings(TuningSettings):
         "with remax, 'step' applies the KL penalty per token (as in Adam-mini's code), and 'sequence' per answer "
         "(as in TRL's code)",
     )
-    beta: float = setting(
-        0.1, "factor on the KL penalty, which keeps the policy close to the starting model", not_below(0.0)
+    beta: float | None = setting(
+        None,
+        "factor on the KL penalty, which keeps the policy close to the starting model (default: 0.1 for remax, and "
+        "as in TRL 0.05 for rloo and 0 for grpo)",
+        not_below(0.0),
     )
-    reward_clip: float = setting(5.0, "clip rewards to this magnitude (0 for no clipping)", not_below(0.0))
+    reward_clip: float | None = setting(
+        None,
+        "clip rewards to this magnitude; 0 means no clipping (default: 5 for remax, and as in TRL 0 for rloo and grpo)",
+        not_below(0.0),
+    )
     num_generations: int = setting(
         2, "sampled answers per prompt; remax always takes one sampled and one greedy answer", at_least(2)
     )
@@ -374,6 +386,9 @@ class RlhfSettings(TuningSettings):
 
     def check(self) -> None:
         super().check()
+        for name, defaults in (("beta", BETAS), ("reward_clip", REWARD_CLIPS)):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, defaults[self.algorithm])
         count = len(self.reward_models()) + len(self.reward_functions())
         if self.reward_weights is not None and len(self.weights_of_rewards()) != count:
             raise UserError(

@@ -133,7 +133,7 @@ def test_every_steps_recorded_loss_is_the_one_whose_gradient_is_taken(policy, al
         backward(self, loss, **kwargs)
 
     monkeypatch.setattr(Accelerator, "backward", seen)
-    folder, _ = policy(algorithm=algorithm, batch_size=2, gradient_accumulation=2, learning_rate=0.03)
+    folder, _ = policy(algorithm=algorithm, batch_size=2, gradient_accumulation=2, learning_rate=0.03, beta=0.1)
     losses = {row[0]: row[6] for row in read_rows(folder, ["step_loss"])}
     assert losses == pytest.approx({s: sum(shares[2 * s - 2 : 2 * s]) for s in (1, 2, 3, 4)}, rel=1e-5, abs=1e-9)
     assert {r["step"]: r["loss"] for r in records(folder) if "loss" in r} == pytest.approx(losses, rel=1e-5, abs=1e-9)
@@ -144,7 +144,7 @@ def test_every_steps_recorded_loss_is_the_one_whose_gradient_is_taken(policy, al
 def test_a_policy_is_recorded_and_evaluated_against_the_model_that_it_started_from(policy, algorithm):
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        whole, result = policy("whole", algorithm=algorithm)
+        whole, result = policy("whole", algorithm=algorithm, beta=0.1)
     assert not [str(one.message) for one in warned if "gradient_checkpointing" in str(one.message)]
     assert result["status"] == "finished"
     assert {"reward_gain", "reward_gain_low", "reward_gain_high", "eval_reward", "eval_kl", "eval_length"} <= set(
@@ -208,6 +208,21 @@ def test_equal_rewards_of_all_answers_are_an_alarm_of_the_run(policy, tmp_path, 
     (alarm,) = map(json.loads, (folder / "alarms.jsonl").read_text().splitlines())
     assert (alarm["rule"], alarm["metric"], alarm["step"]) == ("equal", "equal_rewards", 1)
     assert diagnose(folder).sentences[0].startswith("Cause: equal rewards within each group from step 1.")
+
+
+def test_only_remax_clips_rewards_by_default(policy, tmp_path, caplog):
+    chosen = [RlhfSettings(algorithm=name) for name in ("remax", "rloo", "grpo")]
+    assert [(one.reward_clip, one.beta) for one in chosen] == [(5.0, 0.1), (0.0, 0.05), (0.0, 0.0)]
+    assert RlhfSettings(algorithm="grpo", reward_clip=2, beta=0.3).to_dict()["reward_clip"] == 2.0
+    far = {"reward_model": ..., "reward_function": write_reward(tmp_path, "100.0 + len(answer)"), "algorithm": "grpo"}
+    folder, _ = policy("free", **far, steps=1)
+    (record,) = [r for r in records(folder) if "loss" in r]
+    assert record["reward"] > 100.0
+    assert "clipped_rewards" not in record
+    assert "reward_clip" not in caplog.text
+    folder, _ = policy("clipped", **far, steps=3, reward_clip=5.0)
+    assert [r["clipped_rewards"] for r in records(folder) if "loss" in r] == [1.0] * 3
+    assert caplog.text.count("reward_clip: at step 1, Lamina clips 100% of the rewards to ±5") == 1
 
 
 def test_a_verifiable_reward_is_learned(policy, tmp_path):
