@@ -3,6 +3,7 @@
 import json
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -32,6 +33,7 @@ from lamina.probes.census.census import (
     stirred,
 )
 from lamina.probes.census.equations import BLOCK_INPUT, STREAM, BranchTerm, Factor, Sum
+from lamina.probes.structure.token_rows import token_rows
 from tools.reliability.tiny_families import MORE, tiny_model
 
 LAYERS = 4
@@ -204,6 +206,31 @@ def test_what_is_no_sum_is_not_named():
     assert found.placement is None
     assert found.verdict.startswith("not known: ")
     assert found.to_dict()["error"] is None
+
+
+class Attributes(dict):
+    """A configuration that has None for every missing attribute, a common idiom."""
+
+    __getattr__ = dict.get
+
+
+class Own(nn.Module):
+    """A module without transformers, with a configuration of its own."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.inner, self.config = llama(), config
+
+    def forward(self, input_ids):
+        return self.inner(input_ids).logits
+
+
+@pytest.mark.parametrize("config", [SimpleNamespace(n_layer=3), Attributes(n_layer=3), {"n_layer": 3}, "config.yaml"])
+def test_a_module_with_a_config_of_its_own_is_measured(config):
+    found = lamina.placement_of(Own(config))
+    assert (found.placement, found.model_type) == ("pre_ln", "Own"), found.text()
+    assert "Error" not in str(lamina.check(Own(config)))
+    assert token_rows(Own(config)) == llama().config.vocab_size
 
 
 def test_the_evidence_is_plain_data_and_text():

@@ -136,8 +136,8 @@ def census(model_or_path: nn.Module | PreTrainedConfig | str | Path, *, layers: 
             model, the result's ``unknown`` gives the reason instead.
     """
     model, notes = _model_of(model_or_path)
-    config: PreTrainedConfig | None = getattr(model, "config", None)
-    kind = type(model).__name__ if config is None else backbone_of(config).model_type
+    config = _text_config(model)
+    kind = type(model).__name__ if config is None else config.model_type
     if any(p.dtype.itemsize < 4 for p in model.parameters() if p.is_floating_point()):
         model = copy.deepcopy(model).float() if isinstance(model_or_path, nn.Module) else model.float()
     try:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from lamina.errors import UserError
 from lamina.probes.engine.losses import token_losses
 from lamina.probes.structure.hooks import Output, forward
 from lamina.probes.structure.sites import Structure
+from lamina.probes.structure.token_rows import text_config
 
 logger = logging.getLogger(__name__)
 
@@ -147,8 +148,7 @@ class Context:
 
     def no_better_than_guessing(self, loss: float) -> str:
         """Return a sentence if a loss is about the loss of uniform guessing, or "" otherwise."""
-        config: Any = getattr(self.model, "config", None)
-        size = getattr(config.get_text_config() if hasattr(config, "get_text_config") else config, "vocab_size", 0)
+        size = getattr(text_config(self.model), "vocab_size", 0)
         if not isinstance(size, int) or size < 2 or loss < 0.99 * math.log(size):
             return ""
         return (

@@ -15,7 +15,7 @@ from lamina.data.blocks import Blocks, spread
 from lamina.data.corpus import EMBEDDED, single_corpus
 from lamina.data.encoding import TextEncoder, known
 from lamina.errors import UserError
-from lamina.probes.structure.token_rows import token_rows
+from lamina.probes.structure.token_rows import text_config, token_rows
 
 Inputs: TypeAlias = Any  # texts, blocks [sequences, tokens], images, or a dataset of input_ids
 NOISE = "noise"
@@ -94,8 +94,7 @@ def batches_of(
 
 
 def _length(length: int | None, model: nn.Module) -> int:
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = text_config(model)
     limit = getattr(text, "max_position_embeddings", None)
     if isinstance(limit, int) and limit > 0:
         positions = (m for name, m in model.named_modules() if isinstance(m, nn.Embedding) and "position" in name)

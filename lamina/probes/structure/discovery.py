@@ -14,6 +14,7 @@ from torch import nn
 from lamina.errors import UserError
 from lamina.probes.structure.hooks import evaluating, takes_cache
 from lamina.probes.structure.sites import FeedForward, LayerSite, NormSite, Point, Structure, SublayerSite, is_norm
+from lamina.probes.structure.token_rows import text_config
 from lamina.probes.structure.tracing import Call, Factor, Op, Trace, trace
 
 
@@ -433,7 +434,7 @@ def declared_structure(model: nn.Module, record: Trace) -> Structure | None:
         end = Point(last, path, "output")
     return Structure(
         layers=tuple(_declared_layer(i, path, block, record) for i, (path, block) in enumerate(blocks)),
-        hidden_size=int(getattr(getattr(model, "config", None), "hidden_size", 0)),
+        hidden_size=int(getattr(getattr(model, "config", None), "hidden_size", None) or 0),
         embedding=_asked(model, "get_input_embeddings"),
         embedding_norm=None if first is None else NormSite("embedding_norm", first[1], first[0]),
         final_norm=NormSite("final_norm", norm, f"{path}.norm") if is_norm(norm) else None,
@@ -556,10 +557,7 @@ def _suggest(model: nn.Module, allowed: bool = False) -> str:
 
 
 def _num_layers(model: nn.Module) -> int | None:
-    config = getattr(model, "config", None)
-    if config is None:
-        return None
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = text_config(model)
     depths = getattr(text, "depths", None)  # the layers of each stage (num_hidden_layers then counts stages)
     if isinstance(depths, list | tuple) and depths and all(isinstance(depth, int) for depth in depths):
         return sum(depths)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import nn
@@ -39,10 +40,15 @@ class _Lookups(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def text_config(model: nn.Module) -> Any:
+    """Return the text part of a transformers configuration, or the module's own ``config`` (None without a config)."""
+    config: Any = getattr(model, "config", None)
+    return config.get_text_config() if callable(getattr(config, "get_text_config", None)) else config
+
+
 def token_rows(model: nn.Module) -> int | None:
     """Return the number of token ids in the model's config or embedding table, or None if both are missing."""
-    text = getattr(getattr(model, "config", None), "get_text_config", lambda: None)()
-    size = getattr(text, "vocab_size", None)
+    size = getattr(text_config(model), "vocab_size", None)
     if isinstance(size, int) and size > 0:
         return size
     ids = torch.tensor(_IDS, device=next((p.device for p in model.parameters()), None))

@@ -323,7 +323,7 @@ def equal_inputs(setup: BeforeTraining) -> Iterator[Mistake]:
 def beyond_tables(setup: BeforeTraining) -> Iterator[Mistake]:
     """Find token ids, labels or positions that are too large for the model."""
     config, tokens, labels = setup.config, setup.tokens, setup.labels
-    if config is None or tokens is None or not hasattr(config, "get_text_config"):
+    if config is None or tokens is None or not callable(getattr(config, "get_text_config", None)):
         return
     text = config.get_text_config()
     vocabulary, longest = getattr(text, "vocab_size", None), getattr(text, "max_position_embeddings", None)

@@ -161,7 +161,7 @@ def _unused(setup: BeforeTraining, trial: FirstPass) -> Iterator[tuple[torch.Ten
 def untied(setup: BeforeTraining) -> Iterator[Mistake]:
     """Find an untied embedding and output head: two tensors that should be one tensor."""
     config = setup.config
-    if setup.ends is not None and hasattr(config, "get_text_config"):
+    if setup.ends is not None and callable(getattr(config, "get_text_config", None)):
         table, head = (module.weight for module in setup.ends)
         tied = bool(getattr(config.get_text_config(), "tie_word_embeddings", False))
         wanted = tied and bool(getattr(setup.model, "_tied_weights_keys", None))
