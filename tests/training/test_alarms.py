@@ -325,16 +325,17 @@ def test_a_learning_rate_belongs_to_what_is_trained_and_not_to_an_optimizers_est
     assert scheduled(rates, lambda step: [outside(step, 1e-3, metric="rate_estimate")]) == []
 
 
-@pytest.mark.parametrize(("warm_up", "said"), [(100, []), (40, [80])])
-def test_a_stream_may_grow_at_once_while_the_learning_rate_does(warm_up, said):
-    """As of a Bloom that begins to learn at step 60 of 100 of its warm-up."""
-    variances = dict.fromkeys((1, *range(20, 80, 20)), 1.0) | {80: 20.0, 100: 30.0}
+@pytest.mark.parametrize("metric", ["hidden_variance", "row_norm_abs_max", "weight_norm"])
+@pytest.mark.parametrize(("warm_up", "said"), [(100, []), (70, []), (40, [80])])
+def test_a_stream_or_weights_may_grow_at_once_while_the_learning_rate_does(warm_up, said, metric):
+    """As of a Bloom that begins to learn at step 60 of 100 of its warm-up, and of heads and embeddings under SGD."""
+    values = dict.fromkeys((1, *range(20, 80, 20)), 1.0) | {80: 20.0, 100: 30.0}
     found = scheduled(
         [1e-5 * min(step, warm_up) for step in range(1, 101)],
-        lambda step: [row(step, variances[step], metric="hidden_variance")] if step in variances else [row(step, 1.0)],
+        lambda step: [row(step, values[step], metric=metric)] if step in values else [row(step, 1.0)],
         Alarms(),
     )
-    assert found == [(step, "hidden_variance") for step in said]
+    assert found == [(step, metric) for step in said]
 
 
 def test_the_first_updates_of_parameters_that_are_trained_from_now_on_may_be_larger_than_their_peers():

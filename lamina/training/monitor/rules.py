@@ -297,7 +297,7 @@ class Rules:
         recent = self._recent_of(row)
         before, last = self._last_steps.get(series_of(row), (step - 2, step - 1))
         gaps = max(1.0, (step - last) / max(1, last - before))  # a history may have a step twice
-        warms_up = self._peak.before == 0 and self._peak.step == step
+        warms_up = self._peak.before == 0 and self._peak.step >= last
         for rule, sign in (("rise", 1.0), ("fall", -1.0)):
             if not (past.rises if rule == "rise" else past.falls) or len(recent) < past.fewest:
                 continue
@@ -309,8 +309,8 @@ class Rules:
             score /= max(1.0, (step - last) / INTERVAL)
             if score and rule == "rise" and value <= self._calm(row, past):
                 score = 0.0
-            if warms_up and metric.startswith("hidden"):
-                score = 0.0  # the stream grows with the rate: its course judges it
+            if warms_up and rule == "rise" and metric.startswith(("hidden", "row_norm", "weight_norm")):
+                score = 0.0  # weights and the stream grow with the rate: their courses judge them
             judgment = self._fitted(rule, row, usual * (value / scaled if scaled else 1.0), score)
             if metric in COURSES and (course := self._course(rule, row, sign)) is not None:
                 self.note_score(course.name, course.score)
