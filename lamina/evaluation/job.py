@@ -192,7 +192,7 @@ class Evaluation:
         self.records = self.processes.by_first(self._finished) if self.earlier is None else self.earlier.records
         self._write(Status.INTERRUPTED, RUNNING)
         try:
-            for number, candidate in enumerate(self.candidates, start=1):
+            for number, candidate in enumerate(self.candidates if self.earlier is None else (), start=1):
                 todo = [unit for unit in self.units if (candidate.name, unit) not in self.records]
                 if todo and not candidate.left_out:
                     self._evaluate(candidate, todo, f"{number} of {len(self.candidates)}")
@@ -220,6 +220,11 @@ class Evaluation:
             if path.is_file():
                 tables[model, unit] = pd.read_parquet(path)
         self.paired = compared(self.columns, self.candidates, self.scores(records), tables)
+        if self.earlier is not None and not self.paired:
+            raise UserError(
+                "compare: the first evaluation shares no task with another one. Lamina compares no perplexities item "
+                "by item. Evaluate the models on the same tasks, with the same --limit."
+            )
 
     def _evaluate(self, candidate: Candidate, todo: list[str], position: str) -> None:
         load = partial(load_candidate, candidate.path, self.settings, self.device)

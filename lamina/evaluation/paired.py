@@ -20,6 +20,7 @@ from lamina.evaluation.task_sets import Wanted, columns_of
 from lamina.jobs.files import read_json
 from lamina.jobs.kinds import Kind, kind_of
 from lamina.jobs.names import RESULT
+from lamina.jobs.seals import refuse_page
 
 POWER = 0.8
 """The probability that the test detects a difference as large as ``Paired.smallest``."""
@@ -37,8 +38,9 @@ class Paired:
     metric: str
     items: int
     difference: float
-    low: float  # the lower end of the difference's 95 % interval (Student's t)
-    high: float  # the upper end of the difference's 95 % interval
+    # the 95 % interval of the difference (Student's t, or exact for scores of 0 and 1 with equal differences)
+    low: float
+    high: float
     won: int | None  # the number of items that only ``model`` answers correctly, or None for scores between 0 and 1
     lost: int | None  # the number of items that only ``against`` answers correctly, or None for scores between 0 and 1
     p: float  # the two-sided p value. Scores of 0 and 1 get McNemar's exact test, and other scores get a paired t test
@@ -94,7 +96,10 @@ def paired(first: Frame, other: Frame) -> Json:
     differences = (other - first).tolist()
     count, binary = len(differences), set(first) | set(other) <= {0.0, 1.0}
     mean, error = mean_and_error(differences) if count > 1 else (differences[0], math.nan)
-    low, high = t_interval(differences) if count > 1 else (math.nan, math.nan)
+    low, high = t_interval(differences) if error > 0 else (math.nan, math.nan)
+    if binary and error == 0:  # exact, as no item disagrees with the others: (1 - share) ** count = ALPHA / 2
+        share = 1 - (ALPHA / 2) ** (1 / count)
+        low, high = max(-1.0, mean - share), min(1.0, mean + share)
     won, lost = sum(d > 0 for d in differences), sum(d < 0 for d in differences)
     if binary:
         p = min(1.0, 2 * float(bdtr(min(won, lost), won + lost, 0.5)))
@@ -156,10 +161,11 @@ class Earlier:
 
 def earlier(paths: Sequence[str]) -> Earlier:
     """Read finished evaluations. Raises UserError for a folder without a finished evaluation."""
+    paths = list(dict.fromkeys(paths))
     if len(paths) < 2 and not (paths and len(_result(paths[0])["models"]) > 1):
         raise UserError("compare: you gave only one model. Give the folders of at least two evaluations.")
     evaluations = Earlier(candidates=[], columns=[], records={}, folders={})
-    results = {path: _result(path) for path in dict.fromkeys(paths)}
+    results = {path: _result(path) for path in paths}
     names = [model["name"] for result in results.values() for model in result["models"]]
     wanted: dict[str, Wanted] = {}
     for path, result in results.items():
@@ -190,6 +196,7 @@ def _result(path: str) -> Json:
     folder = Path(path).expanduser()
     if kind_of(folder) != Kind.EVALUATION or not (folder / RESULT).is_file():
         raise UserError(f"compare: {path!r} holds no evaluation. Give folders that `lamina eval` wrote.")
+    refuse_page(folder)
     result = read_json(folder / RESULT)
     if result.get("status") != "finished":
         raise UserError(

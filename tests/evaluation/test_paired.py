@@ -17,6 +17,7 @@ from lamina.evaluation import paired as pairing
 from lamina.evaluation.candidates import Candidate
 from lamina.evaluation.scores import Score
 from lamina.evaluation.task_sets import Wanted
+from lamina.jobs.seals import write_result
 from lamina.reports import terminal
 
 
@@ -81,6 +82,20 @@ def test_too_few_items_can_show_no_difference():
     assert math.isnan(found["smallest"])  # six items of two would have to differ
     row = {**found, "model": "b", "against": "a", "column": "Blank", "p_holm": 1.0, "smallest": None}
     assert "none of 2 items" in terminal._paired([row])[-1]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "low", "high"), [(1.0, 1.0, -0.1, 0.1), (0.0, 0.0, -0.1, 0.1), (0.0, 1.0, 0.9, 1)]
+)
+def test_items_that_all_agree_leave_an_exact_interval(one, other, low, high):
+    """As in Clopper and Pearson's interval of 0 among 100, which scipy has."""
+    found = pairing.paired(pd.Series([one] * 100), pd.Series([other] * 100))
+    upper = stats.binomtest(0, 100).proportion_ci(method="exact").high
+    assert (found["low"], found["high"]) == pytest.approx((other - one - upper, min(1.0, other - one + upper)))
+    assert found["low"] > low
+    assert found["high"] <= high
+    same = pairing.paired(pd.Series([0.5] * 9), pd.Series([0.5] * 9))
+    assert math.isnan(same["low"])  # scores between 0 and 1 have no such interval
 
 
 def test_scores_between_0_and_1_get_a_paired_t_test():
@@ -165,7 +180,9 @@ def test_two_models_and_then_their_folders(model, data_dir, tmp_path, capsys, re
         alone = json.loads((folders[-1] / "result.json").read_text())
         for key, field in (("models", "name"), ("units", "model")):
             alone[key] = [entry for entry in alone[key] if entry[field] == name]
-        (folders[-1] / "result.json").write_text(json.dumps(alone))
+        if name == "pre_ln":  # which has scores on another task as well
+            alone["units"] += [{**entry, "unit": "other"} for entry in alone["units"]]
+        write_result(folders[-1], {key: entry for key, entry in alone.items() if key != "seal"})
     assert main(["eval", "--compare", *map(str, folders), "--output", str(tmp_path / "compared")]) == 0
     assert "| keel | " in (printed := capsys.readouterr().out)
     assert "scores minus keel, same items:" in printed
@@ -174,10 +191,19 @@ def test_two_models_and_then_their_folders(model, data_dir, tmp_path, capsys, re
     assert again["paired"] == [row]
     items_of = folders[1] / "items" / "pre_ln" / "quiz.parquet"
     pd.read_parquet(items_of).iloc[1:].to_parquet(items_of)
+    shutil.copytree(folders[1], altered := tmp_path / "altered")
+    written = json.loads((folders[1] / "result.json").read_text())
+    del written["seal"]
+    write_result(folders[1], written)
+    shutil.copytree(folders[1], elsewhere := tmp_path / "elsewhere")
+    write_result(elsewhere, {**written, "units": [{**entry, "unit": "other"} for entry in written["units"]]})
     for wrong, about in (
         ([*map(str, folders)], "have different items of quiz"),
         ([str(model), str(folders[0])], "holds no evaluation"),
         ([str(folders[0])], "compare: you gave only one model"),
+        ([str(folders[0]), str(folders[0])], "compare: you gave only one model"),
+        ([str(folders[0]), str(altered)], "quiz.parquet': altered since Lamina wrote result.json"),
+        ([str(folders[0]), str(elsewhere)], "the first evaluation shares no task with another one"),
         ([*map(str, folders), "--tasks", "quiz"], "the tasks and the text come from the earlier evaluations"),
     ):
         assert about in refused("eval", "--compare", *wrong, "--output", str(tmp_path / "none"))
