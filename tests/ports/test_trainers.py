@@ -244,11 +244,47 @@ def test_a_pipeline_stage_has_the_blocks_of_its_layers(rank, stage, layers, monk
     config = TransformerConfig(
         num_layers=4, hidden_size=WIDTH, num_attention_heads=4, use_cpu_initialization=True,
         pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2, pipeline_dtype=torch.float32,
+        normalization="RMSNorm",
     )  # fmt: skip
     specs = module_of(emit("keel", "megatron", 4).code).keel(config, vp_stage=stage).layer_specs
     blocks = [build_module(spec, config=config, layer_number=i + 1, vp_stage=stage) for i, spec in enumerate(specs)]
     assert [block.layer_number - 1 for block in blocks] == layers
     assert [block.skip_scale for block in blocks] == [8.0 if layer else 1.0 for layer in layers]
+
+
+OF_MEGATRON = {
+    "experts": {"num_moe_experts": 4, "moe_layer_freq": 2},
+    "norms on queries and keys": {"qk_layernorm": True},
+    "biases": {"add_bias_linear": True, "add_qkv_bias": True},
+}
+
+
+@pytest.mark.parametrize("options", OF_MEGATRON.values(), ids=OF_MEGATRON)
+def test_megatrons_options_reach_the_blocks(options, monkeypatch):
+    """Pre-LN is Megatron's placement, so its own model has the same weights and bit-identical logits."""
+    needs("megatron.core")
+    on_megatron("pre_ln", llama())  # process groups
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.moe import moe_utils
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    monkeypatch.setattr(moe_utils, "te_general_gemm", None, raising=False)  # undefined without Transformer Engine
+    config = TransformerConfig(
+        num_layers=LAYERS, hidden_size=WIDTH, num_attention_heads=4, hidden_dropout=0.0, attention_dropout=0.0,
+        normalization="RMSNorm", use_cpu_initialization=True, **options,
+    )  # fmt: skip
+    blocks = module_of(emit("pre_ln", "megatron", LAYERS).code).pre_ln(config)
+    own = get_gpt_decoder_block_spec(config, False, "RMSNorm")
+    theirs, here = (
+        GPTModel(config, spec, VOCABULARY, 64, position_embedding_type="rope").eval() for spec in (own, blocks)
+    )
+    here.load_state_dict(theirs.state_dict())
+    mask = torch.ones(9, 9, dtype=torch.bool).triu(1)[None, None]
+    places = torch.arange(9)[None].expand(2, -1)
+    with torch.no_grad():
+        assert torch.equal(here(IDS, places, mask), theirs(IDS, places, mask))
 
 
 @pytest.mark.parametrize("tied", [False, True])
