@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from keyword import iskeyword
 from os import PathLike
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from lamina.surgery.graft import Grafting
     from lamina.surgery.prune import Pruning
 
+logger = logging.getLogger(__name__)
+
 
 def generate(
     model: str | PathLike[str],
@@ -53,6 +56,7 @@ def generate(
     top_p: float | None = None,
     stop: Sequence[str] = (),
     seed: int = 0,
+    tokenizer: str | PathLike[str] | None = None,
     trust_remote_code: bool = False,
 ) -> str:
     """Continue a text with a trained model, as `lamina generate` does.
@@ -69,6 +73,7 @@ def generate(
             default).
         stop: texts that end the answer. The result does not contain the text that ended the answer.
         seed: the seed of the sampling.
+        tokenizer: bytes, or a transformers tokenizer's name or folder (None: the model's).
         trust_remote_code: whether to run the model's own Python code, if the model has any.
 
     Raises:
@@ -84,7 +89,7 @@ def generate(
         raise UserError(
             f"system: {system!r} has no effect here. Set chat=True and give 'prompt' as a text, or leave 'system' out."
         )
-    sampling = {"temperature": temperature, "top_p": top_p, "stop": stop}
+    sampling = {"temperature": temperature, "top_p": top_p, "stop": stop, "tokenizer": tokenizer}
     speaker = speaker_of(model, max_new_tokens, seed=seed, trust_remote_code=trust_remote_code, **sampling)
     return speaker.continuation(prompt) if isinstance(prompt, str) else speaker.answer([dict(turn) for turn in prompt])
 
@@ -97,6 +102,7 @@ def speaker_of(
     top_p: float | None,
     stop: Sequence[str],
     seed: int,
+    tokenizer: str | PathLike[str] | None,
     trust_remote_code: bool,
 ) -> Speaker:
     """Load a model to continue texts, and seed torch. Raises the same errors as ``generate``."""
@@ -112,10 +118,15 @@ def speaker_of(
         raise UserError(f"model: {source!r} does not exist{nearby(source)}. Give a folder with config.json.")
     import torch
 
+    from lamina.data.tokenizers import load_tokenizer, not_bytes
     from lamina.modeling.generation import Speaker
 
-    more = {"top_p": top_p, "stop": stop, "trust_remote_code": trust_remote_code}
+    tokenizer = None if tokenizer is None else path("tokenizer", tokenizer)
+    own = None if tokenizer is None else load_tokenizer(tokenizer)
+    more = {"top_p": top_p, "stop": stop, "trust_remote_code": trust_remote_code, "tokenizer": own}
     speaker = Speaker(source, max_new_tokens, temperature, **more)
+    if warning := not_bytes(tokenizer, speaker.model.get_input_embeddings().weight.shape[0]):
+        logger.warning(warning)
     torch.manual_seed(seed)
     return speaker
 
@@ -127,6 +138,7 @@ def convert(
     to: str | None = None,
     came_from: str | None = None,
     placement: str | None = None,
+    tokenizer: str | PathLike[str] | None = None,
     dtype: str = "auto",
     overwrite: bool = False,
     verify: bool = True,
@@ -140,6 +152,7 @@ def convert(
             "torchtitan"). The default is "transformers" for a Lamina checkpoint, and otherwise "lamina".
         came_from: the trainer (other than Lamina and transformers) that wrote the source.
         placement: the norm placement to use if the trainer's checkpoint does not name its placement.
+        tokenizer: with ``came_from``, the tokenizer to save with the model: bytes, or a tokenizer's name or folder.
         dtype: the dtype of the weights: auto (the checkpoint's), float32, bfloat16 or float16.
         overwrite: whether to first delete the files that Lamina wrote into ``output``.
         verify: whether to load the result and compare its logits with the source's logits.
@@ -152,8 +165,9 @@ def convert(
     if to is not None:
         one_of("to", to, (*get_args(Target), *TRAINERS, "mlx"))
     if came_from is None:
-        if placement is not None:
-            raise UserError(f"--placement: {placement!r} has no effect without --from. Name the trainer with --from.")
+        for flag, value in (("placement", placement), ("tokenizer", tokenizer)):
+            if value is not None:
+                raise UserError(f"--{flag}: {value!r} has no effect without --from. Name the trainer with --from.")
         model = source_beside("source", model, folder, overwrite=overwrite)
     else:
         one_of("from", came_from, TRAINERS)
@@ -170,7 +184,8 @@ def convert(
         from lamina.ports import checkpoints
 
         reads, trainer = came_from is not None, str(came_from or to)
-        return checkpoints.convert(model, folder, trainer, placement, reads=reads, overwrite=overwrite)
+        own = None if tokenizer is None else path("tokenizer", tokenizer)
+        return checkpoints.convert(model, folder, trainer, placement, own, reads=reads, overwrite=overwrite)
     from lamina.core.hub_access import local_when_unreachable
     from lamina.modeling.backbones.conversion import convert as run
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from lamina.api.models import convert
 from lamina.commands.arguments import Parser
 from lamina.core.architectures import TRAINERS, convertible
@@ -43,6 +45,11 @@ def parser() -> Parser:
         metavar="NAME",
     )
     flags.add_flag(
+        "--tokenizer",
+        "with --from, tokenizer to save beside the model: bytes, or a transformers tokenizer's name or folder",
+        metavar="TEXT",
+    )
+    flags.add_flag(
         "--dtype", f"dtype of the weights: {', '.join(DTYPES)} (auto keeps the checkpoint's dtype)", "auto", "WORD"
     )
     flags.add_flag("--overwrite", "first delete the files that Lamina wrote into OUTPUT", False)
@@ -68,4 +75,12 @@ def run(argv: list[str]) -> int:
     else:
         show(f"largest difference between the logits on random tokens: {record['largest_difference']:.3g}")
     show(f"the model: {options.output}" if foreign else how_to_load(options.output))
+    from lamina.modeling.backbones.loading import TOKENIZER_FILES
+
+    if options.came_from and not any(Path(options.output, name).is_file() for name in TOKENIZER_FILES):
+        ignored = " (Lamina does not read meta.pkl)" if any(Path(options.source).glob("meta.pkl")) else ""
+        show(
+            f"the folder has no tokenizer{ignored}. Add --tokenizer FOLDER to commands that need one, or --tokenizer "
+            "bytes for a model of bytes"
+        )
     return 0

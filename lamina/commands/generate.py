@@ -8,6 +8,7 @@ from lamina.api.models import generate, speaker_of
 from lamina.commands.arguments import Parser
 from lamina.core.terminal import show
 from lamina.errors import UserError
+from lamina.jobs.setting_groups import TextSettings
 
 EXAMPLES = """
   lamina generate runs/keel-64/model --prompt "It was a truth"
@@ -32,13 +33,14 @@ def parser() -> Parser:
     flags.add_flag("--stop", "end the answer at this text (repeat the flag for more texts)", [])
     flags.add_flag("--system", "with --chat, the system message")
     flags.add_flag("--seed", "seed of the sampling", 0)
+    flags.add_flag("--tokenizer", TextSettings.help("tokenizer"), metavar="TEXT")
     flags.add_flag("--trust-remote-code", "run the model's own Python code, if the model has any", False)
     return flags
 
 
 def run(argv: list[str]) -> int:
     options = parser().parse(argv)
-    names = ("max_new_tokens", "temperature", "top_p", "stop", "seed", "trust_remote_code")
+    names = ("max_new_tokens", "temperature", "top_p", "stop", "seed", "tokenizer", "trust_remote_code")
     sampling = {name: getattr(options, name) for name in names}
     if options.system is not None and not options.chat:
         raise UserError(f"system: {options.system!r} has no effect here. Add --chat, or leave --system out.")

@@ -15,7 +15,13 @@ from transformers import (
 
 from lamina.errors import UserError, one_line
 from lamina.jobs.manifest import model_folder
-from lamina.modeling.backbones.loading import load_tokenizer, load_weights, read_config, refuse_scores
+from lamina.modeling.backbones.loading import (
+    check_vocabulary,
+    load_tokenizer,
+    load_weights,
+    read_config,
+    refuse_scores,
+)
 
 
 class Teller(TextStreamer):
@@ -60,6 +66,7 @@ class Speaker:
         top_p: float | None = None,
         stop: Sequence[str] = (),
         trust_remote_code: bool = False,
+        tokenizer: PreTrainedTokenizerBase | None = None,
     ):
         folder = model_folder(path)
         self.path, self.max_new_tokens = path, max_new_tokens
@@ -72,7 +79,11 @@ class Speaker:
                 "model."
             )
         self.model: Any = load_weights(folder, config, AutoModelForCausalLM, "model", **code)[0]  # has generate
-        self.tokenizer = load_tokenizer(folder, config, "model", **code)
+        if tokenizer is None:
+            tokenizer = load_tokenizer(folder, config, "model", **code)
+        else:
+            check_vocabulary(tokenizer, config, "tokenizer: the tokenizer")
+        self.tokenizer = tokenizer
         longest = getattr(config.get_text_config(), "max_position_embeddings", None)
         self.longest = longest if isinstance(longest, int) else None
         self.stop = tuple(stop)

@@ -17,9 +17,11 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_distribut
 from transformers import GPT2Config, LlamaConfig
 
 from lamina.core.json_types import Json
+from lamina.data.tokenizers import load_tokenizer
 from lamina.errors import UserError
 from lamina.jobs.files import write_json
 from lamina.modeling.backbones.conversion import RECORD, ConversionRecord, load, written_model
+from lamina.modeling.backbones.loading import check_vocabulary
 from lamina.modeling.building import build
 from lamina.modeling.configuration_lamina import backbone_of
 from lamina.modeling.modeling_lamina import GPT2_ADAPTER, LaminaForCausalLM
@@ -301,9 +303,17 @@ def _advice(stored: ForeignCheckpoint, target: str) -> str:
 
 
 def convert(
-    source: str, output: Path, target: str, placement: str | None, *, reads: bool, overwrite: bool
+    source: str,
+    output: Path,
+    target: str,
+    placement: str | None,
+    tokenizer: str | None,
+    *,
+    reads: bool,
+    overwrite: bool,
 ) -> ConversionRecord:
     """Convert a trainer's checkpoint to Lamina, or back if not ``reads``. After an error, leave ``output`` as it is."""
+    own = None if tokenizer is None else load_tokenizer(tokenizer)
     if reads:
         model = from_trainer(Path(source), target, placement)
     else:
@@ -311,6 +321,8 @@ def convert(
         if not isinstance(loaded, LaminaForCausalLM):
             raise UserError(f"source: {source!r} is a {type(loaded).__name__}. Give a folder with a Lamina model.")
         model = loaded
+    if own is not None:
+        check_vocabulary(own, model.config, "tokenizer: the tokenizer")
     plan = Plan.from_dict(model.config.plan or {})
     record: ConversionRecord = {
         "source": source,
@@ -326,6 +338,8 @@ def convert(
     with written_model(source, output, overwrite=overwrite) as draft, alone():
         if reads:
             model.save_pretrained(draft)
+            if own is not None:
+                own.save_pretrained(draft)
         else:
             FORMATS[target][1](model, draft)
         write_json(draft / RECORD, record)

@@ -29,6 +29,25 @@ def saved(folder, **head):
     return str(folder)
 
 
+def test_a_model_without_a_tokenizer_generates_with_the_one_that_is_named(tmp_path, refused, capsys, caplog):
+    """256 rows are enough for bytes: no text becomes the end-of-text token 256."""
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_hidden_layers": 2}
+    for rows in (256, 200, 600):
+        lamina.build(LlamaConfig(**sizes, vocab_size=rows), "mix_ln").save_pretrained(tmp_path / str(rows))
+    assert "holds no tokenizer. Name a tokenizer with --tokenizer" in refused("generate", tmp_path / "256")
+    assert main(["generate", str(tmp_path / "256"), "--tokenizer", "bytes", "--prompt", "Keel"]) == 0
+    assert capsys.readouterr().out.startswith("Keel")
+    load_tokenizer("bytes").save_pretrained(tmp_path / "256")
+    same = {"prompt": "Keel", "max_new_tokens": 20}
+    assert lamina.generate(tmp_path / "256", **same) == lamina.generate(tmp_path / "256", **same, tokenizer="bytes")
+    line = refused("generate", tmp_path / "200", "--tokenizer", "bytes")
+    assert "tokenizer: the tokenizer has 257 tokens, but the model has only 200" in line
+    assert "no such file or folder" in refused("generate", tmp_path / "256", "--tokenizer", "./gone")
+    caplog.clear()
+    lamina.generate(tmp_path / "600", **same, tokenizer="bytes")
+    assert "gives ids up to 256, but the model's vocabulary has 600 tokens" in caplog.text
+
+
 def test_a_prompt_that_fills_the_context_is_refused(tmp_path, refused):
     folder = saved(tmp_path)
     assert main(["generate", folder, "--prompt", "a" * 31, "--max-new-tokens", "1"]) == 0

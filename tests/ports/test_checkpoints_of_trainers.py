@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import lamina
 from lamina.cli import main
+from lamina.data.tokenizers import load_tokenizer
 from lamina.errors import UserError
 from lamina.modeling import modeling_lamina
 from lamina.ports.foreign import distributed
@@ -128,6 +129,26 @@ def test_to_nanogpt_and_back(tmp_path):
     torch.save(saved, tmp_path / "theirs" / "ckpt.pt")
     again = converted(tmp_path / "theirs", tmp_path / "again", "--from", "nanogpt", "--placement", "keel")
     assert torch.equal(again(input_ids=IDS).logits, model(input_ids=IDS).logits)
+
+
+def test_a_converted_model_gets_the_tokenizer_that_is_named(tmp_path, refused, capsys):
+    written(ours("keel", gpt2()), "nanogpt", tmp_path)
+    words = ["convert", str(tmp_path / "theirs"), str(tmp_path / "again"), "--from", "nanogpt", "--placement", "keel"]
+    (tmp_path / "theirs" / "meta.pkl").write_bytes(b"")
+    capsys.readouterr()
+    assert main(words) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("the folder has no tokenizer (Lamina does not read meta.pkl). Add --tokenizer FOLDER")
+    load_tokenizer("bytes").save_pretrained(tmp_path / "bytes")
+    line = refused(*words, "--overwrite", "--tokenizer", str(tmp_path / "bytes"))  # 97 tokens
+    assert "tokenizer: the tokenizer has 257 tokens, but the model has only" in line
+    written(ours("keel", gpt2(vocab_size=256)), "nanogpt", tmp_path / "of-bytes")
+    words[1] = str(tmp_path / "of-bytes" / "theirs")
+    assert main([*words, "--overwrite", "--tokenizer", "bytes"]) == 0
+    assert "tokenizer" not in capsys.readouterr().out
+    assert lamina.generate(tmp_path / "again", "Keel", max_new_tokens=5).startswith("Keel")
+    line = refused("convert", str(tmp_path / "again"), str(tmp_path / "back"), "--tokenizer", "bytes")
+    assert "--tokenizer: 'bytes' has no effect without --from." in line
 
 
 def test_a_file_is_not_looked_up_on_the_hub_and_its_type_is_tested(tmp_path, monkeypatch, caplog):

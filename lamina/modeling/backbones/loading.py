@@ -405,22 +405,34 @@ def load_tokenizer(
     if folder.is_dir():
         present = [file for file in TOKENIZER_FILES if (folder / file).is_file()]
         if not present or present == ["tokenizer_config.json"]:
-            raise UserError(f"{field}: {name!r} holds no tokenizer. Give a folder with tokenizer.json.")
+            raise UserError(
+                f"{field}: {name!r} holds no tokenizer. Name a tokenizer with --tokenizer, or give a folder with "
+                "tokenizer.json."
+            )
     with quiet():
         try:
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-            ids = tokenizer.get_vocab().values()
+            tokenizer.get_vocab()
         except Exception as error:
             raise UserError(
                 f"{field} {name!r}: Lamina cannot read its tokenizer ({one_line(error)}). Give another folder."
             ) from error
-    size = getattr(backbone_of(config), "vocab_size", None)
-    largest = max(ids, default=-1)
-    if largest < 0:
-        raise UserError(f"{field} {name!r}: its tokenizer has no tokens. Give another folder.")
-    if isinstance(size, int) and largest >= size:
-        raise UserError(
-            f"{field} {name!r}: its tokenizer has {largest + 1} tokens, but the model has only {size}. Give the "
-            "model's own tokenizer."
-        )
+    check_vocabulary(tokenizer, config, f"{field} {name!r}: its tokenizer")
     return tokenizer
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, which: str) -> None:
+    """Raise UserError if a text can become a token that the model lacks. ``which`` names the tokenizer.
+
+    A special token outside the model's vocabulary does no harm, unless the tokenizer adds the token to each text. The
+    tokenizer ``bytes`` has such a token for a model with a vocabulary of 256.
+    """
+    size = getattr(backbone_of(config), "vocab_size", None)
+    ids = {*tokenizer.get_vocab().values()}
+    if not ids:
+        raise UserError(f"{which} has no tokens. Give another folder.")
+    used = (ids - {*tokenizer.all_special_ids}) | {*tokenizer("")["input_ids"]}
+    if isinstance(size, int) and max(used, default=-1) >= size:
+        raise UserError(
+            f"{which} has {max(ids) + 1} tokens, but the model has only {size}. Give the model's own tokenizer."
+        )
