@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from lamina.core import initializers
 from lamina.core.architectures import UNCONVERTED
 from lamina.core.registry import refuse_namesake
-from lamina.core.values import text, whole_number
+from lamina.core.values import number, text, whole_number
 from lamina.errors import UserError, one_line, shortened, unknown
 from lamina.modeling import initialization
 from lamina.modeling.backbones import PRESETS, resolve_backbone
@@ -187,7 +187,9 @@ def make_plan(placement: str | Plan, num_layers: int, **options: object) -> Plan
     return placement
 
 
-def wire(attention: nn.Module, feed_forward: nn.Module, layer_plan: Layer, hidden_size: int) -> Block:
+def wire(
+    attention: nn.Module, feed_forward: nn.Module, layer_plan: Layer, hidden_size: int, *, eps: float = NormStyle.eps
+) -> Block:
     """Combine plain attention and feed-forward modules into a block with the norms of a placement.
 
     Args:
@@ -196,9 +198,10 @@ def wire(attention: nn.Module, feed_forward: nn.Module, layer_plan: Layer, hidde
         feed_forward: a module that takes and returns [batch, tokens, hidden_size].
         layer_plan: an entry of ``Plan.layers``.
         hidden_size: the width of the residual stream.
+        eps: the epsilon of every norm without an epsilon in ``layer_plan`` (default: 1e-6).
 
     Returns:
-        A Block. Norms of kind "backbone" become RMSNorms with epsilon 1e-6.
+        A Block. Norms of kind "backbone" become RMSNorms.
     """
     for name, value, kind in (
         ("attention", attention, nn.Module),
@@ -208,13 +211,14 @@ def wire(attention: nn.Module, feed_forward: nn.Module, layer_plan: Layer, hidde
         if not isinstance(value, kind):
             raise UserError(f"{name}: {shortened(repr(value), 200)} has the wrong type. Give a {kind.__name__}.")
     whole_number("hidden_size", hidden_size)
+    number("eps", eps, 0.0, open_low=True)
     halves = (layer_plan.attention, layer_plan.feed_forward)
     if layer_plan.sources or layer_plan.boundary or any(half.streams or half.reads_memory for half in halves):
         raise UserError(
             "layer_plan: one block cannot have several streams or read earlier layers. Use lamina.build instead."
         )
     wiring = Plan(placement="wire", layers=(layer_plan,)).to_dict()["layers"][0]
-    style = NormStyle()
+    style = NormStyle(eps=float(eps))
     try:
         for name, module in (("attention", attention), ("feed_forward", feed_forward)):
             norm_projections(module, NO_QKV, style, inner=wiring[name].get("inner_norm"))

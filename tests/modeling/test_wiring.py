@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from modeling.tiny import llama
+from ports import model_of_nanogpts_form
 from scripts import loaded
 from torch import nn
 from transformers import BertConfig
@@ -205,6 +206,30 @@ class Named(nn.Module):
 
     def forward(self, x):
         return self.c_proj(x)
+
+
+def test_the_norms_of_a_wired_block_have_the_epsilon_that_is_named():
+    layer = Layer(attention=Sublayer(pre_norm=True, inner_norm=True), feed_forward=Sublayer(post_norm=Norm(eps=0.25)))
+    x = torch.ones(1, 8)
+    block = lamina.wire(Named(), Named(), layer, 8, eps=0.5)
+    for norm, eps in (
+        (block.attention.pre_norm, 0.5),
+        (block.attention.module.inner_norm, 0.5),
+        (block.feed_forward.post_norm, 0.25),  # the plan names it
+        (lamina.wire(Named(), Named(), layer, 8).attention.pre_norm, 1e-6),
+    ):
+        torch.testing.assert_close(norm(1e-3 * x), 1e-3 * x / math.sqrt(1e-6 + eps))
+    for value in (0, -1.0, "1e-5", math.nan):
+        with pytest.raises(UserError, match=r"^eps: .* Give a number above 0"):
+            lamina.wire(Named(), Named(), layer, 8, eps=value)
+
+
+def test_a_wired_layer_norm_with_nanogpts_epsilon_is_nanogpts():
+    theirs, x = model_of_nanogpts_form.LayerNorm(8, bias=True), 1e-3 * torch.randn(2, 5, 8)
+    layer = resolve("pre_ln", 2, norm="layer").layers[0]
+    block = lamina.wire(Named(), Named(), layer, 8, eps=1e-5)
+    torch.testing.assert_close(block.attention.pre_norm(x), theirs(x))
+    assert (lamina.wire(Named(), Named(), layer, 8).attention.pre_norm(x) - theirs(x)).abs().max() > 0.1
 
 
 def test_a_norm_before_the_last_projection_needs_it_by_name(page):
