@@ -33,11 +33,14 @@ _SPEED = {"tokens_per_second": "{:,.0f} tokens/s", "mfu": "MFU {:.1%}"}
 
 
 def run_ended(folder: Path, result: Json, *, forms: Mapping[str, str]) -> str:
-    """Return a run's status and results as text. ``forms`` maps names of results to formats, such as "loss {:.4f}"."""
+    """Return a run's status and results as text. ``forms`` maps names of results to formats, such as "loss {:.4f}".
+
+    A format may also contain the names of other results.
+    """
     ended = result["status"] != "interrupted"
     forms = {**forms, **(_SPEED if ended else {})}
     values = {name: result.get(name) for name in forms}
-    numbers = [forms[n].format(v) for n, v in values.items() if isinstance(v, int | float) and v == v]
+    numbers = [forms[n].format(v, **result) for n, v in values.items() if isinstance(v, int | float) and v == v]
     text = result["status"] + (f": {', '.join(numbers)}" if numbers else "")
     text += f" ({result['reason']})" if result.get("reason") else ""
     if not ended:

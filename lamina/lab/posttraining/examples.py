@@ -7,10 +7,12 @@ import json
 import logging
 import multiprocessing
 import random
+import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
@@ -21,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from lamina.core.json_types import Json
 from lamina.core.values import home
 from lamina.data.sources import hub_datasets
-from lamina.data.sources.file_documents import inner_suffix
+from lamina.data.sources.file_documents import NotTextError, inner_suffix, open_text
 from lamina.data.tokenizers import load_tokenizer
 from lamina.errors import UserError, one_line, unknown
 from lamina.evaluation.generated import NAMES, cached
@@ -57,6 +59,9 @@ LARGEST = 256 << 20  # bytes of a .jsonl file from which datasets infers the col
 _FORMS = {"prompt", "completion", "messages", "conversations", "text", "chosen", "rejected", "instruction"}
 SFT_FORMS = (("input_ids",), ("prompt", "completion"), ("messages",), ("text",))
 PAIR_FORMS = (("prompt", "chosen", "rejected"), ("chosen", "rejected"))
+ROLES = ("system", "developer", "user", "tool", "function", "ipython", "environment", "observation", "document")
+ANSWERS = "assistant"
+"""The roles of a conversation's turns in common chat templates: for prompts and tools (``ROLES``), and for answers."""
 REWARD_FORMS = (("chosen_ids", "rejected_ids"), *PAIR_FORMS)
 
 
@@ -85,10 +90,30 @@ def load(name: str, source: str) -> Dataset:
             if disk_full(error):
                 raise
             cause = error.__cause__ or error
-            rows, why = (), why if isinstance(cause, StopIteration) else one_line(cause)
+            told = re.sub(r" in row \d+", "", one_line(cause))  # pyarrow counts the rows of its block from 0
+            if not isinstance(cause, StopIteration):
+                why = (reader == "json" and _not_json(path)) or told
+            rows = ()
     if not rows:
         raise UserError(f"{name}: Lamina cannot read {source!r}: {why}. Give another source.")
     return rows
+
+
+def _not_json(path: Path) -> str:
+    """Return the first line of a JSON file that is not JSON, and the reason, or "" if Lamina finds no such line."""
+    try:
+        with open_text(path) as file:
+            head = file.readline()
+            texts = [head + file.read()] if head.startswith("[") else chain([head], file)
+            for number, text in enumerate(texts):
+                try:
+                    json.loads(text.strip() or "null")
+                except json.JSONDecodeError as error:
+                    why = error.msg.removesuffix(" starting at")
+                    return f"line {number + error.lineno} is not JSON ({why}, column {error.colno})"
+    except NotTextError as error:
+        return f"the file {error}"
+    return ""
 
 
 def _options(reader: str, path: Path) -> Json:
@@ -160,8 +185,7 @@ def conform(rows: Dataset, forms: Sequence[tuple[str, ...]], *, turns: bool) -> 
         rows = _turned(rows, _of_alpaca, "prompt", *answered)
     form = next((form for form in forms if set(form) <= set(rows.column_names)), None)
     if form is None:
-        needed = ", or ".join(" and ".join(form) for form in forms)
-        raise UserError(f"the rows have no fields that Lamina knows (found: {', '.join(columns)}). Give {needed}.")
+        raise _no_form(sorted(columns), forms)
     if form == PAIR_FORMS[1] or ("chosen" in form and len(_kinds(rows, form)) > 1):
         texts, form = _kinds(rows, form) == {"Value"}, PAIR_FORMS[0]
         rows = rows.map(_of_pair) if texts else _turned(rows, _of_pair, *form)
@@ -170,6 +194,17 @@ def conform(rows: Dataset, forms: Sequence[tuple[str, ...]], *, turns: bool) -> 
     if len(form) > 1 and (kinds & {"Json"} or len(kinds) > 1 or (turns and kinds == {"Value"})):
         rows = _turned(rows, partial(_as_turns, form), *form)
     return rows, form
+
+
+def _no_form(columns: Sequence[str], forms: Sequence[tuple[str, ...]]) -> UserError:
+    """Return the error for rows without a known form. The message names the form from which few columns are missing."""
+    alpaca = ("instruction", "output") if SFT_FORMS[1] in forms else ("instruction",)
+    known = (*forms, ("conversations",), alpaca) if ("messages",) in forms else forms
+    near = max(known, key=lambda form: len({*form} & {*columns}) / len(form))
+    beside, missing = ([repr(one) for one in near if (one in columns) is there] for there in (True, False))
+    why = f"; {' and '.join(beside)} needs {' and '.join(missing)}" if beside else ""
+    needed = ", or ".join(" and ".join(form) for form in known)
+    return UserError(f"the rows have no form that Lamina knows (found: {', '.join(columns)}{why}). Give {needed}.")
 
 
 def _turned(rows: Dataset, function: Callable[[Json], Json], *names: str) -> Dataset:
@@ -249,31 +284,53 @@ def prompts(rows: Dataset, *, turns: bool) -> Dataset:
     return asked.select_columns(["prompt"]).add_column("row", whole)
 
 
-def unfit(row: Fields, form: Sequence[str]) -> str:
-    """Return the reason why Lamina cannot train on a row, or "" for a usable row."""
+def unfit(row: Fields, form: Sequence[str], roles: Collection[str] = ()) -> str:
+    """Return the reason why Lamina cannot train on a row, or "" for a usable row.
+
+    Args:
+        roles: the roles of turns that the chat template names, besides ``ROLES``.
+    """
     for name in form:
         value = row[name]
+        if isinstance(value, list) and value and not name.endswith("_ids"):
+            if why := _unfit_turns(value, {*ROLES, ANSWERS, *roles}, answered=name != "prompt"):
+                return f"the field {name!r}{why}"
+            continue
         if isinstance(value, str):
             fits = bool(value.strip()) or (name == "prompt" and len(form) > 1)
-        elif name.endswith("_ids"):  # token ids
-            fits = isinstance(value, list) and all(isinstance(token, int) for token in value)
-        else:
-            fits = isinstance(value, list) and bool(value) and all(map(_is_turn, value))
+        else:  # token ids
+            fits = name.endswith("_ids") and isinstance(value, list) and all(isinstance(one, int) for one in value)
         if not fits:
             given = "missing" if value in (None, []) else one_line(repr(value))[:60]
             return f"the field {name!r} is {given}, but must be a text, or chat turns with a role and a content"
     return ""
 
 
-def _is_turn(turn: Passed) -> bool:
-    """Return whether a value is a chat turn with a role and a content. An assistant's turn must not be empty."""
-    if not isinstance(turn, dict) or not turn.get("role") or not isinstance(turn.get("content"), str | list | None):
-        return False
-    return turn["role"] != "assistant" or bool(turn.get("content") or turn.get("tool_calls"))
+def _unfit_turns(turns: Sequence[Passed], roles: Collection[str], *, answered: bool) -> str:
+    """Return why Lamina cannot train on chat turns, or "". With ``answered``, the turns need an answer."""
+    for number, turn in enumerate(turns, 1):
+        role, content = (turn.get("role"), turn.get("content")) if isinstance(turn, dict) else ("", 0)
+        if not role or not isinstance(content, str | list | None):
+            given = one_line(repr(turn))[:60]
+            return f", turn {number} is {given}, but a turn must have a role, and a text as content"
+        if role not in roles:
+            return f", turn {number}: {unknown('role', str(role), (*ROLES, ANSWERS))}"
+        if role == ANSWERS and not (content or turn.get("tool_calls")):
+            return f", turn {number} ({role}) has an empty content"
+    if answered and all(turn["role"] in ROLES for turn in turns):
+        return f" has no turn with the role {ANSWERS!r}"
+    return ""
 
 
 def prepare(
-    where: str, rows: Dataset, form: Sequence[str], by_trl: Prepare, wrong: Callable[[Json], str], *, skip_bad: bool
+    where: str,
+    rows: Dataset,
+    form: Sequence[str],
+    by_trl: Prepare,
+    wrong: Callable[[Json], str],
+    *,
+    template: str,
+    skip_bad: bool,
 ) -> tuple[Dataset, int]:
     """Tokenize rows with TRL's code. Returns the tokenized rows and the number of skipped rows.
 
@@ -282,6 +339,7 @@ def prepare(
         form: the columns that every row needs.
         by_trl: a function that tokenizes rows.
         wrong: a function that returns why a tokenized row is unusable, or "" for a usable row.
+        template: the chat template, or "". A turn may have any role that the template names.
         skip_bad: whether to skip an unusable row instead of raising UserError. At least one row must be usable.
     """
     reasons: dict[int, str] = {}
@@ -295,7 +353,8 @@ def prepare(
             raise UserError(f"{where} has no usable row (row 1: {reasons[0]}). Give other rows.")
         return [row for row in range(len(rows)) if row not in reasons]
 
-    kept = without((at, why) for at, row in enumerate(_each(rows)) if (why := unfit(row, form)))
+    roles = re.findall(r"""['"](\w+)['"]""", template)
+    kept = without((at, why) for at, row in enumerate(_each(rows)) if (why := unfit(row, form, roles)))
     try:
         encoded = by_trl(rows.select(kept))
     except Exception as error:
@@ -412,7 +471,16 @@ def training_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
     if template in TEMPLATES.values():
         marked = template.replace("{%- else -%}", "{%- else -%}{% generation %}")
         return marked.replace("{%- endif -%}{%- endfor", "{% endgeneration %}{%- endif -%}{%- endfor")
-    return None if has_generation_markers(template) else get_training_chat_template(tokenizer)
+    if has_generation_markers(template):
+        return None
+    try:
+        return get_training_chat_template(tokenizer)
+    except ValueError:
+        raise UserError(
+            "trl.assistant_only_loss: the chat template does not mark the assistant's tokens, and TRL has no marked "
+            "version of the template. Put {% generation %} and {% endgeneration %} around the tokens in --template "
+            f"FILE.jinja, or choose a template of Lamina ({', '.join(TEMPLATES)})."
+        ) from None
 
 
 def template_end(tokenizer: PreTrainedTokenizerBase) -> list[int]:

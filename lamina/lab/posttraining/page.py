@@ -24,6 +24,7 @@ _TUNED = {
     "eval_loss": "held-out loss {:.4f}",
     "eval_accuracy": "accuracy {:.3f}",
     "eval_reward": "held-out reward {:.4f}",
+    "reward_gain": "gain {:+.4f} (95 % interval: {reward_gain_low:+.4f} to {reward_gain_high:+.4f})",
     "eval_kl": "KL {:z.3f} nats",
 }
 ending_of(Kind.SFT, Kind.REWARD, Kind.RLHF, Kind.DPO)(partial(run_ended, forms=_TUNED))
@@ -44,8 +45,8 @@ CURVES = (
         "If the reward rises only with the length, the policy may exploit the reward."
     )),
     ("Accuracy", "mean_token_accuracy", "eval_accuracy", "share", (
-        "The fraction of the answers' tokens that the model predicts correctly. For a reward model, the accuracy is "
-        "the fraction of pairs in which the better answer has the higher score."
+        "The fraction of correctly predicted tokens, among the tokens that the loss counts. For a reward model, the "
+        "accuracy is the fraction of pairs in which the better answer has the higher score."
     )),
     ("Accuracy of the pairs", "rewards_accuracies", "eval_rewards_accuracies", "share", (
         "The fraction of pairs in which the policy prefers the better answer more strongly than the initial model does."
@@ -70,6 +71,7 @@ MEASURES = {
     "reward_gain": ("gain of the held-out reward", "+.4f"),
     "reward_gain_low": ("lower end of the gain's 95 % interval", "+.4f"),
     "reward_gain_high": ("upper end of the gain's 95 % interval", "+.4f"),
+    "loss_tokens": ("training tokens that the loss counts", ",.0f"),
     "steps": ("steps", ",.0f"),
     "tokens": ("tokens", ",.0f"),
     "parameters": ("parameters", ",.0f"),
@@ -96,11 +98,12 @@ def _write(kind: Kind, folder: Path) -> Path:
     _, items, _ = sections.prepare(study)
     status, reason = str(result.get("status") or "unfinished"), str(result.get("reason") or "")
     counts = [f"{result[name]:,} {noun}" for name, noun in _COUNTS.items() if isinstance(result.get(name), int)]
+    counts += [f"loss on {result['loss_on']}"] if result.get("loss_on") else []
     origin = f"from {result['from']}" if result.get("from") else ""
     body = chip(status) + (callouts([reason]) if reason else "") + _numbers(result)
     return write_page(
         folder,
-        title=_headline(kind, records, result.get("held_out")),
+        title=_headline(kind, records, result),
         facts=[
             f"{_TITLES[kind]} with {study.results['placement'].iloc[0]}",
             f"status: {status}",
@@ -125,19 +128,24 @@ for _kind in _TITLES:
     report_of(_kind)(partial(_write, _kind))
 
 
-def _headline(kind: Kind, records: Sequence[Json], held_out: object) -> str:
-    """Return the page's title, which gives the main metric's first and last value."""
+def _headline(kind: Kind, records: Sequence[Json], result: Json) -> str:
+    """Return the page's title, which gives the main metric's first and last value, and whether chance explains both."""
     name = _JUDGED_BY[kind]
     values = [record[name] for record in records if is_number(record.get(name))]
     if len(values) < 2:
         return _TITLES[kind]
     measure, form = MEASURES[name]
     if form.endswith("%"):
-        form, measure = ".0%", f"{measure} ({held_out} examples)"
+        form, measure = ".0%", f"{measure} ({result.get('held_out')} examples)"
     first, last = (f"{value:{form}}" for value in (values[0], values[-1]))
     if kind is Kind.DPO:  # the first policy is the initial model, so its accuracy is 0
         return f"{sentence(measure)} ended at {last}"
-    return f"{sentence(measure)} {f'stayed at {last}' if first == last else f'went from {first} to {last}'}"
+    if first == last:
+        return f"{sentence(measure)} stayed at {last}"
+    low, high = (result.get(name) for name in ("reward_gain_low", "reward_gain_high"))
+    unclear = is_number(low) and is_number(high) and float(low) <= 0.0 <= float(high)
+    chance = ", but the 95 % interval of the gain includes 0" if unclear else ""
+    return f"{sentence(measure)} went from {first} to {last}{chance}"
 
 
 def _numbers(result: Json) -> str:

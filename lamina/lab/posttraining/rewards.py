@@ -167,18 +167,21 @@ def _of_function(named: str, seconds: float) -> Score:
     function = getattr(run_file("reward_function", path), name, None)
     if not callable(function):
         raise UserError(f"reward_function: {str(path)!r} has no function {name!r}. Name a function of this file.")
-    trls = False
-    with suppress(ValueError, TypeError):  # a built-in has no signature
-        trls = "completions" in inspect.signature(function).parameters
+    trls = _takes_completions(named, function)
 
     def of(row: Fields, ids: Sequence[int], text: str) -> float | None:
         def ask() -> float:
             whole = json.loads(row["row"])
             with guarded(f"reward_function {named!r}"):
-                if trls:
-                    reward = _as_trl_asks(function, row["prompt"], ids, text, whole)
-                else:
-                    reward = function(row["text"], text, whole)
+                try:
+                    if trls:
+                        reward = _as_trl_asks(function, row["prompt"], ids, text, whole)
+                    else:
+                        reward = function(row["text"], text, whole)
+                except KeyError as error:
+                    known = ", ".join(whole)
+                    why = f"raised KeyError: {error}. The row has the columns {known}"
+                    raise UserError(f"reward_function {named!r} {why}.") from error
             return _number(named, reward)
 
         return in_time(ask, seconds)
@@ -198,6 +201,31 @@ def _of_function(named: str, seconds: float) -> Score:
     return score
 
 
+def _takes_completions(named: str, function: Callable[..., Passed]) -> bool:
+    """Return whether a reward function has TRL's form. Raises UserError if Lamina cannot call the function."""
+    try:
+        signature = inspect.signature(function)
+    except (ValueError, TypeError):  # a built-in has no signature
+        return False
+    names = list(signature.parameters)
+    trls, ours = "completions" in names, ["prompt", "answer", "row"]
+    try:
+        if trls:
+            signature.bind_partial(prompts=(), completions=(), completion_ids=())
+        else:
+            signature.bind(*ours)
+    except TypeError:
+        fits = False
+    else:
+        fits = trls or names[:3] == ours or sorted(names[:3]) != sorted(ours)
+    if not fits:
+        raise UserError(
+            f"reward_function: {named!r} has the arguments {signature}. Define the function with the arguments "
+            "(prompt, answer, row), or as in TRL with (completions, **kwargs)."
+        )
+    return trls
+
+
 def _as_trl_asks(function: Callable[..., Passed], asked: Passed, ids: Sequence[int], text: str, row: Fields) -> Passed:
     """Call a reward function on one answer, with the arguments of TRL. A result of None becomes the reward 0."""
     answer = [{"role": "assistant", "content": text}] if isinstance(asked, list) else text
@@ -207,12 +235,15 @@ def _as_trl_asks(function: Callable[..., Passed], asked: Passed, ids: Sequence[i
 
 
 def _number(named: str, reward: Passed) -> float:
+    returned = f"a {type(reward).__name__}"
     with suppress(
         TypeError, ValueError, RuntimeError, OverflowError
     ):  # for example, the integer is too large for a float
-        if not isinstance(reward, str | bytes) and math.isfinite(number := float(reward)):
-            return number
-    raise UserError(f"reward_function: {named!r} returned a {type(reward).__name__}. Return a finite number.")
+        if not isinstance(reward, str | bytes):
+            if math.isfinite(number := float(reward)):
+                return number
+            returned = str(number)
+    raise UserError(f"reward_function: {named!r} returned {returned}. Return a finite number.")
 
 
 def _parts(named: str) -> tuple[Path, str]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import base64
 import copy
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -311,7 +312,10 @@ def write_held_out(path: Path, step: int, numbers: list[Json]) -> None:
 
 
 def reward_gain(path: Path) -> Json:
-    """Return the gain in held-out reward from the first to the last evaluation, with Student's 95 % interval, or {}."""
+    """Return the gain in held-out reward from the first to the last evaluation, with Student's 95 % interval, or {}.
+
+    If all prompts gain the same, the interval has a width of 0.
+    """
     from scipy import stats
 
     lines = pd.DataFrame(parse_lines(path)[0], columns=pd.Index(("step", "prompt", "reward")))
@@ -322,7 +326,8 @@ def reward_gain(path: Path) -> Json:
     test: Passed = stats.ttest_rel(pairs.iloc[:, 1], pairs.iloc[:, 0])
     low, high = test.confidence_interval(0.95)
     mean = float((pairs.iloc[:, 1] - pairs.iloc[:, 0]).mean())
-    return {"reward_gain": mean, "reward_gain_low": float(low), "reward_gain_high": float(high)}
+    low, high = (mean if math.isnan(end) else float(end) for end in (low, high))
+    return {"reward_gain": mean, "reward_gain_low": low, "reward_gain_high": high}
 
 
 class PolicyOptimization(TuningStage[RlhfSettings]):

@@ -97,7 +97,8 @@ class DataSettings(Settings, group="data"):
     template: str = setting(
         "auto",
         "prompt or chat template: tokenizer, alpaca, human, chat, plain, none, a Jinja file, or auto (for "
-        "conversations, the tokenizer's template, or otherwise alpaca or chat; for plain texts, no template)",
+        "conversations and Alpaca's rows, the tokenizer's template; if the tokenizer has none, sft uses chat for "
+        "conversations and alpaca for Alpaca's rows; for plain texts, no template)",
         place,
     )
     sequence_length: int | None = setting(

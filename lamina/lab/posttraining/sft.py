@@ -103,10 +103,15 @@ class SupervisedFineTuning(TuningStage[SftSettings]):
         return prepared
 
     def counts(self, train: Dataset, held_out: Dataset) -> Json:
-        answers = sum(label != IGNORED for labels in self.train["labels"] for label in labels)
+        counted = sum(label != IGNORED for labels in self.train["labels"] for label in labels)
+        kind = "the completions" if len(self.form) == 2 else "the tokens that the rows mark"
+        if counted == sum(map(len, self.train["input_ids"])):
+            kind = "all tokens"
+        elif self.config.assistant_only_loss:
+            kind = "the assistant's turns"
         parts = [held_out] if self.splits else [train, held_out]  # held-out rows are never packed, so TRL cuts them
         cut = sum(len(ids) > self.start.longest for part in parts for ids in part["input_ids"])
-        return {"sequences": len(self.train), "answer_tokens": answers, "truncated": cut}
+        return {"sequences": len(self.train), "loss_tokens": counted, "loss_on": kind, "truncated": cut}
 
     def fields(self, run: TrainingRun) -> Json:
         packed = self.settings.packing and self.config.packing_strategy != "wrapped"

@@ -23,6 +23,7 @@ from transformers import GenerationConfig, PreTrainedModel, TrainerCallback, Tra
 
 from lamina.core.extras import require
 from lamina.core.json_types import Json
+from lamina.core.terminal import show_line
 from lamina.data.blocks import spread
 from lamina.data.packed import single_corpus_of, whole_blocks
 from lamina.errors import UserError, one_line, renamed_setting, unknown
@@ -34,6 +35,8 @@ from lamina.jobs.manifest import content_hash
 from lamina.jobs.status import Status
 from lamina.lab.posttraining.examples import (
     BATCH,
+    CHOICES,
+    TEMPLATES,
     Fields,
     conform,
     load,
@@ -269,6 +272,8 @@ class TuningStage(TrainingStage[S]):
     inputs: torch.Tensor  # token ids for the layer monitor, [sequences, tokens]
     notes: Json  # counts for result.json
     config: Passed
+    form: Sequence[str] = ()  # the columns of the training data's TRL format
+    text_by: str = "no template"  # the chat template, as the console names it
     templated: bool = False  # whether a chat template turns the examples into text
     watched: Watched
     best: BestWeights
@@ -333,6 +338,10 @@ class TuningStage(TrainingStage[S]):
 
     def read(self, processes: Processes, *, bar: bool) -> None:
         processes.first_per_host(self.read_examples)
+        if bar and processes.first:
+            counts = f"{self.notes['examples']:,} training and {self.notes['held_out']:,} held-out rows"
+            loss = f", loss on {self.notes['loss_on']}" if "loss_on" in self.notes else ""
+            show_line(f"{counts} of {' and '.join(self.form)}, {self.text_by} (--template){loss}")
         settings = decided(self.settings)
         per_step = settings.batch_size * settings.gradient_accumulation / settings.trl.get("num_iterations", 1)
         steps = settings.steps or max(1, math.ceil(settings.epochs * len(self.train) / per_step))
@@ -371,12 +380,15 @@ class TuningStage(TrainingStage[S]):
             rows, form = self.conform(loaded, turns=turns)
         except ValueError as error:
             raise UserError(f"{where}: {error}") from None
+        self.form = self.form or form
         texts, tokens = type(rows.features[form[-1]]).__name__ == "Value", form[-1].endswith("_ids")
         if not tokens and (turns or not texts):
             self._choose_template(where, loaded)
         self.config.dataset_num_proc = settings.trl.get("dataset_num_proc", processes_for(rows))
         prepared = partial(self.by_trl, form=form)
-        encoded, skipped = prepare(where, rows, form, prepared, self.wrong, skip_bad=settings.skip_bad)
+        template = str(self.start.tokenizer.chat_template or "")
+        options: Json = {"template": template, "skip_bad": settings.skip_bad}
+        encoded, skipped = prepare(where, rows, form, prepared, self.wrong, **options)
         return encoded.select_columns([name for name in self.columns if name in encoded.column_names]), skipped
 
     def _choose_template(self, where: str, rows: Dataset) -> None:
@@ -389,6 +401,9 @@ class TuningStage(TrainingStage[S]):
                 f"{where}: conversations need a chat template. Give --template, or give plain prompts and answers."
             )
         self.start.tokenizer.chat_template, self.templated = template, True
+        named = next((name for name, text in TEMPLATES.items() if text == template), "")
+        named = named or (Path(self.settings.template).name if self.settings.template not in CHOICES else "")
+        self.text_by = f"template {named}" if named else "the tokenizer's template"
 
     def reference(self) -> PreTrainedModel | NoReference:
         """Load the initial model as the reference model. If LoRA leaves the weights unchanged, return a placeholder."""

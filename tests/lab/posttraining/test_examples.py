@@ -95,14 +95,14 @@ def test_texts_of_a_csv_file_that_look_like_numbers_or_nothing_stay_texts(tmp_pa
         ("a.txt", b"x", r"the name ends in .txt\. Give a .jsonl, .json"),
         ("a.jsonl", b"", "Lamina cannot read .*: the source has no rows"),
         ("a.jsonl", b"\n\n", "Lamina cannot read"),
-        ("a.jsonl", b"\xff\xfe\x00", "Lamina cannot read .*JSON parse error"),
-        ("a.jsonl", LINES + b'{"prompt": "cut', "Lamina cannot read .*JSON parse error"),
+        ("a.jsonl", b"\xff\xfe\x00", "Lamina cannot read .*the file is binary or not UTF-8"),
+        ("a.jsonl", LINES + b'{"prompt": "cut', "Lamina cannot read .*line 3 is not JSON"),
         (
             "a.jsonl.gz",
             gzip.compress(LINES, mtime=0)[:-20],
-            "Lamina cannot read .*EOFError: Compressed file ended before",
+            r"Lamina cannot read .*the file is damaged \(Compressed file ended before",
         ),
-        ("a.jsonl.gz", LINES, "Lamina cannot read"),
+        ("a.jsonl.gz", LINES, r"Lamina cannot read .*the file ends in \.gz but is not gzip"),
         ("a.parquet", LINES, "Lamina cannot read"),
     ],
 )
@@ -212,12 +212,29 @@ GOOD = [{"prompt": f"q{n}", "completion": " a"} for n in range(4)]
     [
         ({"prompt": "a", "completion": ""}, "row 5: the field 'completion' is ''"),
         ({"prompt": "a"}, "row 5: the field 'completion' is missing"),
-        ({"prompt": "a", "completion": 3}, r"row 5: the field 'completion' is \[{.*'content': 3"),
+        ({"prompt": "a", "completion": 3}, r"row 5: the field 'completion', turn 1 is {.*'content': 3"),
         ({"prompt": "x" * 600, "completion": "a"}, "row 5: the first 512 tokens contain no token to train on"),
-        ({"prompt": [user("q")], "completion": [assistant("")]}, r"row 5: the field 'completion' is \[{.*: ''"),
-        ({"prompt": [user("q")], "completion": [{"content": "a"}]}, "row 5: the field 'completion' is "),
+        (
+            {"prompt": [user("q")], "completion": [assistant("")]},
+            r"row 5: the field 'completion', turn 1 \(assistant\) has an empty content",
+        ),
+        (
+            {"prompt": [user("q")], "completion": [{"content": "a"}]},
+            "row 5: the field 'completion', turn 1 is {'content",
+        ),
+        (
+            {"prompt": [user("q")], "completion": [user("a")]},
+            "row 5: the field 'completion' has no turn with the role 'assistant'",
+        ),
+        (
+            {"prompt": [user("q")], "completion": [assistant("a"), {"role": "asistant", "content": "a"}]},
+            "row 5: the field 'completion', turn 2: unknown role 'asistant'; did you mean 'assistant'",
+        ),
         ({"prompt": [], "completion": "a"}, "row 5: the field 'prompt' is missing"),
-        ({"prompt": [{"role": "user", "content": 5}], "completion": "a"}, r"row 5: the field 'prompt' is \[{.*: 5"),
+        (
+            {"prompt": [{"role": "user", "content": 5}], "completion": "a"},
+            r"row 5: the field 'prompt', turn 1 is {.*: 5",
+        ),
         (
             {"prompt": "q", "completion": "a", "tools": "[{"},
             r"row 5: TRL cannot prepare this row \(JSONDecodeError: Expecting",
@@ -236,7 +253,13 @@ def test_a_row_of_no_use_is_numbered_or_left_out(bad, message, base, tmp_path):
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([{"body": "x"}], r"the rows have no fields that Lamina knows \(found: body\)"),
+        ([{"body": "x"}], r"the rows have no form that Lamina knows \(found: body\)\. .*conversations, or instruction"),
+        (
+            [{"instruction": "x", "input": "", "response": "y"}],
+            r"\(found: input, instruction, response; 'instruction' needs 'output'\)",
+        ),
+        ([{"prompt": "x", "answer": "y"}], r"\(found: answer, prompt; 'prompt' needs 'completion'\)"),
+        ([{"messages": [user("q")]}] * 2, "row 1: the field 'messages' has no turn with the role 'assistant'"),
         ([{"messages": TURNS, "images": ["a.png"]}], "the column 'images' has images"),
         ([{"text": ""}] * 2, "row 1: the field 'text' is ''"),
         ([{"prompt": "When?", "completion": "2024-01-01"}] * 2, "row 1: the field 'completion' is datetime"),
@@ -249,6 +272,52 @@ def test_rows_that_are_no_examples_say_why(rows, message, base, tmp_path):
     if "row 1" in message:
         with pytest.raises(UserError, match="has no usable row"):
             stage_of(base, rows, tmp_path, skip_bad=True)
+
+
+def test_a_role_that_the_template_names_is_known(base, tmp_path):
+    (tmp_path / "own.jinja").write_text(
+        "{% for m in messages %}{{ 'B: ' if m.role == 'bot' else '' }}{{ m.content }}{% endfor %}"
+    )
+    rows = [{"messages": [user("q"), {"role": "bot", "content": "a"}]}] * 3
+    assert stage_of(base, rows, tmp_path, template=str(tmp_path / "own.jinja")).notes["skipped"] == 0
+    with pytest.raises(UserError, match="row 1: the field 'messages', turn 2: unknown role 'bot'"):
+        stage_of(base, rows, tmp_path)
+
+
+def test_tokens_of_the_loss_are_counted_by_their_kind(base, tmp_path):
+    talk = [{"messages": TURNS}] * 3
+    every = stage_of(base, talk, tmp_path).notes
+    assert (every["loss_on"], every["loss_tokens"]) == (
+        "all tokens",
+        sum(map(len, stage_of(base, talk, tmp_path).train["input_ids"])),
+    )
+    marked = stage_of(base, talk, tmp_path, template="chat", trl={"assistant_only_loss": True}).notes
+    assert marked["loss_on"] == "the assistant's turns"
+    assert marked["loss_tokens"] < every["loss_tokens"]
+    assert stage_of(base, GOOD, tmp_path).notes["loss_on"] == "the completions"
+    whole = stage_of(base, GOOD, tmp_path, trl={"completion_only_loss": False}).notes
+    assert whole["loss_on"] == "all tokens"
+
+
+def test_a_template_without_marks_is_no_fault_of_a_row(base, tmp_path):
+    (tmp_path / "own.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}")
+    more = {"template": str(tmp_path / "own.jinja"), "trl": {"assistant_only_loss": True}}
+    with pytest.raises(UserError, match=r"^trl\.assistant_only_loss: the chat template does not mark") as raised:
+        stage_of(base, [{"messages": TURNS}] * 3, tmp_path, **more)
+    assert "skip-bad" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "line"),
+    [
+        ("rows.jsonl", '{"text": "a"}\n\n{"text": "b"}\n{"text": "c\n', 4),
+        ("rows.json", '[{"text": "a"},\n{"text": "b"},\n{"text": }]', 3),
+    ],
+)
+def test_a_line_that_is_not_json_is_named_as_an_editor_counts(name, text, line, tmp_path):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=f"rows.*: line {line} is not JSON .*, column [0-9]+"):
+        load("data", str(tmp_path / name))
 
 
 def test_answers_that_are_the_same_are_no_pair(base, tmp_path):

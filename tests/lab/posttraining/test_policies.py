@@ -20,10 +20,11 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from lamina import diagnose
 from lamina.errors import UserError
+from lamina.jobs.kinds import Kind
 from lamina.lab.posttraining import page
 from lamina.lab.posttraining.pairs import dpo, reward
 from lamina.lab.posttraining.rewards import _number, in_time, make_rewards
-from lamina.lab.posttraining.rlhf import PolicyTrainer, ReMaxTrainer, rlhf, write_held_out
+from lamina.lab.posttraining.rlhf import PolicyTrainer, ReMaxTrainer, reward_gain, rlhf, write_held_out
 from lamina.lab.posttraining.settings import RlhfSettings
 from lamina.reports import report
 from lamina.reports.terminal import run_ended
@@ -254,7 +255,7 @@ def test_a_reward_may_be_a_number_of_numpy_or_torch(tmp_path, number):
     [
         ("None", "returned a NoneType"),
         ("10**5000", "returned a int"),
-        ("float('nan')", "returned a float"),
+        ("float('nan')", "returned nan"),
         ("'1'", "returned a str"),
         ("1 / 0", "raised ZeroDivisionError"),
     ],
@@ -263,6 +264,19 @@ def test_a_reward_that_is_no_number_is_one_line(tmp_path, returned, said):
     with pytest.raises(UserError, match=f"^reward_function:? '.*own' {said}") as error:
         reward_of(tmp_path, f"def own(prompt, answer, row):\n    return {returned}\n")
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("arguments", ["answer", "answer, prompt", "answer, prompt, row", "completions", "*, prompt"])
+def test_a_reward_function_that_lamina_cannot_call_is_named_before_the_run(tmp_path, arguments):
+    (tmp_path / "wrong.py").write_text(f"def own({arguments}):\n    return 1.0\n")
+    settings = RlhfSettings.from_dict({"reward_function": f"{tmp_path / 'wrong.py'}:own"})
+    with pytest.raises(UserError, match=r"has the arguments \(.*\(prompt, answer, row\)"):
+        make_rewards(settings, None)
+
+
+def test_a_missing_key_lists_the_rows_columns(tmp_path):
+    with pytest.raises(UserError, match=r"raised KeyError: 'wrod'\. The row has the columns "):
+        reward_of(tmp_path, "def own(prompt, answer, row):\n    return row['wrod']\n")
 
 
 @pytest.mark.parametrize(
@@ -446,6 +460,24 @@ def test_a_damaged_line_of_the_held_out_answers_is_named(tmp_path, caplog):
     write_held_out(path, 4, [{"prompt": 0, "reward": 2.0}])
     assert "line 2 of held_out.jsonl is not a record" in caplog.text
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 4]
+
+
+def test_a_gain_is_shown_with_its_interval(tmp_path):
+    rewards = {0: [0.0, 1.0, 0.0, 1.0], 5: [1.0, 0.0, 1.0, 1.0], 9: [2.0, 3.0, 2.5, 4.0]}
+    last = {"status": "finished"}
+
+    def gained(*steps):
+        lines = [{"step": s, "prompt": at, "reward": r} for s in steps for at, r in enumerate(rewards[s])]
+        result = reward_gain(write_rows(tmp_path / "held_out.jsonl", lines))
+        records = [{"step": s, "eval_reward": sum(rewards[s]) / 4} for s in steps]
+        return run_ended(tmp_path, last | result, forms=page._TUNED), page._headline(Kind.RLHF, records, result)
+
+    said, title = gained(0, 5)
+    assert "gain +0.2500 (95 % interval: -1.2735 to +1.7735)" in said
+    assert title.endswith("went from 0.5000 to 0.7500, but the 95 % interval of the gain includes 0")
+    assert gained(0, 9)[1].endswith("went from 0.5000 to 2.8750")
+    rewards[9] = [reward + 1.0 for reward in rewards[0]]
+    assert "gain +1.0000 (95 % interval: +1.0000 to +1.0000)" in gained(0, 9)[0]
 
 
 def test_a_kl_that_rounds_to_zero_has_no_sign(tmp_path):
