@@ -87,6 +87,43 @@ def test_a_probe_that_needs_text_on_images():
         run_probe(small_model("vit"), [Reads()], torch.rand(2, 3, 16, 16))
 
 
+_METHODS = ("begin", "cost", "points", "see", "end_batch", "standard_error", "finish")
+
+
+@pytest.mark.parametrize("method", _METHODS)
+def test_a_method_that_raises_fails_its_probe_alone_and_the_line_names_the_method_and_the_line(method):
+    def fails(self, *args):
+        raise KeyError("value")
+
+    Broken = type("Broken", (Watcher,), {"name": "broken", method: fails, "__module__": __name__})
+    context = make_context(small_model("llama"), ProbeSettings(), _ids())
+    fault = []
+    whole = Watcher(error=0.0)
+    broken = Broken(error=0.0)
+    measuring = SimpleNamespace(_note=lambda probe, status, reason: fault.append((probe, status, reason)))
+
+    frames = run(
+        context,
+        [broken, whole],
+        tolerance=0.02,
+        strict=False,
+        broken=lambda probe, error: Measuring._broken(measuring, probe, error),
+    )
+    assert (list(frames), whole.passes) == (["watcher"], 4)
+    assert [(probe, status) for probe, status, _ in fault] == [(broken, "failed")]
+    line = fails.__code__.co_firstlineno + 1
+    assert fault[0][2] == f"fails (test_engine.py, line {line}): KeyError: 'value'"
+
+
+def test_a_finish_that_returns_a_list():
+    class Listed(Watcher):
+        def finish(self, context):
+            return [1]
+
+    with pytest.raises(TypeError, match="finish returned a list, not a DataFrame"):
+        run_probe(small_model("llama"), [Listed()], _ids(4))
+
+
 def test_loss_of_a_causal_model_is_transformers_own():
     model = small_model("llama")
     ids = _ids(3)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pandas as pd
 import torch
@@ -27,9 +28,10 @@ from lamina.probes.engine.registry import Probe, Sample, make_all, sample_of
 from lamina.probes.structure.discovery import find_structure
 from lamina.probes.structure.hooks import base_of, evaluating, forward, observe
 from lamina.probes.structure.proof import prove
-from lamina.probes.structure.sites import Structure
+from lamina.probes.structure.sites import Point, Structure
 from lamina.probes.structure.token_rows import token_rows
 
+Points: TypeAlias = dict[tuple[Probe, Hashable], Point]
 PASSES = "forward passes"
 MIN_SEQUENCES = 16  # with fewer a standard error means little
 _READ = "_is_hf_initialized"  # transformers marks the weights that it read, so as not to initialize them
@@ -73,29 +75,28 @@ def run(
     if context.reads_tokens:  # before there are hooks: it takes forward passes of its own
         is_causal(context.model, context.batches[0]["input_ids"].to(context.device))
     seconds: dict[Probe, float] = {}
+    costs: dict[Probe, float] = {}
+    points: Points = {}
+    attempt = partial(_attempted, context, broken, failed := set[Probe]())
     for probe in probes:
-        with _attempted(context, probe, broken):
-            if "tokens" in probe.needs and not context.reads_tokens:
-                raise UserError(f"{probe.name}: this probe needs a text model. Choose other probes.")
-            if context.structure.carries_more and not probe.of_streams:
-                more = "earlier states" if context.structure.has_memory else "several streams"
-                raise UserError(
-                    f"{probe.name}: this probe follows a single residual stream, but the model's layers read {more}. "
-                    "Choose other probes."
-                )
+        with attempt(probe):
+            refuse_unfit(probe, context)
             began = time.monotonic()
             probe.begin(context)
+            costs[probe] = probe.cost(context)
+            points |= {(probe, key): point for key, point in probe.points().items()}
             seconds[probe] = time.monotonic() - began
-    ready = sorted(seconds, key=lambda probe: probe.cost(context))
+    ready = sorted(seconds, key=lambda probe: costs[probe])
     if estimated is not None:
         estimated(estimates(context, ready))
     starting(PASSES)
-    _forward_passes(context, ready, tolerance, seconds)
+    _forward_passes(context, ready, points, tolerance, seconds, failed, attempt)
+    ready = [probe for probe in ready if probe not in failed]
     frames: dict[str, pd.DataFrame] = {}
     for number, probe in enumerate(ready):
         starting(probe.name)
         context.progress(number, len(ready), probe.name)
-        with _attempted(context, probe, broken):
+        with attempt(probe):
             began = time.monotonic()
             frame = _finished(context, probe)
             frame = frame if sampled else frame.drop(columns=[*Sample._fields], errors="ignore")
@@ -105,19 +106,38 @@ def run(
     return frames
 
 
+def refuse_unfit(probe: Probe, context: Context) -> None:
+    """Raise UserError if the probe needs another kind of model."""
+    if "tokens" in probe.needs and not context.reads_tokens:
+        raise UserError(f"{probe.name}: this probe needs a text model. Choose other probes.")
+    if context.structure.carries_more and not probe.of_streams:
+        more = "earlier states" if context.structure.has_memory else "several streams"
+        raise UserError(
+            f"{probe.name}: this probe follows a single residual stream, but the model's layers read {more}. "
+            "Choose other probes."
+        )
+
+
 @contextmanager
-def _attempted(context: Context, probe: Probe, broken: Callable[[Probe, Exception], None] | None) -> Iterator[None]:
-    """Run a step of a probe. Add a note if the probe does not apply to the model. Call ``broken`` if it fails."""
+def _attempted(
+    context: Context, broken: Callable[[Probe, Exception], None] | None, failed: set[Probe], probe: Probe
+) -> Iterator[None]:
+    """Run a step of a probe. Add a note if the probe does not apply to the model. Call ``broken`` if it fails.
+
+    In both cases, the probe joins the set ``failed``.
+    """
     try:
         with context.credit(probe.name):
             yield
     except UserError as error:
         if context.strict:
             raise
+        failed.add(probe)
         context.notes.append(f"{probe.name}{SKIPPED}{str(error).removeprefix(f'{probe.name}: ')}")
     except Exception as error:
         if broken is None:
             raise
+        failed.add(probe)
         broken(probe, error)
 
 
@@ -136,6 +156,8 @@ def estimates(context: Context, probes: Sequence[Probe]) -> dict[str, float]:
 def _finished(context: Context, probe: Probe) -> pd.DataFrame:
     with context.credit(probe.name):  # before the caller reads the notes
         frame = probe.finish(context)
+        if not isinstance(frame, pd.DataFrame):
+            raise TypeError(f"finish returned a {type(frame).__name__}, not a DataFrame")
         sample = probe.measured(context)
         if sample is not None:
             frame = frame.assign(**sample._asdict())
@@ -147,20 +169,28 @@ def _finished(context: Context, probe: Probe) -> pd.DataFrame:
 
 
 def _forward_passes(
-    context: Context, probes: Sequence[Probe], tolerance: float, seconds: MutableMapping[Probe, float]
+    context: Context,
+    probes: Sequence[Probe],
+    points: Points,
+    tolerance: float,
+    seconds: MutableMapping[Probe, float],
+    failed: set[Probe],
+    attempt: Callable[[Probe], AbstractContextManager[None]],
 ) -> None:
-    points = {(i, key): point for i, probe in enumerate(probes) for key, point in probe.points().items()}
+    """Run the shared forward passes until no probe needs more. A probe that has failed takes no further part."""
     streaming = [probe for probe in probes if probe.streams]
     if not streaming:
         return
     head = any("logits" in probe.needs for probe in streaming)
     root = context.model if head else context.base
 
-    def see(key: tuple[int, Hashable], value: torch.Tensor) -> None:
-        began = time.monotonic()
-        with context.credit(probes[key[0]].name):
-            probes[key[0]].see(key[1], value)
-        seconds[probes[key[0]]] += time.monotonic() - began
+    def see(place: tuple[Probe, Hashable], value: torch.Tensor) -> None:
+        probe, key = place
+        if probe not in failed:
+            began = time.monotonic()
+            with attempt(probe):
+                probe.see(key, value)
+            seconds[probe] += time.monotonic() - began
 
     sequences = 0
     with torch.no_grad(), observe(points, see, root=root):
@@ -168,18 +198,21 @@ def _forward_passes(
             context.progress(number, len(context.batches), PASSES)
             inputs = context.on_device(inputs)
             output = forward(root, inputs)
+            errors: list[float | None] = []
+            sequences += len(next(iter(inputs.values())))
+            enough = tolerance > 0 and sequences >= MIN_SEQUENCES
             for probe in streaming:
-                began = time.monotonic()
-                with context.credit(probe.name):
-                    probe.end_batch(inputs, output)
-                seconds[probe] += time.monotonic() - began
+                if probe not in failed:
+                    began = time.monotonic()
+                    with attempt(probe):
+                        probe.end_batch(inputs, output)
+                        errors.append(probe.standard_error() if enough else None)
+                    seconds[probe] += time.monotonic() - began
             del output
             context.forwards = number + 1
-            sequences += len(next(iter(inputs.values())))
-            if tolerance > 0 and sequences >= MIN_SEQUENCES:
-                errors = [e for e in (probe.standard_error() for probe in streaming) if e is not None]
-                if errors and max(errors) <= tolerance:
-                    break
+            known = [error for error in errors if error is not None]
+            if failed.issuperset(streaming) or (known and max(known) <= tolerance):
+                break
     context.progress(len(context.batches), len(context.batches), PASSES)
 
 

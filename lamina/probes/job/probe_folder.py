@@ -7,6 +7,7 @@ import inspect
 import logging
 import math
 import time
+import traceback
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import groupby
@@ -201,7 +202,14 @@ class Measuring:
         if disk_full(error):
             raise error
         logger.debug("%s failed", probe.name, exc_info=error)
-        self._note(probe, "failed", reason=one_line(error))
+        module = type(probe).__module__
+        own = [  # the frames in the user's file
+            (frame.f_code, line)
+            for frame, line in traceback.walk_tb(error.__traceback__)
+            if frame.f_globals.get("__name__") == module and not module.startswith("lamina.")
+        ]
+        where = f"{own[0][0].co_name} ({Path(own[-1][0].co_filename).name}, line {own[-1][1]}): " if own else ""
+        self._note(probe, "failed", reason=f"{where}{one_line(error)}")
 
     def _done(self, probe: Probe, frame: pd.DataFrame, seconds: float) -> None:
         write_parquet(self.folder / f"{probe.name}.parquet", frame)
