@@ -39,6 +39,9 @@ class Model(nn.Module):
     def __init__(self, placement: str, num_layers: int) -> None:
         super().__init__()
         plan = lamina.placements.resolve(placement, num_layers)
+        if (plan.qk_norm, plan.v_norm) != ("off", "off"):
+            raise SystemExit(f"placement: {placement!r} has norms on q, k or v, which Attention lacks. Choose peri_ln.")
+        self.scale = WIDTH**0.5 if plan.embedding_scale == "sqrt_hidden_size" else plan.embedding_scale
         self.embedding = nn.Embedding(256, WIDTH)
         self.positions = nn.Embedding(LENGTH, WIDTH)
         self.first_norm = nn.RMSNorm(WIDTH) if plan.embedding_norm else nn.Identity()
@@ -47,7 +50,7 @@ class Model(nn.Module):
         self.head = nn.Linear(WIDTH, 256, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.first_norm(self.embedding(tokens) + self.positions(torch.arange(tokens.shape[1])))
+        x = self.first_norm(self.scale * self.embedding(tokens) + self.positions(torch.arange(tokens.shape[1])))
         for layer in self.layers:
             x = layer(x)
         return self.head(self.last_norm(x))

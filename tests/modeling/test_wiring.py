@@ -197,6 +197,18 @@ def test_the_example_learns():
     assert losses[-1] < losses[0] - 1
 
 
+def test_the_example_follows_the_whole_plan():
+    """A plan's part that the example lacks is an error, and never left out silently."""
+    for spec, scale in (("gemma2", 8.0), ("peri_ln(embedding_scale=3)", 3.0), ("keel", 1.0)):
+        model, seen = EXAMPLE.Model(spec, 2), []
+        model.first_norm.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0]))
+        tokens = torch.tensor([[1, 2]])
+        model(tokens)
+        torch.testing.assert_close(seen[0], scale * model.embedding(tokens) + model.positions.weight[:2])
+    with pytest.raises(SystemExit, match="'olmo2' has norms on q, k or v"):
+        EXAMPLE.Model("olmo2", 2)
+
+
 class Named(nn.Module):
     """A module whose last projection has a name that Lamina knows."""
 
