@@ -174,9 +174,8 @@ def _read_nanogpt(folder: Path) -> ForeignCheckpoint:
     saved = torch.load(_file(folder, "ckpt.pt"), map_location="cpu", weights_only=True)
     weights = {name.removeprefix("_orig_mod."): tensor for name, tensor in saved["model"].items()}
     config, adapter = nanogpt_backbone(saved["model_args"])
-    if not saved["model_args"]["bias"]:
-        raise UserError("model_args: bias is False, but GPT-2 has biases. Choose a nanoGPT checkpoint with bias=True.")
-    return ForeignCheckpoint(weights=weights, config=config, adapter=adapter)
+    has_biases = bool(saved["model_args"].get("bias", True))
+    return ForeignCheckpoint(weights=weights, config=config, adapter=adapter, has_biases=has_biases)
 
 
 def _write_nanogpt(model: LaminaForCausalLM, folder: Path) -> None:
@@ -271,7 +270,7 @@ def from_trainer(folder: Path, target: str, placement: str | None) -> LaminaForC
     model = _built(stored, spec, options, "recommended")
     torch.nn.Module.to(model, next(iter(stored.weights.values())).dtype)
     try:
-        load_weights(model, stored.weights, target, stored.wiring)
+        load_weights(model, _completed(stored, model, target), target, stored.wiring)
     except UserError as error:
         if not placement:
             raise
@@ -289,13 +288,24 @@ def _built(stored: ForeignCheckpoint, spec: str, options: Mapping[str, object], 
     return model
 
 
+def _completed(stored: ForeignCheckpoint, model: LaminaForCausalLM, target: str) -> Mapping[str, torch.Tensor]:
+    """Return the checkpoint's weights, with a bias of 0 for each bias that a checkpoint without biases lacks."""
+    if stored.has_biases:
+        return stored.weights
+    lacking = Names(model, target, writes=False).stored_names(stored.wiring) - set(stored.weights)
+    owners = {name: stored.weights.get(f"{name.removesuffix('bias')}weight") for name in lacking}
+    zeros = {n: w.new_zeros(len(w)) for n, w in owners.items() if w is not None and n.endswith(".bias")}
+    return {**stored.weights, **zeros}
+
+
 def _advice(stored: ForeignCheckpoint, target: str) -> str:
     """Return a sentence that names the placements that need exactly the checkpoint's tensors."""
     fitting = []
     for name in names():
         with contextlib.suppress(ValueError), torch.device("meta"):
             model = _built(stored, name, stored.options, "normal")
-            if Names(model, target, writes=False).stored_names(stored.wiring) == set(stored.weights):
+            completed = _completed(stored, model, target)
+            if Names(model, target, writes=False).stored_names(stored.wiring) == set(completed):
                 fitting.append(name)
     if not fitting:
         return "No placement gives a model with exactly the checkpoint's tensors. Check the files and the sizes."

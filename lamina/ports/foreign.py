@@ -31,6 +31,7 @@ class ForeignCheckpoint:
     options: Mapping[str, object] = field(default_factory=dict)  # the placement's options in the checkpoint
     # Weights that are not in the trainer's table, under Lamina's names.
     wiring: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    has_biases: bool = True  # if not, the biases that the checkpoint lacks are 0
     # A function that adapts the placement's layers to the checkpoint.
     settled: Callable[[Plan], Plan] = field(default=lambda plan: plan)
 

@@ -9,7 +9,7 @@ import re
 
 import pytest
 import torch
-from peers import LAYERS, gpt2, llama, on_nanogpt, ours
+from peers import LAYERS, VOCABULARY, gpt2, llama, on_nanogpt, ours, shaken
 from spread import rotated
 from test_emit import IDS, logits_of, off
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
@@ -149,6 +149,23 @@ def test_a_converted_model_gets_the_tokenizer_that_is_named(tmp_path, refused, c
     assert lamina.generate(tmp_path / "again", "Keel", max_new_tokens=5).startswith("Keel")
     line = refused("convert", str(tmp_path / "again"), str(tmp_path / "back"), "--tokenizer", "bytes")
     assert "--tokenizer: 'bytes' has no effect without --from." in line
+
+
+@pytest.mark.parametrize("spec", ["keel", "peri_ln", "rezero"])
+def test_a_nanogpt_model_without_biases_has_biases_of_0(spec, tmp_path, refused):
+    """Without biases is the default of nanoGPT's train.py."""
+    _, theirs = on_nanogpt(spec, gpt2(), bias=False)
+    shaken(theirs).eval()
+    sizes = {"n_layer": 5, "n_head": 4, "n_embd": 32, "block_size": 64, "vocab_size": VOCABULARY, "bias": False}
+    saved = {"model": theirs.state_dict(), "model_args": sizes}
+    torch.save(saved, tmp_path / "ckpt.pt")
+    words = ("--from", "nanogpt")
+    assert spec in refused("convert", str(tmp_path), str(tmp_path / "ours"), *words)  # the fitting placements
+    again = converted(tmp_path, tmp_path / "ours", *words, "--placement", spec)
+    assert off(again(input_ids=IDS).logits, logits_of(theirs, IDS)) < 1e-6
+    del saved["model"]["transformer.h.0.attn.c_attn.weight"]
+    torch.save(saved, tmp_path / "ckpt.pt")
+    assert "missing" in refused("convert", str(tmp_path), str(tmp_path / "more"), *words, "--placement", spec)
 
 
 def test_a_file_is_not_looked_up_on_the_hub_and_its_type_is_tested(tmp_path, monkeypatch, caplog):
