@@ -53,7 +53,12 @@ def parser() -> Parser:
         "--dtype", f"dtype of the weights: {', '.join(DTYPES)} (auto keeps the checkpoint's dtype)", "auto", "WORD"
     )
     flags.add_flag("--overwrite", "first delete the files that Lamina wrote into OUTPUT", False)
-    flags.add_flag("--verify", "load the result and compare its logits with SOURCE's logits", True)
+    flags.add_flag(
+        "--verify",
+        "between Lamina and transformers, load the result and compare its logits with SOURCE's logits. For another "
+        "trainer, Lamina always checks only the tensors' names and shapes",
+        True,
+    )
     return flags
 
 
@@ -69,7 +74,7 @@ def run(argv: list[str]) -> int:
     show(f"{before} -> {after}, {record['num_layers']} layers, {record['dtype']}")
     foreign = record["to"] not in ("lamina", "transformers")
     if options.came_from or foreign:
-        show("Lamina converted every tensor exactly once, without changing its values")
+        show("Lamina converted every tensor exactly once, and compared names and shapes, not logits")
     elif record["largest_difference"] is None:
         show("largest difference between the logits: not measured (--no-verify)")
     else:

@@ -356,8 +356,12 @@ def _find(model: LaminaForCausalLM, plan: Plan, config: PreTrainedConfig) -> str
     """Return the transformers model type that has the same norm placement. Raises UserError if there is none."""
     if config.model_type not in LLAMAS:
         raise UserError(
-            f"plan: no model of transformers has this placement ({plan.placement!r}) on the backbone "
-            f"{config.model_type!r}. Choose the backbone's own placement, or one of {', '.join(LLAMAS)}."
+            f"plan: Lamina cannot write {plan.placement!r} on the backbone {config.model_type!r} for transformers. "
+            + (
+                "Choose the backbone's own placement."
+                if config.model_type in conversions()
+                else f"Choose a model with one of these backbones: {', '.join(sorted(conversions()))}."
+            )
         )
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     biased = {name.rpartition(".")[2] for name, module in linear.items() if module.bias is not None}
