@@ -121,6 +121,12 @@ COMMON: tuple[Option, ...] = (
 def read_options(make: Callable[..., object]) -> tuple[str, tuple[Option, ...]]:
     """Return a function's docstring without ``Args:``, and an Option for each keyword-only parameter."""
     hints = get_type_hints(make)
+    for p in inspect.signature(make).parameters.values():
+        if p.kind is p.KEYWORD_ONLY and p.name not in hints:
+            kind = "float" if p.default is p.empty else type(p.default).__name__
+            raise UserError(
+                f"{make.__module__}: annotate the option {p.name!r} of {make.__name__!r}, as in {p.name}: {kind}."
+            )
     summary, _, rest = inspect.cleandoc(make.__doc__ or "").partition("\nArgs:\n")
     block = re.split(r"\n(?=\S)", rest, maxsplit=1)[0]
     helps = {m[1]: " ".join(m[2].split()) for m in re.finditer(r"^ {4}(\w+): ((?:.|\n(?! {4}\w+: ))*)", block, re.M)}

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lamina.core import specs
+from lamina.core.initializers import INITIALIZERS
 from lamina.core.json_types import Json
 from lamina.core.python_files import guarded
 from lamina.core.registry import refuse_namesake
@@ -159,14 +160,21 @@ def _formula(value: object, names: Mapping[str, float], where: str) -> object:
     if not isinstance(value, str) or not where.endswith(("_scale", "_gain")):
         return value
     try:
-        if not is_finite(result := _evaluate(_parsed(value), names)):
-            raise ArithmeticError(result)  # also complex: a root of a negative number
-        return result
+        result = _evaluate(_parsed(value), names)
+        if is_finite(result):
+            return result
+        reason = "is a root of a negative number" if isinstance(result, complex) else "is no finite number"
+        reason += f" in layer {names['layer']}."
+    except UserError as error:  # an unknown name, or a function
+        reason = str(error)
+    except ZeroDivisionError:
+        reason = f"divides by zero in layer {names['layer']}."
     except (ValueError, SyntaxError, ArithmeticError, TypeError, RecursionError, MemoryError):
-        raise UserError(
-            f"{where}: {shortened(repr(value), 200)} is not a formula. Use numbers up to 1e308, + - * / **, "
-            f"parentheses and {', '.join(names)}, in at most {LONGEST_FORMULA} characters."
-        ) from None
+        reason = "is not a formula."
+    raise UserError(
+        f"{where}: {shortened(repr(value), 200)} {reason} Use numbers up to 1e308, + - * / **, parentheses and "
+        f"{', '.join(names)}, in at most {LONGEST_FORMULA} characters."
+    )
 
 
 @lru_cache(maxsize=1000)
@@ -181,6 +189,10 @@ def _evaluate(node: ast.expr, names: Mapping[str, float]) -> float:
         return float(node.value)  # type: ignore[arg-type]  # a float overflows where whole numbers would fill the memory
     if isinstance(node, ast.Name) and node.id in names:
         return float(names[node.id])
+    if isinstance(node, ast.Name):
+        raise UserError(f"has the unknown name {shortened(repr(node.id), 60)}{nearest(node.id, names) or '.'}")
+    if isinstance(node, ast.Call):
+        raise UserError("calls a function. Write a root as a power, such as 2 ** 0.5.")
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
         return _OPERATORS[type(node.op)](_evaluate(node.left, names), _evaluate(node.right, names))
     if isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATORS:
@@ -243,9 +255,10 @@ def resolve(name: str, num_layers: int, **options: object) -> Plan:
             f"placement {scheme.name!r} is for {plan.num_layers} layers, but num_layers is {num_layers}. Set "
             f"num_layers to {plan.num_layers}, or use another placement."
         )
-    plan = replace(
-        plan, placement=scheme.name, initialization=plan.initialization or scheme.initialization, options=options
-    )
+    initialization = plan.initialization or scheme.initialization
+    if initialization.partition("(")[0] not in INITIALIZERS:
+        raise unknown("initialization", initialization, INITIALIZERS, f"placement {name!r}")
+    plan = replace(plan, placement=scheme.name, initialization=initialization, options=options)
     return _with_common(plan, {k: v for k, v in options.items() if k not in names and v is not None})
 
 

@@ -97,6 +97,44 @@ def test_numbers_may_be_formulas(file, formula):
     assert plan.layers[2].attention.skip_scale == pytest.approx(8**0.25, rel=1e-15)
 
 
+@pytest.mark.parametrize(
+    ("formula", "reason"),
+    [
+        ("1 / layer", "divides by zero in layer 0."),
+        ("layer ** -1", "divides by zero in layer 0."),
+        ("(layer - 1) ** 0.5", "is a root of a negative number in layer 0."),
+        ("1e308 * 10 * (layer + 1)", "is no finite number in layer 0."),
+        ("2 * num_layer", "has the unknown name 'num_layer'; did you mean 'num_layers'?"),
+        ("2 * width", "has the unknown name 'width'."),
+        ("sqrt(2)", "calls a function. Write a root as a power, such as 2 ** 0.5."),
+        ("2 +", "is not a formula."),
+    ],
+)
+def test_a_mistake_in_a_formula_is_named(file, formula, reason):
+    path = file(f"rules:\n  - attention: {{post_norm: true, skip_scale: '{formula}'}}\n")
+    with pytest.raises(UserError) as error:
+        resolve(path, 4)
+    assert f"mine.yaml': rules[0].attention.skip_scale: {formula!r} {reason} Use numbers" in str(error.value)
+
+
+def test_an_unknown_initialization_is_named_with_the_file(file):
+    texts = [
+        RULES + "initialization: scald\n",
+        PYTHON.replace('source="here"', 'source="here", initialization="scald"'),
+    ]
+    for path in map(file, texts, ("mine.yaml", "mine.py")):
+        with pytest.raises(UserError, match=rf"{path}': unknown initialization 'scald'; did you mean 'scaled'"):
+            resolve(path, 4)
+
+
+def test_an_option_without_an_annotation_is_named(file):
+    path = file(PYTHON.replace("strength: float", "strength"), "mine.py")
+    with pytest.raises(
+        UserError, match=r"^mine.py: annotate the option 'strength' of 'file_ln', as in strength: float"
+    ):
+        resolve(path, 4)
+
+
 def test_off_is_a_word_in_brackets_and_in_a_file(file):
     assert resolve("pre_ln(qk_norm=off)", 2).options == {"qk_norm": "off"}
     assert resolve(file("qk_norm: off\nrules: [{attention: {pre_norm: true}}]\n"), 2).qk_norm == "off"
