@@ -10,6 +10,8 @@ from torch.nn import functional
 _FITS = 0.1  # the relative error that label smoothing and a penalty on logits may cause
 _MOST = 0.95  # the fraction of positions that must fit
 SAME = 0.99  # the fraction of labels that must equal tokens
+_MOST_OF_STEP = 0.75  # a micro-batch has at most this fraction of the step's labels
+_SAME_LOSS = 1e-3  # the relative difference of two computations of a loss
 _POSITIONS = 256  # the number of positions in one computation
 
 
@@ -55,6 +57,31 @@ def _of_positions(logits: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.T
     of_logarithms = (size - peak.abs() <= _FITS * size) & (total.abs() < _FITS)
     weights = torch.where(of_logits, -peak / (1 - likely).clamp(min=1e-6), -peak)
     return at[..., 0], weights, of_logits | of_logarithms, losses
+
+
+def is_own_mean(loss: object, logits: object, labels: object, count: float) -> bool:
+    """Return whether a cross-entropy is the mean over its own labels, although the step has ``count`` labels.
+
+    Args:
+        loss: the loss of a micro-batch.
+        logits: the logits [batch, tokens, classes].
+        labels: the labels [batch, tokens], of the same or the next token. Negative labels do not count.
+    """
+    if not isinstance(loss, torch.Tensor) or not isinstance(labels, torch.Tensor):
+        return False
+    if not isinstance(logits, torch.Tensor) or type(logits) is not torch.Tensor:  # such as a sharded DTensor
+        return False
+    value, logits, labels = float(loss.detach()), logits.detach(), labels.detach().to(logits.device)
+    if logits.shape[:-1] != labels.shape or labels.ndim != 2 or int(labels.max()) >= logits.shape[-1]:
+        return False
+    for shift in (0, 1):
+        there, total = labels[:, shift:], 0.0
+        for row, of in zip(logits[:, : there.shape[1]], there, strict=True):  # copies of a row are small
+            total += float(functional.cross_entropy(row[of >= 0].float(), of[of >= 0].long(), reduction="sum"))
+        own = int((there >= 0).sum())
+        if 0 < own < _MOST_OF_STEP * count and abs(total / own - value) < _SAME_LOSS * abs(value):
+            return True
+    return False
 
 
 def offset_of(tokens: torch.Tensor, labels: torch.Tensor, there: torch.Tensor) -> tuple[torch.Tensor, int] | None:

@@ -32,6 +32,7 @@ from lamina.training.monitor.gain_measures import GainSeries, gains_of, rows_of_
 from lamina.training.monitor.graph_hooks import GraphHooks, Hook, is_compiled
 from lamina.training.monitor.listeners import listening
 from lamina.training.monitor.loop_signs import LoopSigns, StepSigns, kept_square, named
+from lamina.training.monitor.loss_targets import is_own_mean
 from lamina.training.monitor.parameter_measures import GradientNorms, UpdateRatios, found_parameters, largest_rate
 from lamina.training.monitor.stream_measures import (
     ForwardMeter,
@@ -46,6 +47,10 @@ from lamina.training.monitor.zero import ZeroGroups, is_deepspeeds, steps_of, ze
 _MARKED = 8192  # elements that tell one batch from another
 _OUTPUT = "lamina_output"  # in the metadata of a node of the autograd graph
 _NODES_OF_A_LOSS = 500
+_ADDED_UP = (
+    "the model ignores num_items_in_batch, so Trainer adds up the losses of a step's micro-batches instead of "
+    "averaging them, and the gradient is too large. Set model.accepts_loss_kwargs = False before you create the Trainer"
+)
 
 
 def bare(model: nn.Module) -> nn.Module:
@@ -329,7 +334,12 @@ class Instruments:
             return
         self._inside = None
         self._measuring.close()
-        loss = output.get("loss") if isinstance(output, Mapping) and not self.takes_shares else None
+        of = output if isinstance(output, Mapping) else {}
+        if self._summed and self._rate is None and not self.now.losses and not is_compiled(self.model):
+            count = float(kwargs["num_items_in_batch"])  # type: ignore[arg-type]
+            if is_own_mean(of.get("loss"), of.get("logits"), kwargs.get("labels"), count):
+                self.note(_ADDED_UP)
+        loss = None if self.takes_shares else of.get("loss")
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
             self.now.losses.append(loss.detach())
         else:

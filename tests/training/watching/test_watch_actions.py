@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from training.tiny_runs import in_a_child, layers, records, result
 from training.watching.loops import NanoGpt, Tokens, llama, loop
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import T5Config, T5ForConditionalGeneration, Trainer, TrainerCallback, TrainingArguments
 
 import lamina
 from lamina.errors import UserError
@@ -429,3 +429,19 @@ def test_a_frozen_layer_is_not_dead(tmp_path):
     assert not (tmp_path / "run" / "alarms.jsonl").exists()
     rows = layers(tmp_path / "run").query("metric == 'gradient_norm'")
     assert set(rows["layer"]) == {-1, 1, 2}
+
+
+@pytest.mark.parametrize(("accumulation", "sets"), [(2, False), (2, True), (1, False)])
+def test_a_model_that_ignores_the_number_of_labels_is_named(tmp_path, accumulation, sets):
+    """T5's forward takes num_items_in_batch but averages its own labels, so that Trainer sums the micro-batches."""
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0}
+    model = T5ForConditionalGeneration(T5Config(vocab_size=64, **sizes))
+    if sets:
+        model.accepts_loss_kwargs = False
+    data = [{"input_ids": row, "labels": row.flip(0)} for row in torch.randint(1, 64, (8, 12))]
+    options = {"output_dir": str(tmp_path / "out"), "max_steps": 2, "use_cpu": True, "report_to": "none"}
+    options |= {"gradient_accumulation_steps": accumulation, "per_device_train_batch_size": 2, "save_strategy": "no"}
+    callback = lamina.LayerMonitor(str(tmp_path / "run"))
+    Trainer(model, TrainingArguments(**options), train_dataset=data, callbacks=[callback]).train()
+    notes = json.loads((tmp_path / "run" / "watched.json").read_text())["notes"]
+    assert any("ignores num_items_in_batch" in note for note in notes) == (accumulation > 1 and not sets)
