@@ -336,7 +336,7 @@ class Instruments:
         self._measuring.close()
         of = output if isinstance(output, Mapping) else {}
         if self._summed and self._rate is None and not self.now.losses and not is_compiled(self.model):
-            count = float(kwargs["num_items_in_batch"])  # type: ignore[arg-type]
+            count = float(cast(float, kwargs["num_items_in_batch"]))
             if is_own_mean(of.get("loss"), of.get("logits"), kwargs.get("labels"), count):
                 self.note(_ADDED_UP)
         loss = None if self.takes_shares else of.get("loss")
