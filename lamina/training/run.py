@@ -404,6 +404,7 @@ class TrainingRun:
         trainer = self.stage.trainer(self)
         if self.settings.async_checkpoints:
             trainer.background = Background(self.processes)
+        trainer.processor = self.stage.processor
         trainer.series, trainer.gradient_norms = self.recorder.series, self.updates.groups
         trainer.remove_callback(PrinterCallback)  # with ``disable_tqdm``, Trainer adds only this printer
         for callback in (self.recorder, *self._further):

@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from lamina.core.hub_access import local_when_unreachable
 from lamina.core.json_types import Json
+from lamina.data.tokenizers import not_bytes
 from lamina.errors import UserError
 from lamina.jobs.manifest import model_folder, refuse_as_output
 from lamina.modeling.backbones import conversion, resolve_backbone
@@ -57,6 +58,9 @@ def with_checkpoint(settings: PretrainSettings, given: Mapping[str, Any] | None 
     if given is None:
         values = {name: getattr(settings, name) for name in DECIDED}
         given = {name: value for name, value in values.items() if value != settings.default(name)}
+    rows = getattr(config, "vocab_size", None)
+    if lacks_tokenizer and "tokenizer" not in given and (warning := not_bytes(settings.tokenizer, rows)):
+        raise UserError(f"from: {settings.from_model!r} holds no tokenizer. {warning}")
     for name in DECIDED:
         if name in given and given[name] != stored[name] and not _same(name, given[name], stored, plan, config):
             raise UserError(

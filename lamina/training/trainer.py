@@ -44,6 +44,7 @@ class RunTrainer(MonitoredTrainer):
     """
 
     states: Sequence[Stateful] = ()  # further objects with a state that checkpoints store
+    processor: Any = None  # the tokenizer or image processor, which checkpoints store beside the weights
     # a function that decides from an old checkpoint's run state whether to keep the checkpoint
     keep_also: Callable[[Json], bool] | None = None
     rate_factor: float = 1.0  # the factor on all learning rates after rollbacks

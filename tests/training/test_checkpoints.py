@@ -28,6 +28,7 @@ from training.tiny_runs import (
     settings,
     wait_for,
 )
+from transformers import AutoTokenizer
 
 from lamina.cli import main
 from lamina.errors import UserError
@@ -50,6 +51,20 @@ def whole(corpus, tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole") / "run"
     pretraining.pretrain(settings(corpus, folder, **LONG), bar=False)
     return folder
+
+
+def test_a_checkpoint_holds_the_tokenizer_and_a_run_from_one_without_it_is_refused(whole, corpus, tmp_path):
+    folder = shutil.copytree(whole / "checkpoints" / "checkpoint-12", tmp_path / "checkpoint-12")
+    load = AutoTokenizer.from_pretrained
+    assert load(folder).get_vocab() == load(whole / "model").get_vocab()
+    for file in [folder / "manifest.json", *folder.glob("tokenizer*")]:  # as an earlier version wrote it
+        file.unlink()
+    config = json.loads((folder / "config.json").read_text())
+    config["backbone_config"]["vocab_size"] = config["vocab_size"] = 512
+    (folder / "config.json").write_text(json.dumps(config))
+    given = {"from_model": str(folder), "corpus": str(corpus), "steps": 1, "output": str(tmp_path / "run")}
+    with pytest.raises(UserError, match=r"from: .*checkpoint-12' holds no tokenizer.* 512 tokens"):
+        pretraining.pretrain(given, bar=False)
 
 
 @pytest.fixture

@@ -87,11 +87,16 @@ def write(
 
 
 def _write_rest(trainer: Trainer, folder: Path, rest: Json, state: Json) -> None:
-    """Write the states of run, Trainer, schedule and loss scaler. ``rest`` is the optimizer's state without tensors."""
+    """Write the tokenizer and the states of run, Trainer, schedule and loss scaler.
+
+    ``rest`` is the optimizer's state without tensors.
+    """
     torch.save(rest, folder / "optimizer.pt")
     schedule: Any = trainer.lr_scheduler
     torch.save(schedule.state_dict(), folder / "scheduler.pt")
     trainer._save_scaler(str(folder))
+    if (processor := getattr(trainer, "processor", None)) is not None:
+        processor.save_pretrained(folder)
     callbacks = cast(dict[str, object], trainer.state.stateful_callbacks)
     callbacks[type(trainer.control).__name__] = trainer.control.state()
     trainer.state.save_to_json(str(folder / "trainer_state.json"))
