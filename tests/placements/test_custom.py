@@ -7,6 +7,7 @@ import textwrap
 import pytest
 import yaml
 
+from lamina.core.initializers import INITIALIZERS
 from lamina.errors import UserError
 from lamina.placements import Norm, registry, resolve
 from lamina.placements.resolution import find, parse_spec
@@ -125,6 +126,11 @@ def test_an_unknown_initialization_is_named_with_the_file(file):
     for path in map(file, texts, ("mine.yaml", "mine.py")):
         with pytest.raises(UserError, match=rf"{path}': unknown initialization 'scald'; did you mean 'scaled'"):
             resolve(path, 4)
+
+
+@pytest.mark.parametrize("name", [*INITIALIZERS, "normal(std=0.02)"])
+def test_every_initializer_is_an_initialization(file, name):
+    assert resolve(file(RULES + f"initialization: {name}\n"), 4).initialization == name
 
 
 def test_an_option_without_an_annotation_is_named(file):
