@@ -131,6 +131,13 @@ def test_to_nanogpt_and_back(tmp_path):
     assert torch.equal(again(input_ids=IDS).logits, model(input_ids=IDS).logits)
 
 
+def test_convert_says_what_it_verified_and_which_backbone_it_cannot_write(tmp_path, refused, capsys):
+    written(ours("pre_ln", gpt2()), "nanogpt", tmp_path)
+    assert "compared names and shapes, not logits" in capsys.readouterr().out
+    line = refused("convert", str(tmp_path / "ours"), str(tmp_path / "hf"), "--to", "transformers")
+    assert "Lamina cannot write 'pre_ln' on the backbone 'gpt2' for transformers" in line
+
+
 def test_a_converted_model_gets_the_tokenizer_that_is_named(tmp_path, refused, capsys):
     written(ours("keel", gpt2()), "nanogpt", tmp_path)
     words = ["convert", str(tmp_path / "theirs"), str(tmp_path / "again"), "--from", "nanogpt", "--placement", "keel"]
