@@ -256,7 +256,7 @@ def resolve(name: str, num_layers: int, **options: object) -> Plan:
             f"num_layers to {plan.num_layers}, or use another placement."
         )
     initialization = plan.initialization or scheme.initialization
-    if initialization not in INITIALIZERS and initialization.partition("(std")[0].strip() not in INITIALIZERS:
+    if initialization and {initialization, initialization.partition("(std")[0].strip()}.isdisjoint(INITIALIZERS):
         raise unknown("initialization", initialization, INITIALIZERS, f"placement {name!r}")
     plan = replace(plan, placement=scheme.name, initialization=initialization, options=options)
     return _with_common(plan, {k: v for k, v in options.items() if k not in names and v is not None})

@@ -149,12 +149,12 @@ def test_resume_refuses_other_settings(probe, own, capsys):
 def test_a_probe_that_breaks_leaves_the_others_and_a_status(probe, own, monkeypatch, capsys):
     monkeypatch.setenv("BREAK", "1")
     code, folder = probe(",".join(reversed(own)))
-    told = result(folder)
+    told, fault = result(folder), "finish (working.py, line 26): RuntimeError: broken"
     assert code == 1
-    assert (told["status"], told["reason"]) == ("failed", "weight_norm: RuntimeError: broken")
+    assert (told["status"], told["reason"]) == ("failed", f"weight_norm: {fault}")
     assert told["probes"]["mean_square"]["status"] == "finished"
-    assert "failed: RuntimeError: broken" in capsys.readouterr().out
-    assert "Not measured: RuntimeError: broken" in (folder / "report.html").read_text(encoding="utf-8")
+    assert f"failed: {fault}" in capsys.readouterr().out
+    assert f"Not measured: {fault}" in (folder / "report.html").read_text(encoding="utf-8")
     monkeypatch.delenv("BREAK")
     assert probe(",".join(own), "--resume")[0] == 0
     assert {one["status"] for one in result(folder)["probes"].values()} == {"finished"}
